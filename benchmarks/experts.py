@@ -36,7 +36,7 @@ def swiglu(gate_up: jax.Array) -> jax.Array:
 
 
 def side_by_side(pairs: jax.Array) -> jax.Array:
-    """Return [..., 2 I], as plain products need it, from gate and up [..., 2, I]."""
+    """Return gate and up [..., 2, I] as one array [..., 2 I], which plain products need."""
     return pairs.reshape(*pairs.shape[:-2], -1)
 
 
@@ -59,7 +59,7 @@ def fused(rows: jax.Array, w_in: jax.Array, w_out: jax.Array, sizes: jax.Array) 
     return primitives.bind_experts(operands, activation=activation)[0]
 
 
-# The results of ``with_gradients``, in order. ``errors`` compares the results that it is given.
+# The results of ``with_gradients``, in order. ``errors`` compares some or all of these results.
 RESULTS = ("y", "d_rows", "d_w_in", "d_w_out")
 
 
@@ -89,7 +89,7 @@ def mosaic_product() -> Product:
 
     def multiply(rows: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool) -> jax.Array:
         out = ragged_dot(rows, w, group_sizes=sizes, transpose_rhs=transposed, **tiles(rows))
-        # The kernel does not write rows after the last group, and they must not reach a product.
+        # The kernel does not write rows after the last group. These rows must not reach a product.
         return jnp.where(jnp.arange(out.shape[0])[:, None] < sizes.sum(), out, 0)
 
     def outer(x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:

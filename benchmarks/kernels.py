@@ -14,7 +14,7 @@ GPU = "/device:GPU:0"
 STREAM = "Stream"  # the names of trace lines with kernels begin with this
 MOST_LISTED = 60
 MOST_OF_NAME = 90
-# Each kind has words that are in the names of its kernels. The first kind that fits is used.
+# A kernel belongs to the first kind of which a word is in the kernel's name.
 KINDS = {
     "our products": r"moe_a2a.*gemm",
     "our exchange": r"moe_a2a.*(route|dispatch|combine)",

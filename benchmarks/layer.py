@@ -13,10 +13,11 @@
 call. ``moe_mlp_fp8`` has quantized weights, without gradients; ``moe_mlp_to_fp8`` quantizes rows
 and weights for the products, with gradients. ``_lora`` adds adapters of rank 16, and only the
 adapters get gradients. ``benchmarks.products`` times only the experts. The router's choices are
-inputs. Training times a forward pass, without and with the gradients of tokens, router weights and
-experts. Decode times a forward pass of up to 128 tokens. Every result is checked before it is
-timed, against ``all_gather``. If the capacity drops rows, it is checked against ``ours``, because
-plain JAX would drop other rows. The programs of all settings are compiled first.
+inputs. The mode "training" times a forward pass, without and with the gradients of tokens, router
+weights and experts. The mode "decode" times a forward pass of up to 128 tokens. Every result is
+checked before it is timed, against ``all_gather``. If the capacity drops rows, it is checked
+against ``ours``, because plain JAX would drop other rows. The programs of all settings are compiled
+first.
 """
 
 from __future__ import annotations
@@ -76,12 +77,13 @@ class Shape(NamedTuple):
 
     @property
     def sweep(self) -> str:
-        """Return the sweep of its rows."""
+        """Return the name of the sweep to which the rows belong."""
         return "layer" if self.is_training else "decode"
 
     @property
     def reference(self) -> str:
-        """Return the method with which the other methods are compared. It drops the same rows."""
+        """Return the method with which the other methods are compared. All of them drop the same
+        rows."""
         return "ours" if self.workload.dropped else "all_gather"
 
     @property
@@ -112,7 +114,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run it; return the exit status: 1 if anything failed."""
+    """Run the benchmark, and return the exit status: 1 if anything failed."""
     args = parse(argv)
     if args.stages:
         return stages.main(args)
@@ -195,8 +197,8 @@ class Bench:
         self.state = self.weights = self.reference = None  # frees memory for the next shape
 
     def layer_case(self, method: str) -> Case:
-        """Return the case that runs the layer by a method. Its results must equal the first
-        method's."""
+        """Return the case that runs the layer by a method. Its results must equal the results of
+        the first method."""
         layer = self.layer(method)
         of_rank = functools.partial(prepared, method)
         prepare = self.run.per_rank(of_rank) if method in FROZEN else lambda weights: weights

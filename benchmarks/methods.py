@@ -216,7 +216,7 @@ METHODS: dict[str, Callable[..., Method]] = dict(
 )
 
 
-# Local parts of the plain methods.
+# The parts of the methods in plain JAX that run on one rank.
 
 
 class Links(NamedTuple):

@@ -111,7 +111,7 @@ def steps(args: argparse.Namespace) -> list[Step]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run it; return the exit status: 1 if anything failed."""
+    """Run the benchmark, and return the exit status: 1 if anything failed."""
     args = parse(argv)
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_FRACTION)
     num_gpus = runs.set_platform(args.ranks)
@@ -126,7 +126,7 @@ def main(argv: list[str] | None = None) -> int:
                 f"--append must name a record of {run.record['gpus']}; got one of {old['gpus']}"
             )
         run.record["rows"] += old["rows"]
-    tracer = concurrent.futures.ThreadPoolExecutor(1)  # compiles what it has traced in threads
+    tracer = concurrent.futures.ThreadPoolExecutor(1)  # traces programs; other threads compile
     benches = [Bench(run, args, step) for step in steps(args)]
     longest = 0.0
     for bench, following in zip(benches, [*benches[1:], None]):

@@ -55,8 +55,8 @@ def prepare(
 ) -> tuple[Callable[..., dict[str, Any]], list[Operation]]:
     """Return the operations, and a function of one rank that computes their inputs once.
 
-    The function takes (x, ids, weights) and must be traced before the operations. It returns the
-    results and their errors (``errors``, for ``check``).
+    The function takes (x, ids, weights) and must be traced before the operations. The function
+    returns the results and their errors (``errors``, for ``check``).
     """
     vjp_treedef = None
 

@@ -55,7 +55,8 @@ TINY = 64  # how many times fewer rows and columns, without a GPU
 class Setting(NamedTuple):
     """Products to time: rows [rows, k] with matrices [k, n] by group.
 
-    Experts then gate half of the n columns by the other half, and multiply by matrices [n / 2, k].
+    Experts then multiply half of the n columns by the activated other half, and multiply the result
+    by matrices [n / 2, k].
     """
 
     name: str
@@ -92,7 +93,7 @@ MODELS = {
     "B": (7168, 2048, 16),
 }
 ROWS_OF_EXPERTS = (16, 32, 64, 128, 256, 512, 1024, 2048)
-# Additional rows of each expert. They need one or two more tiles, which are nearly empty.
+# Additional rows of each expert, which need one or two more tiles that are nearly empty.
 MORE_ROWS = {"equal": 0, "+ 8": 8, "+ 136": 136}
 SIZES = (*MORE_ROWS, "drawn", SKEWED)
 
@@ -121,7 +122,8 @@ FIRST_OF_EACH = [next(s for s in SETTINGS if is_of_experts(s) is kind) for kind 
 
 
 def sizes_of(setting: Setting) -> Any:
-    """Return the rows of each group, int32 [groups]; their sum is all rows."""
+    """Return the number of rows of each group, int32 [groups]. The sum of these numbers is
+    ``setting.rows``."""
     groups, rows = setting.groups, setting.rows
     if setting.sizes in MORE_ROWS:
         return np.full(groups, rows // groups, np.int32)
@@ -284,7 +286,7 @@ def measure(run: runs.Run, setting: Setting) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run it; return the exit status: 1 if anything failed."""
+    """Run the benchmark, and return the exit status: 1 if anything failed."""
     parser = runs.make_parser("benchmarks.products", __doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=(), help="of these models")
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS_OF_EXPERTS, help="per expert")

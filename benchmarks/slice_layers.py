@@ -1,7 +1,7 @@
 """Define the MoE layers that ``benchmarks.model`` puts into a slice: ours, plain JAX, and bounds.
 
 Each layer is a function ``layer(x [T, H], ids [T, K], weights [T, K], experts)`` of one rank's
-arrays and ``Experts``. It returns the sums [T, H] and the number of dropped choices.
+arrays and ``Experts``. A layer returns the sums [T, H] and the number of dropped choices.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ ALONE = "self"  # the axis of one rank
 
 
 class Layer(NamedTuple):
-    """A MoE layer, and how it is compared."""
+    """How to make a MoE layer, and how to compare the losses of its training."""
 
     make: Callable[[Workload], MoE]
-    """Makes it from the sizes."""
+    """Makes the layer from the sizes."""
     tolerance: float | None = EXACT
-    """The largest difference of its first losses from those of the reference. None for a bound,
-    which computes something else."""
+    """The largest difference of the layer's first losses from the losses of the reference. None for
+    a bound, which computes other losses."""
     has_our_products: bool = True
     """If True, the time above the bound without an exchange is the time of the exchange."""
     quantize: Callable[[Any], Any] | None = None

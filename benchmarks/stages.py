@@ -2,7 +2,8 @@
 
 In the forward pass, each stage runs alone on the arrays of the layer. Then ``ma.moe_mlp`` and
 ``ma.moe`` run, which contain all stages. The router and the layer also run with gradients. Decode
-is a program of several ``ma.moe`` layers with residuals. It does not read their statistics.
+is a program of several ``ma.moe`` layers with residuals. Decode does not read the statistics of
+these layers.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _KERNEL = re.compile(r"\} (?:fusion|custom-call|copy|sort)\(|\) (?:fusion|custom
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run it; return the exit status: 1 if anything failed."""
+    """Run the benchmark, and return the exit status: 1 if anything failed."""
     num_gpus = runs.set_platform(args.ranks)
     run = runs.open_run(args, num_gpus, ["stages"], "stages", SAMPLES if num_gpus else 1)
     shapes = [shape for shape in args.shapes if shape in TITLES] or list(TITLES)
@@ -248,7 +249,8 @@ def tied(place: jax.Array, results: list[jax.Array]) -> jax.Array:
 
 
 def gradients_of(fn: Callable[..., Any], names: tuple[str, ...], a: Any) -> Any:
-    """Return the results of a function of named arrays, and the gradients of some of them."""
+    """Return the results of a function of named arrays, and the gradients in some of these
+    arrays."""
     out, pullback = jax.vjp(lambda some: fn(a | some), {name: a[name] for name in names})
     return out, pullback(jax.tree.map(jnp.ones_like, out))
 

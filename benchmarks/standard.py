@@ -7,9 +7,10 @@
     python -m benchmarks --sweep formats           token formats
     python -m benchmarks --sweep all --ranks 2     on the first two GPUs
 
-The same run times plain JAX and the link limit. It writes a JSON record and a plot to
-benchmarks/results/. Without a GPU it runs small sizes on virtual CPU devices, which only checks
-that the program works. Then figures mean nothing, and are written only if --out names a path.
+The same run times plain JAX and the link limit. The program writes a JSON record and a plot to
+benchmarks/results/. Without a GPU, it runs small sizes on virtual CPU devices, which only checks
+that the program works. The figures of such a run mean nothing, and are written only if --out names
+a path.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def make_batches(args: argparse.Namespace, ranks: int, on_gpu: bool) -> list[lis
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run it; return the exit status: 1 if anything failed."""
+    """Run the benchmark, and return the exit status: 1 if anything failed."""
     args = parse(argv)
     num_gpus = runs.set_platform(args.ranks)
     measured = None

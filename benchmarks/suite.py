@@ -21,11 +21,11 @@ from .operations import Op
 from .run import Case, Job, Program, Row, Run, say
 from .workload import DTYPE, Setting, Workload
 
-# A share of the measured time. In a program without steps, a tie takes at least as long as in a
-# program with steps.
+# The largest share of a tie in the measured time. In a program without steps, a tie takes at least
+# as long as in a program with steps.
 MOST_OF_A_TIE = 0.4
 TIE_SAMPLES = 3
-# Elements of the largest tied array. Up to the first size, a tie only takes the time of a launch.
+# Elements of the largest tied array. Up to the first size, a tie takes only the time of a launch.
 TIE_SIZES = (1 << 14, 1 << 16, 1 << 18, 1 << 20)
 # The expected time of a repetition: microseconds, plus a multiple of the link limit. The third
 # number limits the repetitions, because XLA needs long to compile repetitions of plain JAX.
@@ -57,7 +57,7 @@ class Plan:
 
 
 class TieKey(NamedTuple):
-    """The key that ties of about the same duration share."""
+    """The key of a tie. Ties with equal keys take about equally long."""
 
     num_tied: int
     num_elements: int

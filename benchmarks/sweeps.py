@@ -65,7 +65,7 @@ def formats(name: str) -> list[dict[str, Any]]:
 
 
 def of_format(setting: Setting) -> dict[str, Any]:
-    """Return what is measured with a format."""
+    """Return the measurements of a sweep over formats."""
     if not setting.format:
         return dict(ops=FORWARD)
     tolerance = FORMAT_TOLERANCE.get(setting.format, TOLERANCE)
@@ -75,7 +75,7 @@ def of_format(setting: Setting) -> dict[str, Any]:
 
 
 def of_budgets(setting: Setting) -> dict[str, Any]:
-    """Return what is measured with each SM budget."""
+    """Return the measurements with each SM budget."""
     round_trip = (ROUND_TRIP,) if setting.tokens != FEW_TOKENS else ()
     all_sms = getattr(native.default_gpu(), "core_count", NUM_SMS[-1])
     budgets = tuple(dict(num_sms=n) for n in NUM_SMS if n < all_sms) + (dict(num_sms=all_sms),)
@@ -106,7 +106,7 @@ SWEEPS: dict[str, Sweep] = dict(  # the most informative sweep first
 
 
 def plans(name: str, ranks: int, on_gpu: bool, quick: bool = False) -> list[Plan]:
-    """Return the plans of a sweep: its first sizes if quick, and small ones without a GPU."""
+    """Return the plans of a sweep: its first sizes if quick, and small sizes without a GPU."""
     sweep = SWEEPS[name]
     base = Setting(TOKENS, **FULL) if on_gpu else Setting(16, **TINY)
     if name == "formats":  # whose groups have up to 128 numbers

@@ -4,10 +4,10 @@ The operation is repeated in the program, and each repetition needs a result of 
 repetition, so that XLA cannot merge, drop or overlap repetitions. A sample measures the wall-clock
 time of a few runs of the program without a wait between them, and then of more runs. The difference
 of both times, divided by the difference of repetitions, is the time on the device. Both times
-include starting the first program and noticing the end of the last (half a millisecond or more), so
-this overhead cancels.
+include the start of the first program and the notice that the last program has ended (half a
+millisecond or more), so this overhead cancels.
 
-A *tie* is the dependency between repetitions. It is one small kernel, which adds a number to
+A *tie* is the dependency between repetitions. A tie is one small kernel, which adds a number to
 integers of the inputs: 1 if the first element of a result is huge, and otherwise 0. The number is
 always 0, but XLA cannot know this before it has the results. All our calls read these integers; for
 plain JAX, an ``optimization_barrier`` also makes the other inputs wait. A program with only ties,
@@ -33,7 +33,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 SAMPLE_SECONDS = 0.025
 MAX_CALLS = 16  # XLA delays a program if about 32 are outstanding
-MAX_TRIES = 50  # of a sample: on a busy CPU the shorter run may well take longer
+MAX_TRIES = 50  # of a sample: on a busy CPU, the run with fewer repetitions may take longer
 PROGRAM_US = 5000.0
 MAX_REPS = 64
 TIE_REPS = 192
@@ -105,8 +105,8 @@ def chain(
             )
             leaves = tie(leaves, tied, results)
             if tied_axes is None:
-                # Every leaf changes. Otherwise XLA would compute what depends on an unchanged leaf
-                # (an all_gather of x, for example) once for all repetitions.
+                # Every leaf changes. Otherwise XLA would compute operations on an unchanged leaf
+                # (an all_gather of x, for example) only once for all repetitions.
                 leaves = lax.optimization_barrier(leaves)
         return [first_element(leaf) for leaf in results]
 
@@ -131,9 +131,10 @@ def chain_of_ties(reps: int) -> Callable[[Any], list[jax.Array]]:
 def pick_tied(leaves: Sequence[Any], axes: int | None = 2) -> list[int]:
     """Return which arrays of a state make each repetition depend on the previous repetition.
 
-    It is the smallest integer array with at least ``axes`` axes (ids, or slots of a routing),
-    because all of our calls read it. With None, all integer arrays are tied, because parts of a
-    program may read different ones. Without integers, the smallest array is tied.
+    By default, this is the smallest integer array with at least ``axes`` axes (ids, or slots of a
+    routing), because all of our calls read this array. With None, all integer arrays are tied,
+    because parts of a program may read different integer arrays. Without integers, the smallest
+    array is tied.
     """
     by_size = sorted(range(len(leaves)), key=lambda i: leaves[i].size)
     integers = [i for i in by_size if jnp.issubdtype(leaves[i].dtype, jnp.integer)]
@@ -161,7 +162,7 @@ def tie(
 
 
 def first_element(x: jax.Array) -> jax.Array:
-    """Return the first element as a scalar. It is a slice, which XLA fuses with its use."""
+    """Return the first element as a scalar, by a slice, which XLA fuses with its use."""
     return lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(())
 
 

@@ -41,7 +41,7 @@ struct Element<float> {
   static constexpr uint32_t kNanWord = 0x7FC00000;
 };
 
-// A kernel compares a value with all elements except the last.
+// To find the type of a value, a kernel makes no comparison with the last element of this list.
 using Elements = Types<float, __nv_bfloat16, __half>;
 
 template <typename First, typename... Rest>

@@ -5,8 +5,9 @@
 //   ring half  = | zone of source 0 | zone of source 1 | ... |        (one exchange lands here)
 //   zone       = | payload array 0: [num_slots, stride] | payload array 1 | ... |
 //
-// The distance between ring halves is a constant, so no shape moves a ring half. If shapes moved
-// it, an early writer of one shape could overwrite what a late reader of another shape still reads.
+// The distance between ring halves is a constant, so no shape moves a ring half. Otherwise a launch
+// with one shape could overwrite data of the previous launch, which has another shape and which a
+// slow rank still reads.
 #pragma once
 
 #include <cstdint>
@@ -19,8 +20,8 @@
 
 namespace moe_a2a {
 
-// The emulator (tests/emulation) has fewer threads in a block. It has so few flags that even a few
-// tokens share flags.
+// The emulator (tests/emulation) has fewer threads in a block. The emulator has so few flags that
+// even a few tokens share flags.
 #ifndef MOE_A2A_BLOCK_THREADS
 #define MOE_A2A_BLOCK_THREADS 512
 #endif
@@ -127,7 +128,7 @@ MOE_A2A_HOST_DEVICE constexpr int64_t array_bytes(int64_t num_slots, int64_t row
 }
 
 // Returns how many slots share a flag: one, if there are enough flags. Each flag costs its sender a
-// fence. But with fewer slots per flag, less work remains after the last flag.
+// fence. However, with fewer slots for each flag, less work remains after the last flag.
 MOE_A2A_HOST_DEVICE constexpr int64_t slots_per_chunk(int64_t num_slots) {
   return num_slots > kMaxChunks ? ceil_div(num_slots, kMaxChunks) : 1;
 }

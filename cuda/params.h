@@ -11,7 +11,7 @@
 
 namespace moe_a2a {
 
-// The parameters that all kernels have. They describe the rank, its domain and the call.
+// The parameters that all kernels have: the description of the rank, its domain and the call.
 struct RankView {
   int32_t rank;
   int32_t num_ranks;
@@ -65,8 +65,8 @@ constexpr int32_t kPaddingRow = -1;
 constexpr int32_t kTailRow = -2;
 
 // The results of route, in the order of the fields of RoutePlan in jax_moe_a2a/_src/plan/plan.py,
-// which tests/test_layout.py checks. plan_shapes() in plan.py has their shapes. Here each array
-// also has a leading batch axis.
+// which tests/test_layout.py checks. plan_shapes() in plan.py has their shapes. In this struct,
+// each array also has a leading batch axis.
 // clang-format off
 #define MOE_A2A_PLAN_ARRAYS(each) \
   each(token_slot)                \
@@ -233,8 +233,8 @@ struct CombineParams {
   int64_t elements_per_weight;
   const void* pair_rows[kMaxPairs];
   const float* pair_weights[kMaxPairs];  // [capacity, elements / elements_per_weight]
-  // The format of partial sums while they travel. If it is not kNoFormat, `listed` is true and
-  // `wire` is kOfRows.
+  // The format of partial sums while they travel. If the format is not kNoFormat, `listed` is true
+  // and `wire` is kOfRows.
   TokenFormat wire_format;
   float wire_global_scale;  // of NvFp4
 };

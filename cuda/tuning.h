@@ -1,6 +1,6 @@
-// All measured numbers. If other values pass the static_asserts where they are used, they change
-// only times and not results. The only exception: the rounding of a weighted dispatch's inner
-// products depends on the teams.
+// All measured numbers. Other values that pass the static_asserts change only times, and not
+// results. The only exception is the number of teams, on which the rounding of the inner products
+// of a weighted dispatch depends.
 //
 // To add an architecture, derive a struct from the closest one, redefine the numbers that differ,
 // and choose the struct as `Tuning` below. A build is for one architecture, because host and device
@@ -16,11 +16,11 @@ namespace moe_a2a {
 
 // Compute capability 9.0. Measured on H200 and H100 SXM, which have 132 multiprocessors.
 struct Sm90 {
-  // Limit of a block's shared memory. It was not measured, but limits other numbers.
+  // The limit of a block's shared memory. This number is not measured, but limits other numbers.
   static constexpr int kMaxSharedBytes = 227 << 10;
 
-  // ---- Blocks of a launch. Python lowers programs with these (kLoweringTuning). Handlers reduce
-  // them to the GPU's multiprocessors.
+  // ---- Blocks of a launch. Python lowers programs with these numbers (kLoweringTuning). Handlers
+  // reduce the numbers to the multiprocessors that the GPU has.
 
   static constexpr int kDefaultSms = 64;  // "Blocks"
   // "Blocks": more blocks are faster if a rank has few tokens, or if the bytes of its tokens times
@@ -92,7 +92,7 @@ struct Sm90 {
   static constexpr int kPollsWithoutPause = 16;
   static constexpr int kPauseNs = 20;
   // Combine sums a row with several weights through the list if a weight covers at least this
-  // number of bytes. (The notes do not mention this.)
+  // number of bytes. (docs/history/speed.md does not mention this number.)
   static constexpr int64_t kLeastListedBytes = 1024;
 
   // ---- The grouped GEMM ("Grouped products").

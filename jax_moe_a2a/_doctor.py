@@ -1,8 +1,8 @@
 """Check a machine before a run: ``python -m jax_moe_a2a``.
 
-The doctor prints one line for each requirement of an exchange on this process's devices. It exits
-with 0 if all required checks pass, and otherwise with 1 and advice. It needs neither the extension
-nor a GPU.
+The doctor prints one line for each requirement of an exchange on this process's devices. If all
+required checks pass, the doctor exits with 0, and otherwise with 1 and advice. The doctor needs
+neither the extension nor a GPU.
 
 With several processes, each process checks its own devices, and then all processes check the
 exchange between them. Use ``--distributed`` under a launcher that JAX knows, and otherwise
@@ -104,7 +104,7 @@ def findings(flags: argparse.Namespace) -> Iterator[Finding]:
     """Run all checks, and yield each line before the next check runs.
 
     Without ``--portable``, a missing requirement of the kernels is a failure on Hopper and newer
-    GPUs. In all other cases it is only a note.
+    GPUs. In all other cases, a missing requirement is only a note.
     """
     yield _versions()
     yield _package()
@@ -228,8 +228,8 @@ def _kernels(driver: _Driver | None, wanted: bool) -> Finding:
 
 
 def _how_to_build(driver: _Driver | None) -> str:
-    """Return how to build the kernels here: the driver decides which nvcc can be used. If the
-    machine has no nvcc, pip downloads the nvcc of ``NEWEST_CUDA``."""
+    """Return how to build the kernels on this machine. The driver decides which nvcc can be used.
+    If the machine has no nvcc, pip downloads the nvcc of ``NEWEST_CUDA``."""
     steps = []
     if not os.environ.get("CXX") and not any(map(shutil.which, ("c++", "g++", "clang++"))):
         steps.append("install a C++ compiler (g++)")

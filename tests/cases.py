@@ -128,7 +128,7 @@ def next_rank(rng, ranks, layout):
 
 
 def masked(rng, ranks, layout):
-    """Draw ids. About 40 % of them are -1."""
+    """Draw ids, of which about 40 % are -1."""
     ids = uniform(rng, ranks, layout)
     return np.where(rng.random(ids.shape) < 0.4, np.int32(-1), ids)
 
@@ -271,7 +271,8 @@ class Case:
         return ROUTINGS[self.routing](rng, ranks, self.layout)
 
 
-# These layouts run with every routing. The other layouts run with routings that matter for them.
+# These layouts run with every routing. All other layouts run only with routings that test something
+# in this layout.
 FULL_CATALOGUE = (PLAIN, CUT)
 OTHER_ROUTINGS = (
     "uniform",

@@ -13,7 +13,8 @@ from jax_moe_a2a._src.group import native
 
 @dataclasses.dataclass(frozen=True)
 class Count:
-    """Numbers of exchanges on each rank: whole exchanges, and split ones (a start and its done)."""
+    """Numbers of exchanges on each rank: whole exchanges, and split exchanges (a start and its
+    done)."""
 
     whole: int = 0
     split: int = 0
@@ -31,8 +32,7 @@ class Count:
 def shown_by_counters(group):
     """Return the exchanges since the workspaces opened, from the counters of the group's ranks.
 
-    Replicated tokens are exchanged by `group.single_rank`. It has separate counters, which are
-    added.
+    Replicated tokens are exchanged by `group.single_rank`, whose separate counters are added.
     """
     total = Count()
     for topology in (group.topology, group.single_rank.topology):

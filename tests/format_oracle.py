@@ -1,6 +1,6 @@
 """Encode and decode token formats in plain numpy.
 
-This file has tables of the narrow floats. It computes in float64 where this is exact, and in
+This file has tables of the narrow floats. Computations are in float64 if this is exact, and in
 float32 for the operations that the definition (docs/formats.md) names. From the package it uses
 only the classes that describe formats.
 """
@@ -35,8 +35,8 @@ EXPONENTS = np.arange(-200, 200)
 
 
 def smallest_exponents(largest):
-    """Return an exponent for each group. Divided by this power of two, the smallest possible one,
-    no number of the group exceeds 448."""
+    """Return the exponent of a power of two for each group: the smallest power of two for which no
+    number of the group, divided by the power, exceeds 448."""
     return EXPONENTS[np.searchsorted(448 * 2.0**EXPONENTS, largest, "left")]
 
 
@@ -47,7 +47,8 @@ def ocp_exponents(largest):
 
 
 def encode(fmt, x):
-    """Return (values, scales) of x [..., H] in a format; groups are [N, group size] here."""
+    """Return (values, scales) of x [..., H] in a format. Inside this function, groups are [N, group
+    size]."""
     with np.errstate(invalid="ignore"):  # of signalling NaN
         groups = x.astype(np.float64).reshape(-1, fmt.group_size)
     is_finite = np.isfinite(groups).all(axis=1)

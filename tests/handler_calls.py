@@ -16,7 +16,7 @@ from host_extension import HOST, ROOT, built
 NUM_DEVICES = 2
 MIB = 1 << 20
 STATE = "moe_a2a_exchange_on_cpu"
-# Its state needs only the attributes that all calls have.
+# The state of this call needs only the attributes that all calls have.
 DONE = "moe_a2a_dispatch_done"
 
 
@@ -125,7 +125,7 @@ def attributes(*, half_bytes=MIB, raise_failures=True, split=False):
 def call(name="report", **options):
     """Make a call of an exchange between two devices.
 
-    It returns float32 []: 1, or NaN after a failure.
+    The call returns float32 []: 1, or NaN after a failure.
     """
     result = jax.ShapeDtypeStruct((), jnp.float32)
     target = jax.ffi.ffi_call(f"checked_{name}", result, has_side_effect=True)

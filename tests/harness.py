@@ -153,9 +153,8 @@ def numpy_of(tree):
 
 
 def jit(fn, exchanges=None, split=0, **options):
-    """Compile like `jax.jit`. With several processes the results are whole numpy arrays.
-
-    `exchanges` and `split` state what each run makes, as in `expect_exchanges`.
+    """Compile like `jax.jit`. With several processes, the results are whole numpy arrays.
+    `exchanges` and `split` state the exchanges of each run, as in `expect_exchanges`.
     """
     jitted = jax.jit(fn, **options)
     if RANKS_ON_ONE_GPU:
@@ -186,7 +185,7 @@ def gathered(arrays):
         return array.dtype.itemsize * int(np.prod(array.sharding.shard_shape(array.shape)))
 
     sizes = [sum(num_bytes(a) * len(parts(a, p)) for a in arrays) for p in range(PROCESSES)]
-    # Only few sizes, because each size is a separate program.
+    # There are only a few sizes, because each size is a separate program.
     sent = np.zeros(max(1 << 12, 1 << (max(sizes) - 1).bit_length()), np.uint8)
     own = []
     for array in arrays:
@@ -310,7 +309,7 @@ def on_each_rank(fn, mesh=None, check_vma=True, compiler_options=None, exchanges
 
     Arguments and results are pytrees whose leaves carry a leading rank axis. Results are written
     into donated buffers that are full of poison, so that a test sees everything that a kernel does
-    not write. `exchanges` and `split` state what each run makes, as in `expect_exchanges`.
+    not write. `exchanges` and `split` state the exchanges of each run, as in `expect_exchanges`.
     """
     sharding = placement(mesh)
     mapped = jax.jit(over_ranks(fn, mesh, check_vma=check_vma))
@@ -413,7 +412,7 @@ def counted(jitted, exchanges, split):
     @functools.wraps(jitted)
     def run(*args, **kwargs):
         if is_traced(args, kwargs):
-            return jitted(*args, **kwargs)  # the program around it counts
+            return jitted(*args, **kwargs)  # the enclosing program counts the exchanges
         with stated(exchanges, split):
             return jax.block_until_ready(jitted(*args, **kwargs))
 
@@ -544,7 +543,7 @@ def assert_sums_agree(actual, expected, slack, what=""):
     assert actual.shape == expected.shape, what
     actual, expected = actual.astype(np.float64), expected.astype(np.float64)
     np.testing.assert_array_equal(np.isnan(actual), np.isnan(expected), err_msg=what)
-    with np.errstate(invalid="ignore"):  # equal infinities are not too far
+    with np.errstate(invalid="ignore"):  # equal infinities count as close
         too_far = np.abs(actual - expected) > slack
     assert not too_far.any(), (
         f"{what}: {too_far.sum()} of {too_far.size} sums are too far away, "

@@ -2,7 +2,8 @@
 on every machine with a C++ compiler.
 
 The extension is the host code of `cuda`, compiled over the fake driver of `tests/emulation/host`.
-It decides what kernels support and describes their calls. It has no kernels."""
+This extension decides which calls the kernels support, and describes the calls, but has no
+kernels."""
 
 import fcntl
 import hashlib

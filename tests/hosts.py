@@ -1,6 +1,6 @@
 """Make hosts for tests: network namespaces of this machine, each with its own address, on a bridge.
 As on different hosts, programs in two namespaces share no loopback, port or abstract socket.
-Namespaces need root and `ip` of iproute2. An error says if one of these is missing.
+Namespaces need root and `ip` of iproute2. If root or `ip` is missing, an error says so.
 """
 
 import contextlib

@@ -228,10 +228,11 @@ def combine(y, routing, weights=None, wire_dtype=None, add=None):
     For each rank, the partial sum is over k in order, in the accumulation dtype, and is rounded to
     the wire dtype (or by a function). The result is the sum of these partial sums in the order of
     ranks, then of `add` [R, T, ...], rounded to y's dtype. Another correct result may differ by the
-    slack [R, T, ...]. It is zero without weights, because then the definition fixes every rounding.
-    With weights, a fused multiply-add may change the rounding of a partial sum to the wire dtype,
-    and of the total to the dtype of the result, by one step each. The slack does not include the
-    rounding of a function, so with weights use a function only if no product is rounded.
+    slack [R, T, ...]. Without weights, the slack is zero, because the definition fixes every
+    rounding. With weights, a fused multiply-add may change the rounding of a partial sum to the
+    wire dtype, and of the total to the dtype of the result, by one step each. The slack does not
+    include the rounding of a function, so with weights use a function only if no product is
+    rounded.
     """
     return combine_pairs([(y, weights)], routing, wire_dtype, add)
 
@@ -448,7 +449,7 @@ def grouped_dot_fp8(rows, w, sizes, block=128):
 
 
 def grouped_outer(x, y, sizes):
-    """Sum x^T y over the rows of each group. This is the gradient of `w` in `grouped_dot`."""
+    """Sum x^T y over the rows of each group, which is the gradient of `w` in `grouped_dot`."""
     out = np.zeros((len(sizes), x.shape[1], y.shape[1]), type_of((x, y)))
     for group, (start, end) in enumerate(spans(sizes, len(x))):
         out[group] = x[start:end].T @ y[start:end]
@@ -559,7 +560,7 @@ def rows_of(ids, local_experts, routings, replicated):
 
 def expert_layer(a, rows, activation, weigh_input=False):
     """Return the sums of a layer [R, T, H] from x [R, T, H], weights [R, T, K], w_in [R, L, H, I'],
-    w_out [R, L, I, H], and where the dict has them b_in [R, L, I'], b_out [R, L, H] and p [R, ...].
+    w_out [R, L, I, H], and, if the dict has them, b_in [R, L, I'], b_out [R, L, H] and p [R, ...].
     Weights multiply the outputs of experts, or with `weigh_input` their inputs.
     """
     y = _rows_of_layer(a, rows, activation, weigh_input)[-1]

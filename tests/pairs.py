@@ -15,7 +15,7 @@ PASSING = {"reshape", "transpose", "squeeze", "broadcast_in_dim", "pvary", "pcas
 
 
 def subjaxprs(jaxpr):
-    """Return a jaxpr and all jaxprs that are nested in it."""
+    """Return a jaxpr and all jaxprs that are nested in this jaxpr."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     yield jaxpr
     for eqn in jaxpr.eqns:

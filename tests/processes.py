@@ -44,7 +44,7 @@ def joined():
 
 
 def join(initialization_timeout=120, **options):
-    """Join the job if this process was started as one of several. Call it before JAX has
+    """Join the job if this process was started as one of several. Call this function before JAX has
     devices."""
     if joined() is None:
         return
@@ -125,11 +125,10 @@ def free_address():
 
 
 def met_by_chance(*printed):
-    """Return True if the failure of processes may be chance. The run should then be repeated once.
-
-    Another program may take the free port before it is used. Processes also stalled, about once in
-    hundreds of runs, on two busy cores with jax 0.10.2. Calls in different orders would stall every
-    run.
+    """Return True if the processes may have failed by chance, so that the run should be repeated
+    once. Another program may take the free port before it is used. On two busy cores with jax
+    0.10.2, processes also stalled about once in hundreds of runs. Calls in different orders would
+    stall every run.
     """
     return any(told in text for text in printed for told in ("already in use", STALLED))
 

@@ -53,7 +53,7 @@ DISPATCHES = dict(ids=by_ids, routing=by_routing, halves=by_halves)
 
 
 def experts(rows, row_offsets, w):
-    """Apply to every row of rows [C, H] the expert to which its position belongs."""
+    """Apply to each row of rows [C, H] the expert whose group contains the row."""
     row = jnp.arange(rows.shape[0], dtype=jnp.int32)
     expert = (row[:, None] >= row_offsets[None, 1:-1]).sum(axis=1)
     return jnp.tanh(rows * w[expert])
@@ -243,7 +243,8 @@ def shapes_of_one_rank(eqn):
 def payload(eqn):
     """Return (leaves, choice arrays): shapes of the payload operands of a dispatch or combine.
 
-    For a weighted dispatch, these are its rows and its weights, not the array that it moves.
+    For a weighted dispatch, this function returns the rows and the weights, but not the array that
+    the dispatch moves.
     """
     num_leaves, num_choice_arrays = eqn.params["num_leaves"], eqn.params["num_choice_arrays"]
     shapes = shapes_of_one_rank(eqn)

@@ -2,7 +2,7 @@
 kernel.
 
 With ReLU and weights that are powers of two, results are equal bit for bit. With other activations,
-a number near the middle of two FP8 values may be rounded to the other one."""
+a number near the middle between two FP8 values may be rounded to either of them."""
 
 import contextlib
 import functools
@@ -119,7 +119,7 @@ def assert_encodes(values, scales, h, magnitudes, dtype):
     assert ((scales == np.where(largest > 0, low, 0)) | (scales == high)).all()
     assert (scales[largest == 0] == 0).all()
     decoded = values.astype(np.float64).reshape(groups.shape) * scales[..., None]
-    # The distance of FP8 values around h.
+    # The distance between neighbouring FP8 values near h.
     ratio = np.abs(groups) / np.where(scales > 0, scales, 1)[..., None]
     exponents = np.floor(np.log2(np.maximum(ratio, 2.0**-6)))
     spacing = 2.0 ** (exponents - 3) * scales[..., None]

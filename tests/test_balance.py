@@ -106,7 +106,8 @@ def dense_histogram(scores, bias, k, num_bins):
 
 
 def dense_next_bias(bias, histogram, k):
-    """Return the quantiles k / E. Each is in the bin where the cumulative count reaches it."""
+    """Return the quantiles k / E. A quantile is in the bin in which the cumulative count reaches
+    the share k / E."""
     width = (bias.max() - bias.min() + 2) / histogram.shape[1]
     found = []
     for counts in histogram:

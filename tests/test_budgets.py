@@ -12,7 +12,7 @@ pytestmark = [
     pytest.mark.exchanges(0),
 ]
 
-# Multiprocessors of GPUs that the kernels run on.
+# Numbers of multiprocessors of GPUs that run the kernels.
 GPUS = {"H20": 78, "H100 PCIe": 114, "H100 SXM": 132, "B200": 148}
 BUDGETS = (
     lowering.DEFAULT_NUM_SMS,

@@ -53,7 +53,7 @@ def test_calls_in_scopes_of_other_names_differ():
 
 
 def test_a_call_and_its_repetition_in_a_derivative_have_the_same_names():
-    """XLA can merge both only if their names are equal."""
+    """XLA can merge the call and its repetition only if their names are equal."""
 
     def all_of_them(x, ids, weights):
         of_x = functools.partial(layer, ids=ids, weights=weights)

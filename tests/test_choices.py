@@ -91,8 +91,8 @@ REPLICAS = [0, 1, 2, 3, 4, 0, 4, 5, 6, 7, 0, -1]  # of 2 ranks
     ids=["2 in chunks", "2 with replicas", "2 replicated", "2 by 4 masked"],
 )
 def test_replayed_and_given_choices_equal_those_of_the_router(mesh, options):
-    """Output and statistics are equal, and all gradients of a replay, too. Given choices have the
-    gradient of their weights. The 15 tokens need padding."""
+    """Outputs, statistics and all gradients of a replay equal those of the router. Choices that the
+    caller gives have a gradient in their weights. The 15 tokens need padding."""
     mesh, options = mesh_of(**mesh), options_of(options)
     mask = options.get("mask", np.ones(LEAD, bool))
 

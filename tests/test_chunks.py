@@ -72,7 +72,8 @@ def test_derivatives_of_all_orders_are_those_of_the_layer_without_chunks(activat
 
 @pytest.mark.several_devices("a mesh of two axes")
 def test_weights_that_vary_over_fewer_mesh_axes_than_tokens_have_gradients():
-    """One sum over the other axis follows the loop, instead of one sum for each chunk."""
+    """The gradients are summed over the other axis once after the loop, and not once for each
+    chunk."""
     axis_types = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((2, RANKS), ("data", harness.AXIS), axis_types=axis_types)
     group = ma.Group(mesh, harness.AXIS)

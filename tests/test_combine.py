@@ -107,7 +107,8 @@ def test_the_sum_over_k_runs_in_order_of_k():
     layout = cases.Layout("order_of_k", tokens=1, top_k=4, local_experts=4)
     ranks = harness.SEVERAL
     for permutation in np.array([[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1], [1, 3, 0, 2]]):
-        # Experts are in any order. Rows lie by expert, but are summed by k.
+        # The experts of a token are in any order. Rows are stored by expert, but are summed in the
+        # order of k.
         ids = np.broadcast_to(permutation.astype(np.int32), (ranks, 1, 4)).copy()
         expected = oracle.route(ids, layout.num_experts(ranks), layout.rows(ranks))
         y = np.zeros((ranks, expected.capacity, 1), np.float32)

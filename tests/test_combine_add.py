@@ -62,8 +62,8 @@ def assert_adds(sums, y, weights, addend, routing, wire_dtype=None, what=""):
         harness.assert_sums_agree(actual, *expected, what)
 
 
-# Where an addend is added does not depend on the routing. One routing of six layouts therefore
-# replaces the catalogue.
+# The position of an addend in a sum does not depend on the routing, so one routing in each of six
+# layouts replaces the whole catalogue.
 LAYOUTS = ("plain", "alignment_8_capacity_19", "capacity_0", "no_tokens", "top_32", "many_tokens")
 CASES = [cases.Case(layout, "masked") for layout in cases.LAYOUTS if layout.name in LAYOUTS]
 

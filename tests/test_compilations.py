@@ -94,7 +94,8 @@ def test_the_recipe_compiles_once_with_adamw_accumulation_and_restore(recipes, t
         with counted() as compiled:
             step(params, state, x)
         assert not compiled
-        # Over Explicit axes, specs of results have an entry for each axis, a second signature.
+        # Over Explicit axes, specs of results have an entry for each axis, so the signature
+        # differs.
         if AxisType.Auto in mesh.axis_types:
             assert step._cache_size() == 1
 

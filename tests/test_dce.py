@@ -58,7 +58,8 @@ def test_only_exchanges_of_which_a_result_is_used_remain(uses, expected):
     ids=("rows", "weights", "both"),
 )
 def test_a_gradient_of_a_combine_weighs_only_for_what_is_wanted(of, dotted, scaled):
-    """A gradient of only the rows needs no dots; a gradient of only the weights, no products."""
+    """A gradient of only the rows needs no dots, and a gradient of only the weights needs no
+    products."""
 
     def fn(y, weights, ids):
         routing = ma.route(ids, **route_args(harness.group_of(RANKS)))

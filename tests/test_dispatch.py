@@ -45,8 +45,8 @@ def test_row_experts_are_the_local_experts_of_rows_with_a_token(routing):
     harness.assert_same_bytes(harness.numpy_of(found), oracle.row_experts(expected))
 
 
-# Half of the dtypes are few enough arrays for the kernels. With all dtypes, only the route is a
-# kernel's exchange.
+# A payload with half of the dtypes has few enough arrays for the kernels. With all dtypes, only the
+# route runs by a kernel.
 @pytest.mark.parametrize(
     "dtypes",
     (cases.MOVED_DTYPES, cases.MOVED_DTYPES[::2], cases.MOVED_DTYPES[1::2], cases.WIDE_DTYPES),

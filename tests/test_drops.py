@@ -1,6 +1,7 @@
 """If rows do not fit, the rows of the last choices are dropped, whatever their expert is.
 
-The oracle implements the definition choice by choice. These tests check consequences of it.
+The oracle implements the definition choice by choice. These tests check consequences of the
+definition.
 """
 
 import functools

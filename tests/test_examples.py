@@ -155,7 +155,7 @@ def test_blocks_of_transformers_have_the_outputs_and_gradients_of_the_originals(
     assert re.search(f" {harness.MANY} ranks, ", printed)
     number = r" +(?:\d\.\de-\d\d|0\.0e\+00)"
     rows = re.findall(f"^([a-z].+?)(?:{number}){{4}}({number}| +-)$", printed, re.M)
-    # The last column is that of a shared expert.
+    # The last column belongs to the shared expert.
     families = {name.split(",")[0]: of_shared.strip() != "-" for name, of_shared in rows}
     configs, same = test_integrations_transformers.CONFIGS, test_integrations_transformers.SAME
     assert families.keys() == {*configs, *same}

@@ -1,4 +1,5 @@
-"""In every mode and transform, the load equals counts of the oracle's rows."""
+"""In every mode and under every transform, the load equals the numbers of rows that the oracle
+counts."""
 
 import dataclasses
 import functools

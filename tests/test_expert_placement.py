@@ -19,7 +19,7 @@ PLANS = ((4, 16, 2, True, 1), (4, 16, 2, False, 2), (4, 16, 0, False, 1), (2, 4,
 
 
 def loads(num_experts, num_ranks):
-    """Return loads [N, E]: random ones, and hostile ones."""
+    """Return loads [N, E]: random loads, and loads that are hard to balance."""
     rng = np.random.default_rng(num_experts)
     skewed = np.exp(rng.normal(0, 1.7, (3, num_experts))) * 1000
     one_expert, one_rank = np.zeros((2, num_experts))
@@ -36,7 +36,8 @@ def planner(ranks, spare, home, hosts):
 
 
 def rank_loads(placement, load, num_ranks):
-    """Return the rows of each rank if all slots of an expert have their shares of its load."""
+    """Return the number of rows of each rank if each slot receives its share of its expert's
+    load."""
     shares = np.diff(placement.share_ends, axis=-1, prepend=0) / 2**15
     assert (shares >= 0).all() and (placement.share_ends[..., -1] == 2**15).all()
     found = np.zeros(num_ranks)

@@ -19,7 +19,7 @@ TARGETS = [
     for name in ("route", "dispatch", "combine", "routed_dispatch", "weighted_dispatch")
     for suffix in ("", "_in_graph")
 ]
-# JAX promises stability only for JAX's own custom calls.
+# JAX guarantees stability only for its own custom calls.
 CUSTOM_CALLS = [export.DisabledSafetyCheck.custom_call(target) for target in TARGETS]
 
 has_no_cpu_path = pytest.mark.several_devices("a group that names 'cuda' is not lowered for CPUs")
@@ -83,7 +83,8 @@ def test_an_exported_layer_has_the_gradient_of_the_dense_layer():
 
 @has_no_cpu_path
 def test_one_export_serves_cpu_and_cuda():
-    """A machine with one of the platforms makes the export, and gets the layer's bytes from it."""
+    """A machine that has only one of the platforms makes the export. The exported program returns
+    the bytes of the layer."""
     assert_xla_cpu_can_compile_a_route_for_several_platforms()
     *args, _ = placed_arguments()
     both = exported(platforms=("cpu", "cuda"))

@@ -46,7 +46,7 @@ def closes_while_a_thread_opens(run):
     before = closer.ask("mapped").value
     victim.signal(signal.SIGSTOP)
     closer.ask("open_in_a_thread", True)
-    time.sleep(0.2)  # until it waits for the victim
+    time.sleep(0.2)  # until the closer waits for the victim
     reply = closer.ask("close_without_a_look", 0.2)
     mapped = closer.ask("mapped").value
     victim.signal(signal.SIGCONT)
@@ -74,15 +74,16 @@ def test_threads_that_ask_at_once_make_the_value_of_a_job_once():
 
 
 def killed_at_a_step(run):
-    """Kill one of three processes in a step that needs it. One of the other two may then wait until
-    gloo's timeout for the third, which has already raised an error."""
+    """Kill one of three processes in a step in which the other two need it. One of these two may
+    raise an error first. The last process then waits until gloo's timeout."""
     programs.begin(run, count=3)
     programs.churn(run, 7, "kill")
     return programs.die(run, lambda victim: victim.process.join(60))
 
 
 def test_the_survivors_of_a_killed_process_go_on_in_a_group_over_the_remaining_devices(monkeypatch):
-    """This runs with jax_enable_recoverability, on CPUs. The group is made after the error."""
+    """The program runs on CPUs, with jax_enable_recoverability. The survivors make the group after
+    the error."""
     monkeypatch.setitem(campaign.KINDS, "killed at a step", killed_at_a_step)
     done = campaign.run_one(1, 0, ["killed at a step"])
     assert done.outcome == "error", done

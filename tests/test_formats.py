@@ -31,7 +31,7 @@ pytestmark = pytest.mark.exchanges(0)  # of tests without an exchange, or that o
 
 DTYPES = ("bfloat16", "float16", "float32")
 E2M1 = cases.dtype("float4_e2m1fn")
-ODD_SCALE = FORMATS["nv"].global_scale  # neither it nor its inverse is a simple number
+ODD_SCALE = FORMATS["nv"].global_scale  # neither the scale nor its inverse is a simple number
 
 of_every_format = pytest.mark.parametrize("name", FORMATS)
 of_every_dtype = pytest.mark.parametrize("dtype", DTYPES)
@@ -109,8 +109,8 @@ def float32_groups(group_size):
             with np.errstate(over="ignore"):
                 scaled = np.ldexp(np.float64(bounds), exponent)
             groups.append(in_groups(scaled[scaled <= first * 2.0**exponent], first * 2.0**exponent))
-    # NvFp4 also has a global scale that is not a power of two, with which the order of operations
-    # changes results.
+    # NvFp4 also has a global scale that is not a power of two. With this scale, the results depend
+    # on the order of operations.
     bounds = (E2M1_VALUES[:-1] + E2M1_VALUES[1:]) / 2
     for code in (1, 2, 3, 7, 8, 9, 77, 98, 111, 125, 126):
         for scale in E4M3_VALUES[code] * np.array([1, np.float32(ODD_SCALE)]):
@@ -172,8 +172,8 @@ def test_encode_returns_the_bits_of_the_oracle(name, dtype):
 
 @of_every_format
 def test_decode_returns_the_bits_of_the_oracle(name):
-    """This holds for every value and scale, even if `encode` never returns the scale, unless a
-    product is subnormal in float32."""
+    """The bits are equal for every value and scale, even if `encode` never returns the scale,
+    unless a product is subnormal in float32."""
     fmt = FORMATS[name]
     codes = np.resize(np.arange(256, dtype=np.uint8), 256 * fmt.group_size)
     if name == "blockwise":

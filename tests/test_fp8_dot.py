@@ -53,7 +53,7 @@ HOSTILE = dict(
     many_groups=(800, 256, 136, [7 * i % 23 for i in range(70)]),
     one_group=(300, 1152, 392, [300]),
     all_but_one_row=(530, 128, 1160, [0, 1, 0, 520]),
-    whole_turns=(500, 1024, 264, [129, 0, 255, 91]),  # K that the form for multiples of 512 has
+    whole_turns=(500, 1024, 264, [129, 0, 255, 91]),  # K of the form for multiples of 512
 )
 
 
@@ -86,8 +86,8 @@ def powers(seed, shape):
 
 
 def draw_exact(num_rows, k, n, sizes, seed=0):
-    """Return rows, whose tail is NaN, and weights. They are small integers with powers of two as
-    scales, so that all sums are exact."""
+    """Return rows, whose tail is NaN, and weights. All numbers are small integers with powers of
+    two as scales, so that all sums are exact."""
     rows = ma.Quantized(integers(seed, (num_rows, k)), powers(seed + 1, (num_rows, k // BLOCK)))
     rows.values[sum(sizes) :], rows.scales[sum(sizes) :] = np.nan, np.inf
     blocks = len(sizes), -(-n // BLOCK), k // BLOCK
@@ -162,9 +162,10 @@ def test_a_product_is_that_of_the_definition(path, case):
                 rows, w, sizes, tail=tail, preferred_element_type=dtype
             )
         )
-        # Decoding rounds twice to bfloat16. Tensor cores align 32 products to the largest one and
-        # keep 13 bits after its first bit. If all were as large, the error would be 2^-6 of the
-        # magnitudes, but the largest of normal numbers is less than a tenth of their sum.
+        # Decoding rounds twice to bfloat16. Tensor cores align 32 products to the largest of them,
+        # and keep 13 bits after its first bit. If all products were equally large, the error would
+        # be 2^-6 of the magnitudes. However, the largest of 32 products of normal numbers is less
+        # than a tenth of their sum.
         is_exact = path == "reference" or (path != "kernel" and powers_of_two)
         out = dot(rows, ma.QuantizedExperts(*w), sizes)
         inexact = 0.0 if is_exact else 2.0**-7
@@ -429,7 +430,7 @@ def test_weights_to_train_are_floats():
 
 
 def test_quantization_counts_as_the_identity_for_derivatives():
-    """Only the transpose quantizes. The derivative of the transpose does not."""
+    """Only the transpose quantizes. The derivative of the transpose does not quantize."""
     sizes, fmt = np.array([5, 0, 3], np.int32), ma.BlockwiseFp8()
     rows, d_rows = (normal(seed, (9, 128), "bfloat16") for seed in (7, 8))
     ct, d_ct = (normal(seed, (9, 256), "bfloat16") for seed in (9, 10))
@@ -476,8 +477,8 @@ def assert_derivatives(everything, end):
 @pytest.mark.parametrize("num_spare", (0, 1))
 @pytest.mark.parametrize("n", (256, 200))
 def test_products_of_frozen_weights_have_derivatives_of_any_order(num_spare, n):
-    """Only the transpose quantizes. The derivative of the transpose does not, and neither does a
-    transpose over columns that are not whole blocks."""
+    """Only the transpose quantizes. The derivative of the transpose does not quantize. A transpose
+    over columns that are not whole blocks does not quantize either."""
     sizes, fmt = np.array([5, 0, 3], np.int32), ma.BlockwiseFp8()
     rows, d_rows = (normal(seed, (9, 128), "bfloat16") for seed in (7, 8))
     ct, d_ct = (normal(seed, (9, n), "bfloat16") for seed in (9, 10))

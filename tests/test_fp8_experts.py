@@ -99,7 +99,7 @@ def test_derivatives_of_any_order_are_those_of_separate_passes():
 
     (*found, reverse), (*expected, right) = everything(fused), everything(separate)
     assert_close(found, expected)
-    assert_close(reverse, right, 0.1)  # one of them quantizes, and the other multiplies floats
+    assert_close(reverse, right, 0.1)  # only one of both products quantizes
 
 
 @pytest.mark.parametrize("wanted", range(len(OF_ALL)))
@@ -130,8 +130,8 @@ def test_a_batch_has_the_results_of_its_elements(shares_weights):
 
 
 def unwriting(fn):
-    """Return a function whose results are NaN after the last group, like kernels in memory of
-    NaN."""
+    """Return a function whose results are NaN after the last group, like the results of a kernel in
+    memory that is full of NaN."""
 
     def poisoned(*args, **options):
         def cut(x):

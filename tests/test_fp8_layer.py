@@ -1,4 +1,5 @@
-"""Layers with weights in FP8 equal layers of the decoded numbers, and have their gradients."""
+"""Layers with weights in FP8 have the results and the gradients of layers with the decoded
+weights."""
 
 import dataclasses
 import functools
@@ -89,8 +90,8 @@ def test_a_recognized_activation_and_quantization_are_one_pass():
 @pytest.mark.exchanges(0)
 @pytest.mark.parametrize("trainable", (False, True))
 def test_gradients_of_numbers_in_fp8_are_refused(trainable):
-    """This is an error even with a source, because an optimizer would change the source, but not
-    its FP8 numbers."""
+    """Such gradients are an error even if there is a source, because an optimizer would change the
+    source, but not its FP8 numbers."""
     layers = on_one_device()
     x, topk_weights, experts, ids = arguments()
     experts = jax.vmap(functools.partial(ma.quantize_experts, trainable=trainable))(experts)

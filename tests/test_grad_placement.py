@@ -80,7 +80,7 @@ def test_the_gradient_of_a_replicated_parameter_is_the_sum_over_ranks(inside):
             scale = scale[None]
             return small_layer.loss(scale * layer(scale * x, topk_weights, w, ids))
 
-        if inside:  # the type of the gradient says that it is replicated
+        if inside:  # the type of the gradient says that the gradient is replicated
             return jax.grad(value)(scale)
         return lax.psum(value(scale), AXIS)
 

@@ -29,7 +29,7 @@ def mesh_of(*shape):
 
 @pytest.fixture
 def nothing_acts(monkeypatch):
-    """Make every function raise an error that could ask a device or another process."""
+    """Let every function that could ask a device or another process raise an error."""
 
     def refuse(name):
         return lambda *args, **kwargs: pytest.fail(f"{name} was called")

@@ -75,7 +75,7 @@ def read_table(target, results, arrays, num_sms, aliases=None, *, product):
 
 
 def careless_dot(rows, w, sizes, *, transposed, dtype):
-    """Compute a dot that leaves NaN after the last group, and mixes rows."""
+    """Compute a dot that leaves NaN after the last group, and adds 0 times the sum of all rows."""
     w = jnp.swapaxes(w, 1, 2) if transposed else w
     ends = jnp.cumsum(sizes)
     expert = jnp.searchsorted(ends, jnp.arange(rows.shape[0], dtype=ends.dtype), side="right")
@@ -126,7 +126,7 @@ def path(request):
         yield request.param
 
 
-# The oracle, in float64. Rows that no group has are zero in its results.
+# The oracle, in float64. In its results, rows that belong to no group are zero.
 
 
 def wide(*arrays):
@@ -344,7 +344,7 @@ SUBSETS = [
 def batch(has_rows, has_w, has_sizes, dtype, num_rows=90, k=128, n=128):
     """Return operands, for each element or for all elements together, and their cotangents."""
     sizes = BATCH_SIZES if has_sizes else [BATCH_SIZES[0]] * BATCH
-    # If all elements share the rows, the tail begins where the last of the elements' tails begins.
+    # If all elements share the rows, the common tail begins after the groups of all elements.
     ends = [s if has_rows else max(sizes, key=sum) for s in sizes]
     each = [arrays(num_rows, k, n, end, dtype, seed=10 * i) for i, end in enumerate(ends)]
     cts = [rows_of(i + 100, num_rows, n, s, dtype) for i, s in enumerate(sizes)]

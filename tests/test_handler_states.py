@@ -188,7 +188,7 @@ def comes_with_a_loaded_executable(library):
     jax.block_until_ready(jax.jit(lambda: handler_calls.call("close"))())
     assert library.used_bytes(0) == 0
     loaded = serialize_executable.deserialize_and_load(*pickle.loads(serialized))
-    assert library.used_bytes(0) > 0  # Its state was made, which opens the workspace.
+    assert library.used_bytes(0) > 0  # The state of the call was made, which opens the workspace.
     launches = library.num_launches()
     for _ in range(2):
         run((loaded, arguments))

@@ -91,7 +91,7 @@ ASKING = {
 
 @pytest.mark.parametrize("ask", ASKING.values(), ids=ASKING)
 def test_a_process_announces_itself_before_it_waits_for_another_one(told, monkeypatch, ask):
-    """Otherwise two processes that ask at the same time would wait for each other."""
+    """Otherwise two processes that need each other's notice would wait for each other."""
     own = processes.KEY.format(0)
 
     def get(key, timeout):
@@ -622,7 +622,8 @@ def test_a_dead_process_is_known_to_have_ended_while_a_child_that_it_forked_live
 
 @needs_a_compiler
 def test_a_forked_child_does_not_hold_memory_that_its_parent_was_giving(peers):
-    """A pipe represents the memory. Reading from it ends when no process holds the other end."""
+    """A pipe represents the memory. Reading from the pipe ends when no process holds the other
+    end."""
     reading, writing = os.pipe()
     with open(reading, "rb") as memory:
         with Listener([peers, "hold", str(writing)], pass_fds=[writing]) as listener:

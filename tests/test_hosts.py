@@ -1,7 +1,7 @@
 """Groups of two levels over hosts. Each process is a host, and gloo connects the processes, on CPU.
 
 With root, each process has a separate network (`hosts.py`). `make test-hosts` runs all tests of two
-levels in the same forms.
+levels with the same numbers of hosts and ranks.
 """
 
 import os

@@ -141,7 +141,7 @@ def test_a_module_with_all_parameters_is_moe(make):
 
 
 def experts_of(names, prefix=""):
-    """Return the experts of arrays, or of placements, by name."""
+    """Return `ma.Experts` made of the arrays, or the placements, that the dict `names` contains."""
     cast = lambda a: a.astype(jnp.bfloat16) if hasattr(a, "astype") else a
     every = "w_in", "w_out", "b_in", "b_out"
     return ma.Experts(*(cast(names[prefix + n]) for n in every if prefix + n in names))

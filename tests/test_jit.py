@@ -88,7 +88,7 @@ def test_a_program_compiled_ahead_of_time_with_constant_ids_equals_the_dense_lay
 
 @pytest.mark.exchanges(0)
 def test_the_small_layer_sees_masked_dropped_and_repeated_choices():
-    """Otherwise the tests of transforms would not cover these cases."""
+    """If the layer had no such choices, the tests of transforms would not cover them."""
     for ranks in (2, 4, 8):
         _, ids, kept = small_layer.arguments(ranks)
         routing = small_layer.routing_of(ids)

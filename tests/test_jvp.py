@@ -88,7 +88,7 @@ def test_forward_over_reverse_equals_that_of_the_dense_layer():
 
 @pytest.mark.exchanges(2)
 def test_integers_and_narrow_floats_of_a_payload_have_zero_tangents_and_gradients():
-    """Integers have the tangent type float0, and nothing is moved for them."""
+    """Integers have the tangent type float0, and no exchange moves such tangents."""
     group = harness.group_of(RANKS)
     _, ids, _ = small_layer.arguments(RANKS)
     tokens = small_layer.LAYOUT.tokens

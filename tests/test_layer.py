@@ -224,7 +224,8 @@ def test_there_are_two_exchanges_forward_and_two_backward_and_a_policy_decides_o
 
 @pytest.mark.exchanges(0)
 def test_no_exchange_writes_rows_after_the_last_group():
-    """This includes the exchange of the gradient, because only grouped products read its rows."""
+    """The exchange of the gradient does not write them either, because only grouped products read
+    its rows."""
     floats, ids, _ = arguments()
     jaxpr = jax.make_jaxpr(checkpointed_program("no checkpoint"))(floats, ids)
     outward = [eqn for eqn in harness.equations(jaxpr) if eqn.primitive.name == "moe_a2a_dispatch"]

@@ -287,7 +287,7 @@ def test_a_batch_over_another_mesh_axis_keeps_one_scale_for_each_token():
 
 @pytest.mark.parametrize(
     "fmt, arrives",
-    ((None, True), (ma.BlockwiseFp8(scale_layout="columns"), True), (ma.MxFp8(), False)),
+    ((None, True), (ma.BlockwiseFp8(), True), (ma.MxFp8(), False)),
 )
 def test_training_in_fp8_reads_the_rows_that_arrive(hopper, fmt, arrives):
     """One call quantizes the activations, one quantizes the gradient, and one more quantizes rows
@@ -809,8 +809,9 @@ def ids_of(*shape):
     return aval(*shape, dtype="int32")
 
 
-# A limit of the kernels, and the part that one step uses; a program of n steps with its arguments;
-# its calls, and the operation that takes the portable path with one more step.
+# Each case has a limit of the kernels, the part of the limit that one step uses, a program of n
+# steps with its arguments, and its calls. The last entry is the operation that takes the portable
+# path if the program has one more step.
 LIMITS = {
     "arrays": ("MAX_ARRAYS", 1, lambda n: (dispatch_alone, [aval(TOKENS, 4)] * n, IDS),
                {"routed_dispatch": 1}, "dispatch"),
@@ -852,8 +853,8 @@ def most_choices(most_tokens):
     return native.limit("MAX_FUSED_CHOICES") // (RANKS * most_tokens)
 
 
-# A limit of a launch that routes and dispatches, with the most tokens; a program in which the
-# limited quantity is n, and its arguments.
+# For each limit of a launch that routes and dispatches: a function of the most tokens that returns
+# the limit, and a function that makes a program with n of the limited quantity, and its arguments.
 FUSED = {
     "tokens": (lambda most_tokens: most_tokens, lambda n, _: dispatch_of(n)),
     "choices": (most_choices, lambda n, most_tokens: dispatch_of(most_tokens, n)),

@@ -1,5 +1,5 @@
-"""A malformed call is a bug of the lowering. It raises an error while the program is lowered. It
-does not select another path.
+"""A malformed call is a bug of the lowering. It raises an error while the program is lowered, and
+does not lead to another path.
 
 Each test damages a call of one kernel in one way between the lowering and the kernels, and then
 damages the call in all other ways."""
@@ -281,7 +281,7 @@ def test_a_malformed_product_raises_while_it_is_lowered(name, hopper, monkeypatc
 
     assert f"@moe_a2a_{name}(" in lower_it()
     args = f"moe_a2a_{name}", lower_it, monkeypatch, caplog
-    # Two more operands are too many. One more may be the spare weights.
+    # Two additional operands are too many. A single additional operand would be the spare weights.
     too_many = "an operand is too many"
     call = check_every_damage(*args, unchecked=[too_many])
     call.error(lambda call: call._replace(operands=[*call.operands, *call.operands[:1] * 2]))

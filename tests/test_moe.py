@@ -153,7 +153,8 @@ def test_any_number_of_tokens(axis_type, lead, grad):
 @pytest.mark.exchanges(0)
 @pytest.mark.parametrize("axis_type", [Auto, Explicit], ids=str)
 def test_without_tokens_no_array_of_shard_map_is_empty(axis_type):
-    """Otherwise XLA of jax 0.11.2 ends the process when it compiles the gradient."""
+    """If an array were empty, XLA of jax 0.11.2 would end the process when it compiles the
+    gradient."""
     x, params = draw(0, bias=False)
     with jax.set_mesh(mesh_of(axis_type, ep=2)):
         loss = lambda params, x: loss_of(*layer_of()(params, x)[:2])

@@ -103,7 +103,7 @@ def choose(tokens, logits, per_token, whole):
 @pytest.mark.parametrize(
     "num_tokens, options, expected",
     (
-        (5, {}, 5),  # 3 tokens and 2, and one that is padding
+        (5, {}, 5),  # one rank has 3 tokens, the other 2 and padding
         (4, dict(mask=[True, False, True, True]), 3),
         (1, {}, 1),  # all ranks hold the token
         (4, dict(num_chunks=2), 4),

@@ -1,7 +1,7 @@
 """Every static option of a dispatch reaches all exchanges of the dispatch, forward and backward.
 
-If these tests do not interpret the value of an option, it is a sentinel. This includes an invented
-option, and any new field of `Options`."""
+All options whose values these tests do not interpret are sentinels, including an invented option
+and any new field of `Options`."""
 
 import collections
 import functools

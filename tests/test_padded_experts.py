@@ -1,4 +1,4 @@
-"""Padding FP8 experts, whose sizes are no multiples of 128, with zeros changes no number.
+"""If the sizes of FP8 experts are not multiples of 128, padding with zeros changes no result.
 
 The oracle does not pad. In the oracle, the last group of each row holds fewer than 128 numbers.
 Numbers are integers, so that all sums are exact in any order.

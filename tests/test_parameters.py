@@ -97,7 +97,7 @@ def test_experts_in_fp8_are_pytrees_whose_specs_have_their_structure(kind):
     for tensor, fsdp in itertools.product((None, "tensor"), (None, ("data", "more"), "data")):
         specs = ma.moe_partition_specs(params, ma.Axes("ep", tensor=tensor, fsdp=fsdp))
         assert jax.tree.structure(specs) == jax.tree.structure(params)
-        # Trailing axes that are not divided have no entry, as in results of XLA.
+        # As in results of XLA, last axes that are not divided have no entry.
         assert not [spec for spec in jax.tree.leaves(specs) if spec and spec[-1] is None]
     of_shape = {
         (2, 128, 2, 128): P("ep", "data", None, "tensor"),

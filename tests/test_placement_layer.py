@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.exchanges(0), pytest.mark.usefixtures("exact_products"
 
 
 def placement_of(rng, ranks, local, spare, kind="random"):
-    """Return a placement in the home form with random spare slots. Some of them are empty."""
+    """Return a placement in the home form with random spare slots. Some spare slots are empty."""
     experts = ranks * local
     most = 31 if kind == "one" else 30
     spares = rng.integers(-1, experts, (ranks, spare))

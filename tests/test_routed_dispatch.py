@@ -1,6 +1,6 @@
-"""A dispatch of few ids routes and moves in one launch, with the bits of route and dispatch.
-
-Test which of both forms is bound, and its transforms. Rematerialization is in test_remat.py.
+"""A dispatch of few ids routes and moves in one launch, with the bits of route and dispatch. These
+tests check which of the two forms is bound, and its transforms. test_remat.py tests
+rematerialization.
 """
 
 import functools
@@ -72,7 +72,7 @@ def test_few_tokens_are_routed_and_moved_at_once_and_more_are_not(num_tokens, co
 
 
 def layer_by(dispatch, group=None):
-    """Return the small layer of one rank, with one of the two dispatches."""
+    """Return the small layer of one rank, which calls the function ``dispatch``."""
     group = group or harness.group_of(RANKS)
 
     def layer(x, topk_weights, w, ids):

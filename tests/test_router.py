@@ -32,7 +32,7 @@ def choose(logits, k, *, select_bias=None, mask=None, **options):
     return ma.TopK(k, **options)(logits, select_bias=select_bias, mask=mask)
 
 
-# One program compiles faster than one for each of its operations.
+# One program for all operations compiles faster than a program for each operation.
 route = jax.jit(
     choose,
     static_argnames=[field.name for field in dataclasses.fields(ma.TopK)],
@@ -61,7 +61,8 @@ def objective(logits, mask=None, **options):
     "top_k, renormalize, sums_to_1", ((TOP_K, None, True), (TOP_K, False, False), (1, None, False))
 )
 def test_softmax_scores(top_k, renormalize, sums_to_1):
-    """The weights of several choices sum to 1 by default. A single weight trains the router."""
+    """By default, the weights of several choices sum to 1. A single weight is not divided by
+    itself, so that the router is trained."""
     logits = logits_of(1)
     found = route(logits, top_k, renormalize=renormalize)
     scores = softmax(logits.astype(np.float64))
@@ -237,7 +238,8 @@ def test_scores_that_round_to_the_same_number_keep_their_order(score, logits):
 
 @pytest.mark.parametrize("shift", (0, -80, -95, -300))
 def test_the_balance_loss_has_no_reward_for_scores_that_are_too_small_for_float32(shift):
-    """In float32, sigmoids of logits below -88 are 0. Their shares of a token's sum are not."""
+    """In float32, sigmoids of logits below -88 are 0. The shares of these sigmoids in the sum of a
+    token are not 0."""
     logits = logits_of(16) + np.float32(shift)
 
     def loss(logits):

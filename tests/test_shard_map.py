@@ -125,7 +125,7 @@ def test_every_row_of_a_dp_x_ep_mesh_is_a_domain_of_its_own(order):
 
 @pytest.mark.parametrize("axes", (("a", "b"), ("b", "a")), ids="".join)
 def test_ranks_of_a_group_over_two_axes_count_row_major_in_the_groups_order(axes):
-    """The mesh has the axes ("a", "b"). Their order does not matter."""
+    """The mesh has the axes ("a", "b"). The order of the axes in the mesh does not matter."""
     sizes = dict(a=DP, b=MANY // DP)
     mesh = mesh_with(tuple(sizes.values()), ("a", "b"))
     group = group_over(mesh, axes)
@@ -163,8 +163,8 @@ def test_a_partial_manual_mesh_equals_the_dense_layer(specs, check_vma):
     def of_one_rank(x, *others):
         x = x[0]
         if specs == "both":
-            # Otherwise the partitioner of jax 0.12.0.1 aborts at a gather along one sharded axis of
-            # two.
+            # Otherwise the partitioner of jax 0.12.0.1 aborts at a gather along one of two sharded
+            # axes.
             x = lax.with_sharding_constraint(x, P(None, P.UNCONSTRAINED))
         return layer(x, *(other[0] for other in others))[None]
 
@@ -185,7 +185,7 @@ def test_a_partial_manual_mesh_equals_the_dense_layer(specs, check_vma):
 
 
 def test_a_payload_may_be_sharded_by_an_explicit_axis_that_is_not_the_groups():
-    """Its rows and sums are then sharded in the same way."""
+    """The rows and sums of the payload are then sharded in the same way."""
     tp = 2 if MANY >= 4 else 1
     ranks = MANY // tp
     mesh = mesh_with((ranks, tp), ("ep", "tp"), (AxisType.Explicit,) * 2)

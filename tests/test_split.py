@@ -217,8 +217,8 @@ def test_under_every_transform_a_split_layer_is_the_whole_one_and_every_done_has
 
 
 # Micro-batches. On GPUs, XLA would fuse a call with slices of larger arrays that it reads or
-# writes, if the slices begin at multiples of 128 bytes. In this layout they do.
-# The rows of the worst case grow with the square of the number of ranks, so many ranks have fewer
+# writes, if the slices begin at multiples of 128 bytes. The slices of this layout begin there. The
+# rows of the worst case grow with the square of the number of ranks, so many ranks have fewer
 # tokens.
 NUM_LARGE = 128 if RANKS <= cases.MOST_RANKS else 32
 LARGE = cases.Layout("large", tokens=NUM_LARGE, top_k=4, local_experts=2, hidden=64)

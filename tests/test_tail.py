@@ -54,7 +54,8 @@ def inputs(layout, routing="skewed", ranks=RANKS, dtype="float32"):
 
 
 def assert_only_the_tail_differs(unspecified, zeroed, is_tail):
-    """Compare every array of rows except its tail. In both, padding is zero."""
+    """Compare every array of rows except its tail. With both values of ``tail``, padding is
+    zero."""
     for actual, right in zip(jax.tree.leaves(unspecified), jax.tree.leaves(zeroed), strict=True):
         actual, right = (
             np.ascontiguousarray(array).view(np.uint8).reshape(*is_tail.shape, -1)
@@ -267,7 +268,7 @@ def test_debug_nans_blames_the_program_and_not_the_tail():
         fn = on_ranks(functools.partial(layer, activation=activation, **more))
         return str(jax.make_jaxpr(jax.grad(lambda *args: jnp.sum(fn(*args))))(x, w))
 
-    program(x, w)  # the cached program still writes NaN, but JAX runs its operations again
+    program(x, w)  # the cached program writes NaN, but debug_nans runs its operations again
     assert "unspecified" in gradient(jnp.tanh)
     assert "moe_a2a_dot_act" in gradient(jax.nn.silu)  # a kernel that does not write the tail
     with jax.debug_nans(True):

@@ -69,7 +69,7 @@ def assert_rows_are(rows, global_scales, x, scales, expected, written=...):
 
 
 def assert_decoded_are(rows, x, scales, expected, written=...):
-    """Compare decoded rows [R, C, ...] with those of the oracle."""
+    """Compare decoded rows [R, C, ...] with the decoded rows of the oracle."""
     decoded = format_oracle.decode_tokens(
         *format_oracle.encode_tokens(x, scales), scales, x.dtype.name
     )

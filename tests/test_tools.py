@@ -26,7 +26,7 @@ import wheels  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def empty_machine(monkeypatch, tmp_path):
-    """Pretend a machine without nvcc. Each test adds what it needs."""
+    """Pretend a machine without nvcc. Each test adds the files that it needs."""
     for name in ("CUDACXX", "CUDA_PATH", "MOE_A2A_CUDA", "CMAKE_ARGS", "SKBUILD_CMAKE_DEFINE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))

@@ -25,7 +25,7 @@ RANKS = harness.SEVERAL
 def maps():
     """Return (dispatch, combine) of (rows, weights) as linear functions of all ranks' arrays.
 
-    There is no public combine of only weights: it is the transpose of their dispatch.
+    No public function combines only weights, so this function transposes their dispatch.
     """
     group = harness.group_of(RANKS)
     ids = small_layer.arguments(RANKS).ids

@@ -1,5 +1,5 @@
 """With two levels, rows equal those of one level, in the same order. Sums are first computed within
-hosts, and a token crosses to a host once.
+hosts, and a token crosses to each host only once.
 
 The devices are divided into two hosts, and into every other possible number of hosts. If all ranks
 share one GPU, the hosts are a vmap, and kernels exchange within each host.
@@ -351,8 +351,8 @@ def test_gradients_are_those_of_the_dense_layer(hosts):
 @pytest.mark.parametrize(
     ("policy", "routes", "dispatches"),
     [
-        # In the forward pass, the ids and the rows travel at both levels; in the backward pass, the
-        # gradient of the sums does.
+        # In the forward pass, the ids and the rows travel at both levels. In the backward pass, the
+        # gradient of the sums travels at both levels.
         (None, 2, 8),
         (jax.checkpoint_policies.save_only_these_names(ma.ROUTING_CHECKPOINT_NAME), 1, 7),
     ],

@@ -215,7 +215,7 @@ def test_a_batch_is_one_exchange_with_the_bits_of_its_elements(batched, counted)
 
 @pytest.mark.exchanges(2)
 def test_the_emulated_ranks_have_the_bits_of_real_ones():
-    """This also holds in a batch, with separate routings and with a shared routing."""
+    """The bits are also equal in a batch, with separate routings and with a shared routing."""
     args, ids = arguments()
     group = harness.emulated_group(RANKS)
 

@@ -1,6 +1,7 @@
 """Build what a release uploads: ``make wheels``, or this file with the Pythons to build for.
 
-- ``jax_moe_a2a-V-py3-none-any.whl``: all Python code. It runs wherever JAX runs, without kernels.
+- ``jax_moe_a2a-V-py3-none-any.whl``: all Python code. This wheel runs wherever JAX runs, without
+  kernels.
 - ``jax_moe_a2a_cuda13-V-*.whl`` and ``jax_moe_a2a_cuda12-V-*.whl``: the compiled extension, for one
   major version of CUDA. One wheel (abi3) is for Python 3.12 and newer, and another wheel is for
   Python 3.11.
@@ -81,7 +82,8 @@ def build_pure(python: str, out: Path) -> None:
 
 
 def stage_sources() -> Path:
-    """Copy the sources as an index shows them, and return their folder."""
+    """Copy the sources, with the README.md for a package index, and return the folder of the
+    copy."""
     folder = STAGE / "sources"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*NOT_COPIED))

@@ -12,7 +12,7 @@
 
 namespace moe_a2a {
 
-// The routing arrays that kernels read. They are the last operands of a call, in this order.
+// The routing arrays that kernels read: the last operands of a call, in this order.
 #define MOE_A2A_POINTER(name) &RoutingView::name,
 constexpr const int32_t* RoutingView::* kRoutingArrays[] = {
     MOE_A2A_ROUTING_ARRAYS(MOE_A2A_POINTER)};

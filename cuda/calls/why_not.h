@@ -1,6 +1,6 @@
-// The reasons for which the kernels refuse a call. The lowering in Python checks them before the
-// call runs. The lowering takes another path if the kernels do not support the call, and raises an
-// error if the call is malformed.
+// The reasons for which the kernels refuse a call. The lowering in Python checks these reasons
+// before the call runs. The lowering takes another path if the kernels do not support the call, and
+// raises an error if the call is malformed.
 #pragma once
 
 #include <cstdint>

@@ -86,22 +86,22 @@ __device__ inline uint32_t take_item(uint32_t& counter, const Team& team) {
   return team.broadcast(ask_for_item(counter, team));
 }
 
-// If every block sends, requests the team's first send item before the block enters. If some blocks
-// only receive, it requests nothing, because an item that was taken must be sent.
+// Requests the team's first send item before the block enters, if every block sends. If some blocks
+// only receive, requests nothing, because a block that only receives would never send the item.
 __device__ inline uint32_t ask_before_entering(const RankView& view, const Roles& roles,
                                                const Team& senders) {
   return all_send(roles) ? ask_for_item(control(view).next_send, senders) : 0;
 }
 
-// Separates the last call of a sending team from the first call of a receiving team. This is needed
-// because teams of equal numbers share barriers and mailboxes, and the block may be divided
-// differently for sending and for receiving.
+// Separates the last call of a sending team from the first call of a receiving team. Teams of equal
+// numbers share barriers and mailboxes, and the block may be divided differently for sending and
+// for receiving, so the calls must be separated.
 __device__ inline void change_teams(const Roles& roles) {
   if (roles.send_teams != roles.receive_teams) __syncthreads();
 }
 
-// Waits until every peer has read what this rank wrote when the ring half was last used. All
-// threads of the team call it, once per launch.
+// Waits until every peer has read the data that this rank wrote when the ring half was last used.
+// All threads of the team call it, once per launch.
 __device__ inline bool wait_for_credits(const RankView& view, const Team& team, uint64_t epoch) {
   bool free = true;
   for (int peer = team.thread(); peer < view.num_ranks; peer += team.threads()) {
@@ -226,7 +226,7 @@ __device__ inline void leave(const RankView& view, BlockState& block, const Fail
                              int num_fills, const FailureFill* more_fills = nullptr,
                              int num_more_fills = 0) {
   // No launch succeeds before the heads of all peers agree, even if it expects no rows. The highest
-  // block waits for them, because it has the least work when work is scarce.
+  // block waits for the heads, because this block has the least work if there are few work items.
   if (block_index() == num_blocks() - 1 && block.ok) {
     for (int peer = threadIdx.x; peer < view.num_ranks; peer += blockDim.x) {
       if (peer != view.rank) wait_for_head(view, block.epoch, peer);

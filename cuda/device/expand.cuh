@@ -7,7 +7,8 @@
 
 namespace moe_a2a {
 
-// Returns whether an array goes through shared memory. This is so for whole rows of 16-byte words.
+// Returns whether an array goes through shared memory, which is true for whole rows of 16-byte
+// words.
 __device__ inline bool is_streamed(const MovedArray& array) {
   return array.choice_bytes == 0 && array.width == kVectorBytes;
 }

@@ -5,8 +5,8 @@
 // lanes, which exchange only its largest magnitude.
 //
 // Floating-point arithmetic is limited to multiplications and conversions that the hardware rounds
-// as the definition does. In each of them, the factor is a power of two, or the result is rounded
-// once. No addition follows a multiplication, because the compiler could fuse the two.
+// as the definition does. The factor of each multiplication is a power of two, or the result is
+// rounded once. No addition follows a multiplication, because the compiler could fuse the two.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -154,8 +154,8 @@ struct GroupEncoding {
       const float sixth = multiply_flushed(y, __uint_as_float(0x3E2AAAAB));
       const uint32_t code = to_e4m3(fminf(sixth, kMaxE4M3), 0.f);
       scale = is_finite ? code : kNanE4M3;
-      // With a scale of 0, the bounds are infinite and no finite number reaches one, so all values
-      // are zero.
+      // With a scale of 0, the bounds are infinite, and no finite number reaches a bound, so all
+      // values are zero.
       factor = code == 0 ? __uint_as_float(kInfinity) : from_e4m3(code).x;
     } else {
       int exponent = static_cast<int>(largest >> 23) - 127 - 8;

@@ -6,7 +6,7 @@
 
 namespace moe_a2a {
 
-// Writes which choice of which token a row is, and where the token comes from.
+// Writes the token and the choice index of a row, and the rank and the slot of the token.
 __device__ inline void write_row(const RoutePlan& plan, int64_t row, int rank, int slot, int k,
                                  int token) {
   plan.row_rank[row] = rank;

@@ -75,9 +75,9 @@ __device__ inline uint64_t timeout_of(const RankView& view, uint64_t epoch, int 
   return load_relaxed_sys(&head.flag) == 0 ? view.first_timeout_ns : view.timeout_ns;
 }
 
-// Records the first failure of this rank, and sets `poison`, which stops the whole domain because
-// every wait reads it. Functions for failures and long waits are never inlined, so that kernels
-// stay small.
+// Records the first failure of this rank, and sets `poison`. Every wait reads the poison, so the
+// whole domain stops. Functions for failures and long waits are never inlined, so that kernels stay
+// small.
 static __device__ __noinline__ void fail(const RankView& view, ErrorKind kind, Phase phase,
                                          int awaited_rank, uint64_t epoch, uint64_t expected,
                                          uint64_t seen) {
@@ -106,8 +106,8 @@ static __device__ __noinline__ void fail(const RankView& view, ErrorKind kind, P
 // Bounds one wait.
 class Patience {
  public:
-  // Call this function between two polls. It returns true every 64th time, and the caller then
-  // checks for failures.
+  // Call this function between two polls. It returns true in every 64th call, and the caller must
+  // then check for failures.
   __device__ bool is_long() {
     // Other warps of this multiprocessor have work to do.
     if (++polls_ > Tuning::kPollsWithoutPause) __nanosleep(Tuning::kPauseNs);
@@ -222,8 +222,8 @@ static __device__ __noinline__ bool may_wait_for_credit(const RankView& view, Pa
   return false;
 }
 
-// Waits until `destination` has read what this rank wrote when the ring half was last used,
-// ring_depth() epochs ago. One thread calls it.
+// Waits until `destination` has read the data that this rank wrote when the ring half was last
+// used, ring_depth() epochs ago. One thread calls it.
 __device__ inline bool wait_for_credit(const RankView& view, uint64_t epoch, int destination) {
   if (epoch <= ring_depth(view)) return true;
   const uint64_t* credit = &header(view, view.rank)->credit[ring_half(view, epoch)][destination];

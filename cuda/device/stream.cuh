@@ -1,9 +1,9 @@
 // Streams rows through shared memory by bulk copies, which keep many bytes in flight with few
 // warps.
 //
-// A warp owns kStages stages of kSegmentBytes. Its first lane fills and empties them in turn, and
-// mbarriers say which loads have landed. A stage can be stored to any number of destinations, so
-// that a row is read once.
+// A warp owns kStages stages of kSegmentBytes. The first lane of the warp fills and empties the
+// stages in turn, and mbarriers say which loads have landed. A stage can be stored to any number of
+// destinations, so that a row is read once.
 //
 // Bulk copies use a separate proxy, so a fence is needed between the acquire of a flag or a credit
 // and the next copy. The stores must be complete before a flag says that their rows have landed.

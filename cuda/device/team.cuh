@@ -53,8 +53,8 @@ class Team {
     return *mailbox_;
   }
 
-  // Returns whether `ok` is true in all threads. Orders what any of these threads has acquired
-  // before the team's later accesses.
+  // Returns whether `ok` is true in all threads. Orders the acquires of all these threads before
+  // the later accesses of the team.
   __device__ bool all(bool ok) const {
     if (threads_ == kWarpThreads) {
       ok = __all_sync(kAllLanes, ok);

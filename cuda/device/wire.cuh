@@ -70,9 +70,9 @@ class EncodedWire {
     }
   }
 
-  // Stores an encoded part to `row`. Every store to a peer has a cost. Scales therefore stay in
-  // registers until each lane has a scale, or until the next scales are not adjacent. All lanes
-  // call it, in the order of offsets.
+  // Stores an encoded part to `row`. To make fewer stores to a peer, keeps scales in registers
+  // until each lane has a scale, or until the next scales are not adjacent. All lanes call it, in
+  // the order of offsets.
   __device__ __forceinline__ void store(const RowPart& part, const RowParts& range, char* row,
                                         int64_t offset) {
     range.each_word(offset, [&](int u, int64_t at) {

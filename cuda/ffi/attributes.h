@@ -23,7 +23,8 @@ struct CallAttributes {
   bool raise_failures;  // false: a failure shows only in the outputs
   int64_t scopes;       // a hash of the name scopes around the call in the program
 
-  // Returns true if all ranks are on the device that runs the call. Such a call names no device.
+  // Returns true if all ranks are on the device that runs the call, so that the call names no
+  // device.
   bool is_on_one_device() const { return topology.devices.empty(); }
 };
 

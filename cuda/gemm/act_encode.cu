@@ -2,15 +2,13 @@
 // multiplies the activations by router weights, rounds them to the dtype of the product, and
 // encodes them in BlockwiseFp8. Without router weights, act_encode encodes rows as they are.
 // act_grad computes the gradients of act_encode.
-//
-// Holds: the results of all rows of groups are written. Other rows are neither read nor written. A
-// lane reads its numbers before it overwrites them with results.
-// Layout: a group of 128 columns belongs to 8 neighbouring lanes. Their loads are 128 contiguous
-// bytes each, so the 16 numbers of a lane are not neighbours: vector v of lane l starts at byte 16
-// (8 v + l) of the group. A warp of act_grad has a whole row, and sums the row's dot. Launch: one
-// block on a multiprocessor. A thread loads 64 bytes or more at a time, so a block has 64 KiB or
-// more in flight. This is more than a multiprocessor's share of the product of the memory's latency
-// and bandwidth.
+// Result: the kernels write the results of all rows of groups. Other rows are neither read nor
+// written. A lane reads its numbers before it overwrites them with results. Layout: a group of 128
+// columns belongs to 8 neighbouring lanes. Their loads are 128 contiguous bytes each, so the 16
+// numbers of a lane are not neighbours: vector v of lane l starts at byte 16 (8 v + l) of the
+// group. A warp of act_grad has a whole row, and sums the row's dot. Launch: one block on a
+// multiprocessor. A thread loads 64 bytes or more at a time, so a block has 64 KiB or more in
+// flight. Fewer bytes in flight would be enough to use the full bandwidth of the memory.
 #include "gemm/act_encode.h"
 
 #include <algorithm>
@@ -33,8 +31,8 @@ constexpr TokenFormat kFormat = TokenFormat::kBlockwiseFp8;
 constexpr int kGroup = Format<kFormat>::kGroup, kLanes = kGroupLanes<kFormat>;
 constexpr int kGroupsOfWarp = kWarpThreads / kLanes;
 
-// Loads the numbers of a lane. `from` is the lane's first vector. The product is read once, so that
-// the cache keeps what the next product reads.
+// Loads the numbers of a lane. `from` is the lane's first vector. The product is read only once, by
+// streaming loads, so that other arrays stay in the cache for the next product.
 template <typename T>
 __device__ __forceinline__ LaneNumbers<T> load_lane(const T* from) {
   LaneNumbers<T> lane;
@@ -55,7 +53,7 @@ __device__ __forceinline__ void store_lane(T* to, const LaneNumbers<T>& lane) {
 }
 
 // Encodes and stores the numbers of a lane. All lanes of a warp call it. `to` is the place of the
-// lane's first values, and `scale` that of the group's scale.
+// lane's first values, and `scale` is the place of the group's scale.
 template <typename T>
 __device__ __forceinline__ void store_encoded(const LaneNumbers<T>& numbers, bool stores,
                                               uint32_t member, uint8_t* to, uint32_t* scale) {
@@ -75,8 +73,8 @@ __device__ __forceinline__ void store_encoded(const LaneNumbers<T>& numbers, boo
   if (member == 0) *scale = encoding.scale;
 }
 
-// Returns the weighted activations of the numbers of a word, rounded to T. They are zeros for a
-// weight of 0.
+// Returns the weighted activations of the numbers of a word, rounded to T. Activations with a
+// weight of 0 are zeros.
 template <Activation kFunction, typename T, bool kIsGated>
 __device__ __forceinline__ uint32_t activate_word(uint32_t gate_word, uint32_t up_word,
                                                   float weight, const ActEncode& p) {

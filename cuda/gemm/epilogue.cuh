@@ -1,9 +1,9 @@
 // Handles the results of a tile in a warp: applies an activation or its derivative if there is one,
 // and then rounds and stores the results.
 //
-// A warp has 16 rows of m by all n of a product. For every 8 of n, the registers d of lane q of
-// each four lanes hold the elements 2 q and 2 q + 1 of the row lane / 4, and then the same elements
-// of the row that is 8 rows below:
+// A warp has the results of 16 rows of m and all n. For every 8 of n, four neighbouring lanes share
+// two rows. In its registers d, lane q of these four lanes holds the elements 2 q and 2 q + 1 of
+// the row lane / 4, and then the same elements of the row that is 8 rows below:
 //   d[4 j + 2 r + i]  is  (m = lane / 4 + 8 r, n = 8 j + 2 (lane % 4) + i).
 // Two registers in a row are rounded into a word.
 #pragma once
@@ -79,14 +79,14 @@ class BoxWriter {
   int next_ = 0;
 };
 
-// Used if an epilogue loads nothing before the products.
+// The operands of an epilogue that loads nothing before the products.
 struct Nothing {
   template <typename... Args>
   __device__ explicit Nothing(const Args&...) {}
 };
 
-// The router weights of this lane's rows. They are read before the products, so that nothing waits
-// for them.
+// The router weights of this lane's rows. The constructor reads these weights before the products,
+// so that nothing waits for the weights.
 template <typename F>
 struct RowWeights {
   static constexpr int kRows = F::kIsTurned ? F::kTileN / 4 : 2;
@@ -307,8 +307,8 @@ class Derivative {
   __device__ Derivative(const GemmParams& p, const Work& work, const Tile<F>& tile, int32_t m)
       : p_(p), work_(work), tile_(tile), m_(m), weights_(p, work, tile, m) {}
 
-  // `take()` waits for the next stage and returns its Operands. `give()` releases it after the last
-  // group of stores has read it.
+  // `take()` waits for the next stage and returns its Operands. `give()` releases the stage after
+  // the last group of stores has read the stage.
   template <int kSize, typename Take, typename Give>
   __device__ void store(const Plane& plane, float (&d)[kSize], Take&& take, Give&& give) {
     for_activation<kIsGated>(p_.activation.function, [&](auto function) {

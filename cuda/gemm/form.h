@@ -75,7 +75,7 @@ struct Form {
   static constexpr int kResultM = kIsGated && kRows == Axis::kN ? kTileM / 2 : kTileM;
   static constexpr int kResultN = kIsGated && kRows == Axis::kM ? kTileN / 2 : kTileN;
   static constexpr int kBoxesA = kTileM / kBoxElements;
-  // Boxes have up to 64 rows. Two larger boxes replace them if their number would be odd.
+  // Boxes have up to 64 rows. If the number of boxes would be odd, there are two larger boxes.
   static constexpr int kRowsOfBoxB = kTileN < kBoxElements ? kTileN
                                      : kTileN / kBoxElements % 2 == 0 || kTileN == kBoxElements
                                          ? kBoxElements
@@ -123,10 +123,10 @@ using WeightGradient =
          Tuning::kWeightGradient.blocks, Tuning::kWeightGradient.stages, E>;
 
 // A ragged tensor is rows [C, columns] whose groups the hardware must distinguish: outside of a
-// group, the hardware loads zeros and stores nothing. For this purpose, the tensor's map has an
-// axis of kRaggedRows rows, of which a group's rows are the last. Two more axes move these rows to
-// the place of the group. A step along the first axis is one row. A step along the second axis is
-// kRaggedWrap bytes minus one row, so kRaggedRows steps are -kRaggedRows rows modulo 2^64.
+// group, the hardware loads zeros and stores nothing. For this purpose, the map of the tensor has
+// an axis of kRaggedRows rows, whose last rows are the rows of a group. Two more axes move these
+// rows to the place of the group. A step along the first axis is one row. A step along the second
+// axis is kRaggedWrap bytes minus one row, so kRaggedRows steps are -kRaggedRows rows modulo 2^64.
 constexpr int32_t kRaggedRows = 1 << 30;
 constexpr int64_t kRaggedWrap = int64_t{1} << 35;
 constexpr int32_t kRaggedEnds = 0x7fff0000;  // the size of the two other axes

@@ -8,22 +8,23 @@
 //
 // Parts: a warp group has kParts products, each of 64 of m by the n of the tile. It multiplies a
 // block of k for one part into temporary registers, multiplies these results by their scales, and
-// adds them to the part's results. The compiler does not let products run across a wait for other
-// products whose results are read, so a part starts after the wait for the previous part. Meanwhile
-// the other warp group's products keep the hardware busy.
+// adds them to the part's results. If a warp group waits for products and reads their results, the
+// compiler does not let other products of this warp group run during the wait. A part therefore
+// starts after the wait for the previous part. Meanwhile the products of the other warp group keep
+// the hardware busy.
 //
 // Rows along m: one part and one temporary. The products of both warp groups run at the same time
 // and end together, so the time from their end to the start of the next products matters. This time
-// is shortest if the number of steps of a tile is a multiple of kStages (kWholeTurns): then places
-// of stages are constants, their descriptors are in uniform registers, and a wait begins while the
-// previous step is added.
+// is shortest if the number of steps of a tile is a multiple of kStages (kWholeTurns). In this
+// case, the places of stages are constants, their descriptors are in uniform registers, and the
+// wait for a step begins while the previous step is added.
 //
 // Rows along n: two parts and two temporaries, so that a part is added while the next part is
 // multiplied.
 //
-// Scales: a lane reads scales from global memory into registers, some steps ahead. It gets the
-// scales that other lanes of its warp have read from shared memory (rows along m) or by shuffles
-// (rows along n). No copy of the scales is made, so they may lie in any order in global memory.
+// Scales: a lane reads scales from global memory into registers, some steps ahead. Through shared
+// memory (rows along m) or by shuffles (rows along n), the lane gets the scales that other lanes of
+// its warp have read. No copy of the scales is made, so they may lie in any order in global memory.
 //
 // Launch: kGemmThreads threads, clusters of kBlocks blocks, `*next_tile` 0.
 #pragma once
@@ -33,8 +34,8 @@
 
 namespace moe_a2a::gemm {
 
-// A box of 64 rows has 128 values in a row. They have as many bytes as 64 16-bit elements, so
-// Form's numbers of bytes also apply here.
+// A box of 64 rows has 128 values in a row. These values have as many bytes as 64 16-bit elements,
+// so Form's numbers of bytes also apply to FP8.
 template <Axis kRows_, int kTileM_, int kTileN_, int kBlocks_, int kStages_,
           bool kWholeTurns_ = false>
 struct Fp8Form : Form<kRows_, Major::kK, Major::kK, kTileM_, kTileN_, kBlocks_, kStages_> {
@@ -190,8 +191,8 @@ using Scales = std::conditional_t<F::kIsTurned, ScalesAlongN<F>, ScalesAlongM<F>
 
 template <typename F>
 struct Fp8Shared : GemmShared<F> {
-  // The work of each warp. It is in shared memory, so that the warp need not keep it in registers
-  // while it multiplies.
+  // The work of each warp. The work is in shared memory, so that the warp does not need registers
+  // for it while it multiplies.
   Work current[kConsumerWarps];
   typename Scales<F>::Shared scales[kConsumerWarps];
 };

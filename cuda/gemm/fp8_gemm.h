@@ -38,7 +38,8 @@ struct Fp8Gemm {
 };
 
 // Returns why the kernels cannot compute every product of this many rows and groups with weights of
-// k by n elements, or an empty string. Does not check for compute capability 9.0, which they need.
+// k by n elements, or an empty string. Does not check for compute capability 9.0, which the kernels
+// need.
 Problem WhyNotFp8Gemm(int64_t num_rows, int64_t num_groups, int64_t k, int64_t n);
 
 // Loads the kernels on the current device, so that no later call does.

@@ -94,12 +94,12 @@ using Before = std::conditional_t<
 // Takes tiles, and tells all warps of the cluster. One warp of each block calls it and does nothing
 // else, so the next tile is known as soon as the loader needs it.
 //
-// The first block writes entries of work in both blocks. It may reuse an entry after all warps have
-// read it. If the other block's warps arrived at a barrier of the first block, they would need the
-// order of the cluster. This order needs a fence, which would cost consumers time in each tile. The
-// other block's warps therefore arrive at a barrier of their block. The warp of that block which
-// calls this function has time: it waits for them, and then arrives at the first block, once per
-// tile.
+// The first block writes entries of work in both blocks, and may reuse an entry after all warps
+// have read this entry. If the second block's warps arrived at a barrier of the first block, they
+// would need the order of the cluster. This order needs a fence, which would cost consumers time in
+// each tile. The second block's warps therefore arrive at a barrier of their own block. The warp of
+// the second block that calls this function has no other work. It waits at this barrier, and then
+// arrives at the first block, once per tile.
 template <typename F>
 __device__ inline void take_tiles(const GemmParams& p, GemmShared<F>& shared, uint32_t rank) {
   constexpr bool kIsCluster = F::kBlocks > 1;
@@ -310,7 +310,7 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
       previous = stage.place;
       stage.advance();
     }
-    // Before the wait for the last products, prepare what the first products of the next tile need.
+    // Before the wait for the last products, prepare the first products of the next tile.
     next = receive_work(shared, rank, entry);
     next_tile = Tile<F>(p, next, rank);
     is_loaded = !F::kReads && whole == steps && !next.is_end();
@@ -401,7 +401,7 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
   start_block(p, shared, rank);
 
   static_assert(sizeof(GemmShared<F>) <= Tuning::kMaxSharedBytes);
-  // A multiprocessor has 65,536 registers. Each thread has a multiple of 8 of them.
+  // A multiprocessor has 65,536 registers. The number of registers of a thread is a multiple of 8.
   constexpr int kLoaderRegisters = 56, kConsumerRegisters = 224;
   static_assert(kLoaderRegisters % 8 == 0 && kConsumerRegisters % 8 == 0);
   static_assert(128 * (kLoaderRegisters + kConsumerGroups * kConsumerRegisters) <= 65536);

@@ -55,8 +55,8 @@ struct GroupedGemm {
   int num_sms;        // the most blocks to launch
   bool adds = false;  // kWeightGradient: d is float32, and increases by the products
   const ActivatedProduct* activated = nullptr;
-  // More matrices [num_spare, K, N], whose indices follow those of b, or null; not for
-  // kWeightGradient.
+  // More matrices [num_spare, K, N], or null. The first of these matrices has the index after the
+  // last matrix of b. kWeightGradient has no such matrices.
   const void* spare = nullptr;
   int64_t num_spare = 0;
 };

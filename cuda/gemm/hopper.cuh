@@ -99,7 +99,8 @@ __device__ inline bool try_wait(uint64_t* barrier, uint32_t parity) {
 // Waits for the phase of this block's barrier with this parity; a whole warp calls it. All lanes
 // see the phase before any lane continues, because a lane that continues lets the next phase begin.
 // With kInClusterOrder, this thread's later accesses come after all accesses that another block
-// made before it sent, or before it arrived in the order of the cluster. This wait is slow, too.
+// made before it sent, or before it arrived in the order of the cluster. A wait with
+// kInClusterOrder is also slow.
 template <bool kInClusterOrder = false>
 __device__ inline void wait_for(uint64_t* barrier, uint32_t parity) {
   while (!try_wait<kInClusterOrder>(barrier, parity)) {
@@ -292,7 +293,8 @@ __device__ inline void multiply_fp8(float (&d)[kSize], uint32_t a, uint32_t b, b
 // ---- Results.
 
 // Stores four matrices of 8 x 8 elements to shared memory. `row` is the address of a row of 16
-// bytes: lane i has row i % 8 of matrix i / 8. Registers, a stored row is a column of the matrix.
+// bytes: lane i has row i % 8 of matrix i / 8. Registers have the layout of a product's results. If
+// kTransposed, each row that is stored is a column of the matrix in registers.
 template <bool kTransposed>
 __device__ inline void store_matrices(void* row, const uint4& r) {
   if constexpr (kTransposed) {

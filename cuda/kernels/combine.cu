@@ -2,9 +2,9 @@
 //
 // Holds afterwards: out[token] = sum over ranks, in rank order, of round_to_wire(sum over the
 // token's rows on that rank, in order of choice, of weight * row), plus addend[token] if there are
-// addends, all sums in float32. A rank without a slot for the token is skipped. Choice arrays are
-// not summed: out[token, k] is the entry of the row of choice k, or zero if the choice has no row.
-// If partial sums travel in a token format, round_to_wire(x) is decode(encode(x)), as
+// addends, all sums in float32. Ranks that have no slot for the token are skipped. Choice arrays
+// are not summed: out[token, k] is the entry of the row of choice k, or zero if the choice has no
+// row. If partial sums travel in a token format, round_to_wire(x) is decode(encode(x)), as
 // docs/formats.md defines it for float32.
 //
 // Layout: a zone holds, for each summed array, [num_tokens slots, row_stride] of partial sums in
@@ -20,7 +20,8 @@
 // If a rank has dropped all rows of a token, it still sends a row of zeros, because the source rank
 // waits for that slot and adds it.
 //
-// Launch: any number of blocks; the first `send_blocks` to start send first.
+// Launch: any number of blocks. The first `send_blocks` blocks that start are the blocks that send
+// first.
 #include <type_traits>
 
 #include "device/exchange.cuh"
@@ -87,7 +88,7 @@ __device__ __forceinline__ void send_sum(const CombineParams& p, const SummedArr
   });
 }
 
-// A row segment that is summed through the list at once. It may be the whole row.
+// A row segment, or a whole row, that is summed through the list in one pass.
 struct ListedSegment {
   int index;
   int64_t row_bytes, first, bytes;

@@ -17,7 +17,8 @@
 //
 // Why push: with few blocks, stores to peers reach the link limit, but loads from peers do not.
 //
-// Launch: any number of blocks; the first `send_blocks` to start send first.
+// Launch: any number of blocks. The first `send_blocks` blocks that start are the blocks that send
+// first.
 #include <type_traits>
 
 #include "device/copy.cuh"

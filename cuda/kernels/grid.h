@@ -126,8 +126,8 @@ inline Grid grid_of(const FormatDispatchParams& p, int64_t num_sms) {
 
 inline Grid grid_of(const RoutedDispatchParams& p, int64_t num_sms) {
   // If each token has a team, few blocks are enough to fill the links. More senders would only
-  // begin to plan late. Encoding a token also needs arithmetic, so an encoded token gets a whole
-  // block, as long as there are enough blocks.
+  // start later to compute the routing. Encoding a token also needs arithmetic, so an encoded token
+  // gets a whole block, as long as there are enough blocks.
   const int32_t least_teams =
       p.encoding.format == kNoFormat ? Tuning::kRoutedTeams : Tuning::kRoutedEncodedTeams;
   const RoutingView& routing = p.exchange.routing;

@@ -226,8 +226,8 @@ __device__ void write_empty_routing(const RouteParams& p) {
   fill(p.plan.num_dropped, p.batch, 0);
 }
 
-// Returns the counts of one level in the first entry of a batch element. An entry is a chunk of a
-// source.
+// Returns the address of the counts of one level for the first chunk of source 0, in a batch
+// element.
 __device__ const int32_t* counts_of_level(const RouteParams& p, int batch, int level) {
   return expert_counts(p, batch, 0, 0) + int64_t{level} * p.local_experts();
 }
@@ -311,9 +311,9 @@ __device__ int place_experts(const RouteParams& p, const AssignShared& s, int* w
   return s.first_row[last] + s.rows[last] + padding_after(p, s, last);
 }
 
-// Finds the threshold if the capacity is too small, and reduces `rows` to the rows that are kept.
-// `landed_experts` has kMaxRanks words. All threads call it. Every block of a batch element finds
-// the same threshold.
+// If the capacity is too small, finds the threshold and reduces `rows` to the rows that are not
+// dropped. `landed_experts` has kMaxRanks words. All threads call it. Every block of a batch
+// element finds the same threshold.
 static __device__ __noinline__ Threshold find_threshold(const RouteParams& p, int batch,
                                                         const AssignShared& s,
                                                         int32_t* landed_experts, int& padded_rows) {
@@ -323,7 +323,8 @@ static __device__ __noinline__ Threshold find_threshold(const RouteParams& p, in
   const int64_t stride = counts_per_entry(p);
   const int32_t* batch_ids = p.all_ids + static_cast<int64_t>(batch) * p.num_tokens * p.top_k;
   int32_t* trial = s.next_row;
-  // Returns true if the capacity holds `rows` plus what add() adds. The sum is in `trial`.
+  // Returns true if the capacity has room for `rows` and for the rows that add() adds. The sum of
+  // both is in `trial`.
   const auto fits = [&](auto&& add) {
     __syncthreads();  // The previous `trial` has been read.
     for (int e = threadIdx.x; e < local_experts; e += kRouteThreads) trial[e] = s.rows[e];
@@ -663,8 +664,8 @@ __global__ void __launch_bounds__(kRouteThreads)
     }
   }
 
-  // A peer, or a launch that overlaps this launch, may have failed meanwhile. If so, other blocks
-  // may have written an empty routing.
+  // A peer, or a launch that overlaps this launch, may have failed meanwhile. After a failure,
+  // other blocks may have written an empty routing.
   __syncthreads();
   bool failed = false;
   if (threadIdx.x == 0) {

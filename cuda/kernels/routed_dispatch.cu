@@ -19,7 +19,8 @@
 //
 // Why ordinary accesses, even for encoded tokens: with few rows, a bulk copy takes longer.
 //
-// Launch: any number of blocks; the first `send_blocks` to start send first.
+// Launch: any number of blocks. The first `send_blocks` blocks that start are the blocks that send
+// first.
 #include "device/copy.cuh"
 #include "device/encode.cuh"
 #include "device/exchange.cuh"
@@ -261,7 +262,7 @@ __device__ void send_leaves(const RoutedDispatchParams& p, const Team& team, uin
       p.exchange, p.encoding, team, {bench.destinations, bench.slots, count}, segments, token);
 }
 
-// Sends one token to all its ranks. Its rows are read once.
+// Sends one token to all its ranks. The data of the token is read once.
 template <typename Form>
 __device__ void send_token(const RoutedDispatchParams& params, const Team& team, uint64_t epoch,
                            const Shared& shared, Workbench* bench, int token) {
@@ -345,8 +346,8 @@ static __device__ __noinline__ void drop_rows(const RoutedDispatchParams& p, Sha
   const int of_choice = num_ranks * num_tokens, all = of_choice * top_k;
   int32_t* trial = t.next_row;
   for (int e = threadIdx.x; e < experts; e += kThreads) atomicAdd(&shared.all_rows, t.rows[e]);
-  // Returns true if the first `count` choices fit, in the order in which choices are kept. Their
-  // rows are in `trial`.
+  // Returns true if the first `count` choices fit, in the order in which choices are kept. The rows
+  // of these choices are in `trial`.
   const auto fits = [&](int count) {
     __syncthreads();  // The previous `trial` has been read.
     for (int e = threadIdx.x; e < experts; e += kThreads) trial[e] = 0;
@@ -378,8 +379,9 @@ static __device__ __noinline__ void drop_rows(const RoutedDispatchParams& p, Sha
 }
 
 // Counts the rows of each expert from the ids in `row`, and computes where they begin. Before the
-// call, `next_row` of each warp must hold zeros. Afterwards it has the rows of each expert before
-// the warp's range of choices. Returns where the last group ends. All threads call it.
+// call, `next_row` of each warp must hold zeros. After the call, `next_row` of a warp has the
+// number of rows of each expert before the warp's range of choices. Returns where the last group
+// ends. All threads call it.
 template <typename IsHere>
 __device__ int count_rows(const RoutedDispatchParams& p, Shared& shared, const Tables& t, int all,
                           int per_warp, IsHere&& is_here) {
@@ -665,9 +667,9 @@ struct ReceiveItems {
   }
 };
 
-// Returns true if a block that has sent must also receive. It need not receive if the teams of the
-// other blocks can take all remaining items, one each, because these teams finish before this block
-// has planned. All threads call it.
+// Returns true if a block that has sent must also receive. If the teams of the other blocks can
+// take all remaining items, one item each, the block need not receive, because these teams finish
+// before this block has computed the routing. All threads call it.
 __device__ bool is_needed(const RoutedDispatchParams& p, const ReceiveItems& items) {
   const Roles& roles = p.exchange.roles;
   const int others = (num_blocks() - roles.send_blocks) * roles.receive_teams;
@@ -745,8 +747,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     ok = (!sends || is_needed(p, items)) && receive_ids(p, epoch, t.row);
   }
   if (ok) {
-    // A sender plans late, so it requests an item only after it has planned. An item that it
-    // requested earlier would have to wait.
+    // A sender plans late, so it requests an item only after it has planned. An item that the
+    // sender requested earlier would have to wait.
     if (!sends) asked = ask_for_item(control(view).next_receive, receivers);
     delay_for_test(view, Phase::kReceiveChunk);
     plan_rows(p, shared, t);
@@ -764,7 +766,7 @@ constexpr int64_t shared_bytes(int local_experts, int64_t choices, bool encodes)
 constexpr int64_t most_shared_bytes(bool encodes) {
   return shared_bytes(kMaxFusedExperts, kMaxFusedChoices, encodes);
 }
-// If ranks share a device, their parameters are in shared memory, too.
+// If ranks share a device, their parameters are also in shared memory.
 static_assert(most_shared_bytes(true) + sizeof(Shared) + sizeof(RoutedDispatchParams) <=
               Tuning::kMaxSharedBytes);
 

@@ -24,7 +24,7 @@ static_assert(kSharedArrays * sizeof(int32_t) * kMaxPlannedExperts <= 48 << 10);
 struct Largest {
   int value, index;
 
-  // Adds a value. Its index must be larger than all earlier indices.
+  // Adds a value. The index of the value must be larger than all earlier indices.
   __device__ void add(int other, int at) {
     if (other > value) *this = {other, at};
   }

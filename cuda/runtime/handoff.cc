@@ -88,8 +88,8 @@ bool Receive(int socket, void* data, size_t bytes, Deadline deadline) {
   return true;
 }
 
-// A message of one byte that carries a descriptor. It has pointers to its own members, so it cannot
-// be copied.
+// A message of one byte that carries a descriptor. The struct has pointers to its own members, so
+// it cannot be copied.
 struct DescriptorMessage {
   char byte = 0;
   iovec data = {&byte, 1};

@@ -15,7 +15,7 @@ namespace moe_a2a {
 
 // A start forks: the side stream waits for the work that XLA's stream already has, and then runs
 // the exchange. A done joins: XLA's stream waits for that exchange. Entries of the table and their
-// events are reused, so their number is the largest number of exchanges in flight.
+// events are reused, so the table grows only to the largest number of exchanges in flight.
 class SideStream {
  public:
   // Creates the stream on the current device.

@@ -517,8 +517,8 @@ std::string Workspace::Failure() const {
     const uint32_t kind = *const_cast<volatile uint32_t*>(&device.error->kind);
     if (kind == 0) continue;
     std::atomic_thread_fence(std::memory_order_acquire);  // the record was written before its kind
-    // A rank that detected an error knows more than a rank whose wait timed out. A rank that was
-    // stopped knows least.
+    // A rank that detected an error has more information than a rank whose wait timed out. A rank
+    // that another rank stopped has the least information.
     const int knows = kind == static_cast<uint32_t>(ErrorKind::kStopped)   ? 1
                       : kind == static_cast<uint32_t>(ErrorKind::kTimeout) ? 2
                                                                            : 3;

@@ -62,7 +62,7 @@ class Workspace {
   // memory that other processes have allocated, stays until Close().
   Problem Reserve(int64_t half_bytes, int64_t timeout_ns);
 
-  // Waits until the devices of this process are idle, if the workspace is open. After `timeout_ns`,
+  // If the workspace is open, waits until the devices of this process are idle. After `timeout_ns`,
   // returns a problem that says what runs on a device.
   Problem Wait(int64_t timeout_ns);
 

@@ -44,7 +44,7 @@ def aval_of(x: Any) -> Any:
 
 
 def select(keep: Sequence[bool], values: Sequence[Any]) -> list[Any]:
-    """Return the values that are kept."""
+    """Return the ``values`` at the places where ``keep`` is True."""
     return [value for value, kept in zip(values, keep, strict=True) if kept]
 
 
@@ -107,9 +107,10 @@ def named(tree: Any, name: str) -> Any:
 
 
 def as_bits(x: jax.Array) -> jax.Array:
-    """Return floats of 8 bits as integers, which ``jax.checkpoint`` can save. It rounds saved
-    floats with ``lax.reduce_precision``, which turns a float8_e4m3fn of 256 or more into a NaN (jax
-    0.10.2 to 0.12.0). Other arrays are returned unchanged."""
+    """Return floats of 8 bits as integers, which ``jax.checkpoint`` can save. Floats cannot be
+    saved, because ``jax.checkpoint`` rounds them with ``lax.reduce_precision``, which turns a
+    float8_e4m3fn of 256 or more into a NaN (jax 0.10.2 to 0.12.0). Other arrays are returned
+    unchanged."""
     is_narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 1
     return lax.bitcast_convert_type(x, jnp.uint8) if is_narrow else x
 
@@ -133,8 +134,8 @@ fixed_p = compat.Primitive("fixed")
 
 
 def fixed(x: jax.Array) -> jax.Array:
-    """Return ``x``, which derivatives treat as a constant. ``jax.linear_transpose`` accepts it,
-    unlike ``lax.stop_gradient``."""
+    """Return ``x``, which derivatives treat as a constant. Unlike ``lax.stop_gradient``, this
+    function works under ``jax.linear_transpose``."""
     return fixed_p.bind(x)
 
 

@@ -157,7 +157,8 @@ def dispatch(
 
 
 def bind_dispatch(arguments: DispatchArguments) -> Recv:
-    """Route if there are ids, dispatch, and return the ``Recv``."""
+    """Route the ids if the arguments have ids and no ``Routing``. Then dispatch, and return the
+    ``Recv``."""
     source = arguments.source
     if (
         isinstance(source, CheckedIds)
@@ -207,10 +208,10 @@ def combine(
         the dtype of ``y``. The gradient does not depend on ``wire_dtype``. CPUs without arithmetic
         in float16 round float64 to float16 through float32.
       add: an array that is added to the sums, such as a residual or the output of a shared expert,
-        or None. It has the shape, structure and dtypes of the result. It is added last, in float32
-        (float64 for float64 rows), before the only rounding of the result. Its gradient is the
-        gradient of the result. With replicated tokens, add the array to the result of ``lax.psum``
-        instead.
+        or None. The array has the shape, structure and dtypes of the result. It is added last, in
+        float32 (float64 for float64 rows), before the only rounding of the result. Its gradient is
+        the gradient of the result. With replicated tokens, add the array to the result of
+        ``lax.psum`` instead.
 
     Returns:
       Sums [T, ...] with the structure and dtypes of ``y``.

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-PyTree: TypeAlias = Any  # of arrays; Python's type system cannot say so
+PyTree: TypeAlias = Any  # a pytree of arrays, for which Python's type system has no type
 Tail: TypeAlias = Literal["zero", "unspecified"]  # content of a result after the last group of rows
 
 

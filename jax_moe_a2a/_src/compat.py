@@ -115,8 +115,9 @@ def innermost_scope() -> str | None:
 
 
 def mesh_in_context() -> Mesh | None:
-    """Return the mesh of ``jax.set_mesh``, also inside ``jit``. Return None without such a mesh,
-    and inside ``jax.shard_map`` over another mesh, because that mesh has the devices."""
+    """Return the mesh of ``jax.set_mesh``, also inside ``jit``. Return None if there is no such
+    mesh. Also return None inside ``jax.shard_map`` over another mesh, because the other mesh then
+    has the devices of the program."""
     mesh, here = get_concrete_mesh(), jax.sharding.get_abstract_mesh()
     if not isinstance(mesh, Mesh) or mesh.empty or here.shape != mesh.shape:
         return None
@@ -136,8 +137,8 @@ def mesh_of_program(ctx: Context) -> Mesh | None:
 
 
 def is_partitioned(ctx: Any) -> bool:
-    """Return True if XLA divides the arrays of the primitive that is being lowered. This is so if
-    the program has several devices, and not all of its mesh axes are manual."""
+    """Return True if XLA divides the arrays of the primitive that is being lowered. XLA does so if
+    the program has several devices and a mesh axis that is not manual."""
     context = ctx.module_context.axis_context
     mesh = getattr(context, "mesh", None)
     if mesh is None:
@@ -180,7 +181,7 @@ def register_dce_rule(
     pe.dce_rules[primitive] = of_any
 
 
-# JAX applies checkpoint names to linear values, too, but has no transpose rule for names.
+# JAX also applies checkpoint names to linear values, but has no transpose rule for names.
 ad.primitive_transposes.setdefault(name_p, lambda ct, x, **_: [ct])
 
 
@@ -214,7 +215,7 @@ def process_id() -> int:
 
 
 def coordination_set(key: str, value: str) -> None:
-    """Publish a value to all processes of ``jax.distributed``. It replaces an earlier value."""
+    """Publish a value to all processes of ``jax.distributed``, in place of an earlier value."""
     _coordination().key_value_set(key, value, allow_overwrite=True)
 
 

@@ -63,7 +63,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Explanation:
-    """The calls of a program. It prints as a table, and iterates over ``calls``."""
+    """The calls of a program. An ``Explanation`` prints as a table, and iterates over ``calls``."""
 
     calls: tuple[Call, ...]
     notes: tuple[str, ...]
@@ -101,7 +101,7 @@ def explain(
     The program is traced as by ``jax.jit``, but neither compiled nor run. The functions that choose
     the paths here also choose them when a program is lowered. Equal calls share one row, which has
     their number. Calls inside ``jit``, ``shard_map``, loops, branches and derivatives are included.
-    To see the backward pass, too, explain ``jax.grad(loss)``.
+    To include the backward pass, explain ``jax.grad(loss)``.
 
     Args:
       fn: a function, or a function under ``jax.jit``.

@@ -31,7 +31,7 @@ def in_fp8(
     Args:
       tensors: the tensors of a block of floats, by name.
       params: the parameters of a block of floats, as shapes.
-      names: names of tensors or of parameters. They say which weights are in FP8.
+      names: names of tensors or of parameters. These names say which weights are in FP8.
     """
     given = {*names}
     weights = {x.param for n, x in tensors.items() if {n + _SCALES, x.param + ".values"} & given}

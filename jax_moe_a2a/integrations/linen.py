@@ -23,7 +23,7 @@ class MoE(linen.Module):
     ``linen.Partitioned``: they carry their placement, which ``linen.get_partition_spec`` returns.
     For this reason, ``linen.scan`` and ``linen.vmap`` over layers need
     ``metadata_params={linen.PARTITION_NAME: None}``, or the name of a mesh axis. ``linen.unbox``
-    returns plain arrays, which the module accepts, too. With ``select_bias``, the variable
+    returns plain arrays, which the module also accepts. With ``select_bias``, the variable
     ``select_bias`` is in the collection ``"router_state"``.
     """
 

@@ -206,7 +206,7 @@ def _check_config(layer: _RoutedMoE) -> None:
     own = "call disable() to use MaxText's own implementation"
     for name, expected in _REQUIRED.items():
         value = getattr(layer.config, name, expected)
-        if (value or expected) and value != expected:  # False, "" and None are one value
+        if (value or expected) and value != expected:  # False, "" and None count as equal
             raise ValueError(
                 f"{name} must be {expected!r} {_ENABLED}; got {name}={value!r}. "
                 f"{_REMEDIES.get(name, '')}Set it to {expected!r}, or {own}"
@@ -275,7 +275,7 @@ def _sparse_matmul(
     **named: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """Return the outputs, balance loss and bias update of ``RoutedMoE.sparse_matmul``."""
-    _check_config(layer)  # a class that was derived before enable has its own __call__
+    _check_config(layer)  # classes derived before enable() keep their __call__
     named |= dict(zip(_KERNELS.split(), weights))
     axes = _axes_of(layer, inputs.shape[0])
     tensor = axes.tensor or None
@@ -321,7 +321,7 @@ def _moe_body(
     if choice[1] is not None:  # for MaxText, any id outside the range means no expert
         ids = jnp.where((ids >= 0) & (ids < layer.num_experts), ids, -1)
 
-    # MaxText divides tokens in no other mode.
+    # MaxText divides tokens only in this mode.
     num_chunks = config.num_moe_token_chunks if config.use_ring_of_experts else 1
     scores = gate_logits if pre_bias_logits is None else pre_bias_logits
     loss = _balance_loss(layer, scores, ids, num_chunks, axes.divided)
@@ -420,7 +420,8 @@ def _balance_loss(
 
 
 def _bias_updates(layer: _RoutedMoE, ids: jax.Array, axes: tuple[str, ...]) -> jax.Array | None:
-    """Return what loss-free balancing adds to the router's bias, or None without such a bias."""
+    """Return the updates of the router's bias by loss-free balancing, or None without such a
+    bias."""
     if not layer.should_update_load_balance():
         return None
     config = layer.config

@@ -151,7 +151,7 @@ def from_state_dict(
       ``activation`` are those of ``moe_config``. Some families also have the router's
       ``select_bias`` [E]; a shared expert ``shared``, with an ``output_gate`` [H] in Qwen2-MoE and
       Qwen3-Next; or, in GPT-OSS, the router's ``bias`` [E] and the experts' ``b_in`` [E, 2, I] and
-      ``b_out`` [E, H]. The bfloat16 of the arrays is that of ``jax.numpy``. Weights in FP8 are
+      ``b_out`` [E, H]. Arrays in bfloat16 have the dtype ``jax.numpy.bfloat16``. Weights in FP8 are
       ``QuantizedExperts``. Scales in bfloat16 become float32.
 
     Raises:

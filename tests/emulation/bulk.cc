@@ -151,7 +151,7 @@ void start_store(char* to, const char* from, uint32_t bytes) {
   if (bulk_copies() == nullptr) {
     make_copies();
     // A thread that only stores has no mbarrier, so the emulator has not seen its earlier fences.
-    // It assumes that the thread has executed all of them.
+    // The emulator assumes that the thread has executed all fences.
     publish(&bulk_copies()->global_fence);
   }
   BulkCopies& own = own_copies();

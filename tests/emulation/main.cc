@@ -241,7 +241,8 @@ class Sequence {
   void run_step(int rank, size_t step) {
     const bool is_other = rank == mismatched_rank_ && step >= exchanges_.size() / 2;
     Exchange& exchange = *(is_other ? others_ : exchanges_)[step];
-    // Ranks that share a device differ only in addresses and in their number.
+    // The parameters of ranks that share a device differ only in addresses and in the number of the
+    // rank.
     Random random(seed() * 131 + (kColocated ? 0 : static_cast<uint64_t>(rank) * 17) + step);
     const bool is_late = step >= exchanges_.size() / 2;
     const bool has_other_head = is_late && options_.whole("heads", -1) == rank;

@@ -33,8 +33,8 @@ def build(target):
         fcntl.flock(lock, fcntl.LOCK_EX)
         swaps.write_sources(OUT / "swapped")
         command = ["make", "-s", "-j2", f"CXX={compiler}", f"OUT={OUT}", f"{OUT}/{target}"]
-        # With this variable, ccache would write targets to the .d files that make does not know.
-        # After a change of a header, make would then not compile again.
+        # With this variable, ccache would write unknown targets to the .d files, and make would not
+        # compile again after a change of a header.
         environment = {k: v for k, v in os.environ.items() if k != "CCACHE_BASEDIR"}
         made = subprocess.run(command, cwd=HERE, capture_output=True, text=True, env=environment)
     if made.returncode != 0:

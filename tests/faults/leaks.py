@@ -31,8 +31,8 @@ def processes():
 
 
 def descriptors(process="self"):
-    """Return the targets of the open descriptors of a process, by number. The descriptor that lists
-    them is left out."""
+    """Return the targets of the open descriptors of a process, by number. The descriptor through
+    which this function lists the others is left out."""
     found = {}
     for link in (PROC / str(process) / "fd").iterdir():
         with contextlib.suppress(OSError):

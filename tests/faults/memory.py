@@ -296,7 +296,7 @@ def close_all(run):
 
 
 def go_on(run):
-    """Open the group again in all members. All of them must then map the same memory."""
+    """Open the group again in all members, which must then map the same memory."""
     close_all(run)
     run.all("reserve", 1000, True)
     sizes = run.all("reserve", 1000)  # more than before: then all sizes are equal

@@ -1,7 +1,7 @@
 """Run the fuzzer's programs on the package and on the oracle, and compare all results.
 
-Moved data and sums without weights are compared bit for bit. So are sums with weights that are
-powers of two, because no product is rounded. For other weights, `oracle.combine` returns the slack.
+Moved data, sums without weights, and sums with weights that are powers of two are compared bit for
+bit, because no product is rounded. For other weights, `oracle.combine` returns the slack.
 """
 
 import dataclasses
@@ -171,7 +171,7 @@ def element_of(program, b, name, array):
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """One element of the batch, all ranks, computed with the oracle."""
+    """The expected results of one element of the batch on all ranks, computed with the oracle."""
 
     program: draw.Program
     args: dict[str, np.ndarray]

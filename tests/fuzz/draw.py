@@ -1,6 +1,6 @@
 """Draw programs for the fuzzer, and the arrays of their runs.
 
-A program consists of static choices, so it is compiled once. It runs with several routings. Every
+A program consists of static choices, so it is compiled once, and runs with several routings. Every
 draw depends only on the seed and its number, so a failure can be repeated without earlier draws.
 """
 
@@ -171,7 +171,7 @@ def program(seed, number, *, has_mesh=True):
     float_dtypes = (*FORMAT_DTYPES, *(["float64"] * 3 * x64))
     fmt = one_of(rng, tuple(FORMATS)) if chance(0.25) else None
     decode = fmt is not None and chance(0.6)
-    # If a format is the gradient's wire dtype, it requires the same of x as a token format.
+    # A format as the wire dtype of the gradient has the same requirements on x as a token format.
     dispatch_wire = wire(rng, fmt)
     group = group_size_of(fmt, dispatch_wire)
     if group:
@@ -193,7 +193,7 @@ def program(seed, number, *, has_mesh=True):
     else:
         sums = [Leaf(one_of(rng, float_dtypes), trailing(rng)) for _ in range(num_sums)]
 
-    if hosts:  # a group of two levels refuses wire dtypes that are wider than what they sum
+    if hosts:  # refuses a wire dtype with more bits than the sums
         dispatch_wire = None if is_wider(dispatch_wire, leaves) else dispatch_wire
         combine_wire = None if is_wider(combine_wire, sums) else combine_wire
 
@@ -328,8 +328,8 @@ def ids_of(rng, program):
     name = one_of(rng, NAMES) if program.tokens and program.top_k else "all_masked"
     ids = np.asarray(ROUTINGS[name](rng, program.ranks, layout), np.int64)
     limits = np.iinfo(program.ids_dtype)
-    # An id that the dtype cannot hold becomes another id that sends nothing. In an unsigned dtype,
-    # so does -1.
+    # An id that the dtype cannot hold, such as -1 in an unsigned dtype, becomes another id that
+    # sends nothing.
     fits = np.array([limits.min <= int(i) <= limits.max for i in ids.flat], bool)
     ids = np.where(fits.reshape(ids.shape), ids, 0).astype(program.ids_dtype)
     ids[~fits.reshape(ids.shape)] = limits.max

@@ -75,8 +75,8 @@ ACTIVATIONS = {
 }
 
 
-# A positive majorant of the values and derivatives of all activations, up to a factor. Applied to
-# sums of magnitudes, it bounds the errors of roundings.
+# A positive function that is larger, up to a factor, than the values and derivatives of all
+# activations. Its value at a sum of magnitudes bounds the errors of roundings.
 MAJORANT = dict(
     plain=oracle.elementwise(lambda h: 1.5 * (h + h * h), lambda h: 1.5 + 3 * h),
     gated=oracle.gated(lambda h: 1.5 * (h + h * h), lambda h: 1.5 + 3 * h),
@@ -520,7 +520,7 @@ class Expected:
     def of_wire(self, largest):
         """Return the error of partial sums that travel in the wire dtype."""
         wire = self.p.wire
-        if wire in draw.FORMATS:  # numbers are rounded relative to the largest of their group
+        if wire in draw.FORMATS:  # rounding depends on the largest number of the group
             share = 0.5 if wire == "nv" else 0.1
             return share * np.max(largest, axis=-1, keepdims=True, initial=0)
         wire = cases.dtype(wire)

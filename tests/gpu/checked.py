@@ -66,7 +66,7 @@ def new_group(
 ):
     """Return a group that must run the kernels. Without CUDA graphs every call is a launch.
 
-    The mesh says where the ranks are. If all of them share one GPU, `ranks` says how many. If
+    The mesh says where the ranks are. If all ranks share one GPU, `ranks` is their number. If
     `first_timeout` is None, the first exchange has the same timeout as the others.
     """
     return ma.Group(
@@ -120,10 +120,10 @@ enough_tokens_to_be_late = pytest.mark.skipif(
 
 
 def enough_rows(shape, group):
-    """Return a capacity at which nothing is dropped: None, for the worst case, with a GPU per rank.
-
-    If all ranks share one GPU, the worst case of many ranks would fill the GPU's memory. The ids
-    are hashes, so a rank receives about as many rows as it has choices, and never twice as many.
+    """Return a capacity at which nothing is dropped. If each rank has a GPU, this is None, the
+    worst case. If all ranks share one GPU, the worst case of many ranks would fill the GPU's
+    memory. The ids are hashes, so a rank receives about as many rows as it has choices, and never
+    twice as many.
     """
     if not ONE_GPU:
         return None
@@ -411,7 +411,7 @@ def close(group):
 
 
 def close_all():
-    """Close all groups whose ranks share a GPU. None of their exchanges may be under way."""
+    """Close all groups whose ranks share a GPU. No exchange of these groups may be under way."""
     for size in range(2, native.limit("MAX_RANKS") + 1):
         group = ma.Group(axis_name=AXIS, size=size, implementation="cuda")
         if any(epochs_of(group.topology, kind) for kind in native.WORKSPACE_KINDS):
@@ -513,7 +513,8 @@ def dispatch_only(shape, group, step):
 
 
 def two_dispatches_first(shape, group, step):
-    """Dispatch twice, then combine both, the first one last."""
+    """Dispatch twice, and then combine the rows of both dispatches, the rows of the first dispatch
+    last."""
     steps = (2 * step, 2 * step + 1)
     recvs = [dispatch(shape, group, s, route(shape, group, s)) for s in steps]
     recvs = lax.optimization_barrier(recvs)
@@ -548,7 +549,7 @@ def combine_given(shape, group, step, routing):
 def mapped(fn, group):
     """Return `fn` of one rank's arrays as a function of all ranks' arrays, with a leading axis.
 
-    It is a shard_map over the mesh of the group, or a vmap where all ranks share one GPU.
+    The result is a shard_map over the mesh of the group, or a vmap if all ranks share one GPU.
     """
     if group.mesh is None:
         return jax.vmap(fn, axis_name=group.axis_name, axis_size=group.size)
@@ -562,7 +563,8 @@ def mapped(fn, group):
 
 
 def on_all_ranks(fn, group, exchanges=None, **jit_options):
-    """Return `mapped(fn, group)`, compiled. `exchanges`: those of a call; None: as `Noted`."""
+    """Return `mapped(fn, group)`, compiled. `exchanges` is the number of exchanges of a call. None
+    means that `Noted` reads this number from the counters."""
     program = jax.jit(mapped(fn, group), **jit_options)
     if ONE_GPU:
         return Noted(program, group, exchanges)

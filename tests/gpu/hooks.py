@@ -29,7 +29,8 @@ def enumeration(source, name):
 Mutation = enumeration(SIGNAL, "Mutation")  # the rule to break
 Phase = enumeration(STATUS, "Phase")  # the phase to delay, and where a failure happened
 
-# The phases that the kernels can delay. In other phases, a rank waits for a rank in one of these.
+# The phases that the kernels can delay. In the other phases, a rank waits for a rank in one of
+# these phases.
 DELAYABLE = (Phase.SEND, Phase.RECEIVE_CHUNK)
 
 # How a failure names its phase.
@@ -55,8 +56,8 @@ def set_hooks(
     """Replace the hooks of an open group. `rank`, or all ranks for None, waits `delay` seconds in
     `phase`.
 
-    A mutation and a depth (0: the default) hold for all ranks. Every process calls this, and
-    sets the hooks of its own ranks.
+    A mutation and a depth (0: the default) hold for all ranks. Every process must call this
+    function, which sets the hooks of the ranks of this process.
     """
     devices, num_ranks = group.topology
     assert len(devices) == num_ranks, "hooks are for groups of one domain"

@@ -11,7 +11,7 @@ from jax_moe_a2a._src.exchange import split
 
 
 def in_order(inflights, *arrays):
-    """Return the arrays. Nothing that uses them begins before all of them are computed."""
+    """Return the arrays. No operation that uses an array begins before all arrays are computed."""
     tied = iter(split.tie(*(a for each in inflights for a in each._arrays), *arrays))
     for each in inflights:
         each._arrays = [next(tied) for _ in each._arrays]
@@ -45,7 +45,7 @@ def split_whole(shape, group, step):
 
 
 def product(step):
-    """Multiply matrices of ones, which the compiler does not know."""
+    """Multiply matrices of ones. The compiler cannot know that the elements are ones."""
     side = 512
     ones = jnp.ones((side, side), jnp.bfloat16) + (step * 0).astype(jnp.bfloat16)
     return ones @ jnp.full((side, side), 1 / side, jnp.bfloat16)
@@ -84,7 +84,7 @@ def random_script(seed, num_actions=14, most=4):
 
 def scripted(script):
     """Return an order that performs the actions (name, index) of a script in turn. The index of a
-    done is that of its exchange in flight. The done of a dispatch also starts a combine."""
+    done is the index of its exchange in flight. The done of a dispatch also starts a combine."""
 
     def order(shape, group, step):
         pool, counts, first = [], checked.counted(), len(script) * step

@@ -12,7 +12,7 @@ import pytest
 from hooks import PHASE_TEXT, Phase, hooked
 
 TIMEOUT = 1.0
-DELAY = 1.5  # longer than the timeout, and over before all must have stopped
+DELAY = 1.5  # longer than the timeout, but shorter than the time in which all ranks must stop
 GROUP = checked.new_group(timeout=TIMEOUT)
 SHAPE = checked.SMALL
 SLOW_RANK = checked.RANKS - 1
@@ -111,7 +111,7 @@ def test_only_the_first_exchange_waits_longer_for_a_rank_that_is_late():
 
 
 def test_a_group_that_does_not_raise_returns_nan_until_it_is_closed():
-    """This also holds after a collective that all ranks reach."""
+    """The group also returns NaN after a collective that all ranks reach."""
     group = checked.new_group(timeout=TIMEOUT, on_failure="nan")
     run = checked.sum_program(group, SHAPE)
     state = checked.begin(group)

@@ -34,7 +34,8 @@ CASES = {
     # A chunk is one row of 16 KB, which takes long to write.
     "rows": case_of(DISPATCH, 1024, 4096),
     "sums": case_of(COMBINE, 1024, 4096),
-    # A chunk is one row, which one bulk copy moves. It is read as soon as its flag is seen.
+    # A chunk is one row, which one bulk copy moves. A receiver reads the row as soon as it sees the
+    # flag.
     "bulk_stores": case_of(DISPATCH, 512, 256)._replace(
         mutation=Mutation.FLAG_BEFORE_STORED, calls=500
     ),
@@ -56,7 +57,7 @@ CASES = {
 
 @functools.cache
 def program(case):
-    """Return a program: state -> state. Its routing is made once."""
+    """Return a program, state -> state, which makes its routing once."""
     if case.order is AT_ONCE:
         return checked.program(case.shape, order=AT_ONCE)
     run = checked.program_with_routing(case.order, case.shape)
@@ -65,7 +66,8 @@ def program(case):
 
 
 def marked(name, *marks):
-    """Return a case with the marks. Skip it if XLA encodes the partial sums, as for many ranks."""
+    """Return a case with the marks. Skip the case if XLA encodes the partial sums, as for many
+    ranks."""
     shape = CASES[name].shape
     lanes = (
         shape.top_k + checked.RANKS

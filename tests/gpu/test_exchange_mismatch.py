@@ -1,4 +1,4 @@
-"""Ranks that make different calls get an error that says so. They never hang or get a wrong
+"""Ranks that make different calls get an error that says so. These ranks never hang or get a wrong
 result."""
 
 import concurrent.futures
@@ -79,8 +79,8 @@ CASES = {
 
 @functools.cache
 def routing():
-    """Return the routing of step 0. It is made once, because with several processes the program's
-    first call is a meeting of all processes."""
+    """Return the routing of step 0. The routing is made once, because with several processes the
+    program's first call is a meeting of all processes."""
     return jax.block_until_ready(checked.routing_program(SHAPE)())
 
 

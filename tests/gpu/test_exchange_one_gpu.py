@@ -1,4 +1,4 @@
-"""Test what only exists with all ranks on one GPU, and that no test passes without the kernels."""
+"""Test behaviour that needs all ranks on one GPU, and that no test passes without the kernels."""
 
 import checked
 import jax

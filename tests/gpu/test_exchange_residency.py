@@ -7,7 +7,7 @@ from alone import run_alone
 from jax import lax
 
 STEPS = 2000
-# Side of the square matrices. Each rank has one, even if ranks share one GPU.
+# Side of the square matrices. Each rank has one matrix, even if ranks share one GPU.
 SIDE = (1024 if checked.ONE_GPU else 4096) if checked.ON_GPU else 64
 SUMMED = 1 << 18  # integers in the psum of each step
 # Searching for the fastest product would take longer than the test.

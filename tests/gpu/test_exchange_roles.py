@@ -13,7 +13,7 @@ MANY_CHUNKS = checked.fitting(checked.Shape(tokens=4096, hidden=64))
 # rank uses its whole share.
 GROUPS = {num_sms: checked.new_group(num_sms=num_sms) for num_sms in (1, 2, 200, 400)}
 SMALL_GRID = checked.new_group(num_sms=16)
-# More receivers than a GPU can hold at once. If they were admitted first, no sender would have
+# More receivers than a GPU can hold at once. If all receivers started first, no sender would have
 # room.
 if checked.ONE_GPU:
     # Each rank has a budget of 400 blocks. A launch has only as many as fit, unless a hook lifts
@@ -80,7 +80,8 @@ def test_blocks_that_outnumber_the_gpu_end_because_senders_are_admitted_first():
 
 
 def test_the_order_of_admission_is_free_where_all_blocks_run_at_once():
-    """This shows that the test above fails only because of the order."""
+    """If all blocks run, the calls are right with this mutation. The test above therefore fails
+    only because of the order."""
     for group in (FLOODED, SMALL_GRID) if checked.ONE_GPU else (SMALL_GRID,):
         run = checked.program(FLOOD if group is FLOODED else checked.SMALL, group)
         state = checked.repeat(run, 1)

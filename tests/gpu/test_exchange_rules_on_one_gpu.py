@@ -58,7 +58,8 @@ def test_a_rank_waits_for_a_credit_that_is_not_there_and_says_so():
 
 
 def test_a_missing_credit_is_not_noticed_where_the_rule_is_broken():
-    """This shows that the test above fails only because of the credit."""
+    """If the rule is broken, the calls are right without the credit. The test above therefore fails
+    only because of the credit."""
     run = checked.program(checked.SMALL, GROUP)
     state = checked.repeat(run, 2)
     with hooked(GROUP, mutation=Mutation.IGNORE_CREDIT):
@@ -67,7 +68,8 @@ def test_a_missing_credit_is_not_noticed_where_the_rule_is_broken():
 
 
 def test_a_rank_that_left_out_calls_is_noticed():
-    """Its flags are from the future, by as many epochs as there are ring halves."""
+    """The flags of this rank have later epochs than its peers expect, by the number of ring
+    halves."""
     run = checked.program(checked.SMALL, GROUP)
     state = checked.repeat(run, 2)
     checked.assert_right(state, GROUP)

@@ -343,10 +343,10 @@ def exchange(process):
 
 
 def work(scenario):
-    """Run a worker. It ends in bounded time, without waiting for the other worker."""
+    """Run a worker, which ends in bounded time, without waiting for the other worker."""
     faulthandler.dump_traceback_later(LIMIT, exit=True)
     process = processes.joined()[2]
-    # JAX ends the survivors if a process is missing. The long heartbeat timeout delays this.
+    # JAX ends the survivors if a process is missing. A long heartbeat timeout delays this end.
     own_gpu = {"local_device_ids": [0]} if OWN_GPU_ONLY in os.environ else {}
     processes.join(heartbeat_timeout_seconds=600, **own_gpu)
     try:

@@ -16,7 +16,7 @@ from jax_moe_a2a._src.exchange.record import Options
 from jax_moe_a2a._src.group import native
 
 TIMEOUT = 1.0
-DELAY = 1.5  # longer than the timeout, and over before all must have stopped
+DELAY = 1.5  # longer than the timeout, but shorter than the time in which all ranks must stop
 GROUP = checked.new_group(timeout=TIMEOUT)
 SHAPE = checked.SMALL
 SLOW_RANK = 1

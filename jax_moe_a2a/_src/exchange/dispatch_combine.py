@@ -204,8 +204,8 @@ def keep_arrays(keep: Sequence[bool], params: dict[str, Any]) -> dict[str, Any]:
 
 
 # Derivatives. Let P be the linear map of the exchange.
-#   jvp: d(P x) = P dx. transpose: P^T. It is a combine for a dispatch, and a dispatch for a
-#   combine. With an addend a, the tangent is P dx + da, rounded once, and a has the cotangent of
+#   jvp: d(P x) = P dx. transpose: P^T. P^T of a dispatch is a combine, and P^T of a combine is a
+#   dispatch. With an addend a, the tangent is P dx + da, rounded once, and a has the cotangent of
 #   the result. Only arrays with a tangent move, because P moves each array separately. With a
 #   format, decoded rows have the derivative of P (straight-through), and quantized rows have no
 #   derivative.

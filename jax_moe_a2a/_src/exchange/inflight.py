@@ -21,10 +21,10 @@ T = TypeVar("T")
 class InFlight:
     """An exchange that ``dispatch_start`` or ``combine_start`` has started.
 
-    Pass it to ``dispatch_done`` or ``combine_done`` exactly once, in the function that started it.
-    It cannot enter or leave ``jit``, ``scan``, ``cond``, ``while_loop`` or ``checkpoint`` as an
-    argument, a result, a carry or a value of a closure. Start and done may both be inside one of
-    these transforms.
+    Pass it to ``dispatch_done`` or ``combine_done`` exactly once, in the function that started the
+    exchange. An ``InFlight`` cannot enter or leave ``jit``, ``scan``, ``cond``, ``while_loop`` or
+    ``checkpoint`` as an argument, a result, a carry or a value of a closure. Start and done may
+    both be inside one of these transforms.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Define the record of an exchange primitive, which all rules of transforms read.
 
 An exchange moves a payload by a routing: from tokens to rows (outward), or from rows to tokens.
-For a fixed routing (integers), it is linear in its payload, or bilinear in pairs of rows and
-weights. Dispatch and combine are transposes of each other, and so are their weighted forms.
+For a fixed routing (integers), an exchange is linear in its payload, or bilinear in pairs of rows
+and weights. Dispatch and combine are transposes of each other, and so are their weighted forms.
 
 Operands are the payload, then the arrays of a ``RoutingArrays``. Parameters of every exchange:
 
@@ -92,8 +92,9 @@ class Record:
     """The record of an exchange primitive.
 
     A primitive with split phases has two more records, which ``split.add_halves`` derives from it:
-    ``start`` and ``done``. Between start and done, the payload is *in flight*. It then consists of
-    two arrays for each result: first all arrays at the tokens, then all arrays at the rows.
+    ``start`` and ``done``. Between start and done, the payload is *in flight*. A payload in flight
+    consists of two arrays for each result: first all arrays at the tokens, then all arrays at the
+    rows.
     """
 
     name: str

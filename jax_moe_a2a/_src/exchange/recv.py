@@ -64,8 +64,8 @@ class Recv:
     def row_experts(self) -> jax.Array:
         """Return the local expert of each row, [C] int32; -1 for a row without a token.
 
-        Use it for a bias or a scale of each expert. It is computed from ``row_offsets`` at each
-        access. It supports the ``Recv`` of one rank, but not a batch of ``Recv``.
+        Use this array for a bias or a scale of each expert. It is computed from ``row_offsets`` at
+        each access, for the ``Recv`` of one rank, but not for a batch of ``Recv``.
         """
         rows = jnp.arange(self.src_info.rank.shape[0], dtype=jnp.int32)
         ends = self.row_offsets[1:]

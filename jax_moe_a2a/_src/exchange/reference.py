@@ -304,10 +304,10 @@ def take_rows(x: jax.Array, index: jax.Array, otherwise: jax.Array | None = None
     if x.dtype not in (jnp.uint8, jnp.uint16):
         return rows
     # ``x`` may hold the bits of short floats as integers. XLA:CPU selects short floats in float32,
-    # which makes NaNs canonical, and loses subnormals on CPUs with AVX512_BF16. It does this even
-    # if integers are selected and then reinterpreted as floats. To prevent this, add a term that is
-    # always zero, because no index reaches the number of rows of x. The compiler does not know that
-    # the term is zero, so it selects integers.
+    # which makes NaNs canonical, and loses subnormals on CPUs with AVX512_BF16. XLA:CPU does so
+    # even if integers are selected and then reinterpreted as floats. To prevent this, add a term to
+    # the integers. The term is always zero, because no index reaches the number of rows of x.
+    # Because XLA does not know that the term is zero, XLA selects integers.
     none = jnp.maximum(index, x.shape[0]) - x.shape[0]
     return rows + expand_like(none.astype(x.dtype), rows)
 
@@ -320,9 +320,9 @@ def take_any_rows(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def send_tokens(x: jax.Array, routing: RoutingArrays) -> jax.Array:
-    """Place tokens [T, ...] into slots [R, T, ...]. Slots that no token uses hold any token. No
-    mask clears them, because no rank reads them, and XLA:CPU would compile the mask once for each
-    rank."""
+    """Place tokens [T, ...] into slots [R, T, ...]. A slot that no token uses holds an arbitrary
+    token. No mask clears them, because no rank reads them, and XLA:CPU would compile the mask once
+    for each rank."""
     return take_any_rows(x, routing.slot_token)
 
 
@@ -405,8 +405,8 @@ def _sum_in_order(
     if may_unroll and num_indices * zeros.nbytes <= MAX_UNROLLED_BYTES:
         sums, found = zeros, terms(indices)
         if num_indices > 1:
-            # No index has this value, so the first term is zero. XLA must not know this, because it
-            # would omit the first addition, and the sum of negative zeros would be a negative zero.
+            # No index has this value, so the first term is zero. If XLA knew this, it would omit
+            # the first addition, and the sum of negative zeros would be a negative zero.
             never = indices[0] == np.iinfo(np.int32).min
             sums += expand_like(never.astype(zeros.dtype), zeros)
         for i in range(num_indices):
@@ -477,10 +477,10 @@ def _move(
 ) -> jax.Array:
     """Move an array without changing a bit.
 
-    Floats of fewer than 32 bits travel as integers, for three reasons. XLA:CPU computes their
-    selects and collectives in wider floats, which turns signalling NaNs into quiet NaNs. NCCL does
-    not support all of these dtypes. A row without a token is zero bytes, but float8_e8m0fnu has no
-    zero.
+    Floats of fewer than 32 bits travel as integers, for three reasons. XLA:CPU computes selects and
+    collectives of these floats in floats of more bits, which turns signalling NaNs into quiet NaNs.
+    NCCL does not support all of these dtypes. A row without a token is zero bytes, but
+    float8_e8m0fnu has no zero.
     """
     bits = _as_integers(x)
     moved = _exchange(send, receive, bits, **kwargs)
@@ -558,9 +558,9 @@ def _merge(x: jax.Array, num_axes: int) -> jax.Array:
 # of ranks.
 MAX_GATHERED_BYTES = 4 * 2**20
 
-# This is a primitive, because on CPUs a different implementation compiles faster for small blocks.
-# It has no derivative and no batching rule, because the portable path is traced only when a program
-# is lowered, after these transformations.
+# The swap is a primitive, because on CPUs a different implementation compiles faster for small
+# blocks. The primitive has no derivative and no batching rule, because the portable path is traced
+# only when a program is lowered, after these transformations.
 swap_p = compat.Primitive("moe_a2a_swap")
 
 

@@ -1,9 +1,9 @@
 """Exchange over hosts in two levels: one exchange over each of the group's two axes.
 
 A token first travels between ranks of equal local index (level ``hosts``), and crosses to each host
-once. The rank where it lands sends it to the ranks of its host (level ``ranks``). A combine sums
-within the host before the sums cross back. Both levels are ordinary exchanges, so derivatives,
-batching, the kernels and the portable path need no further code.
+once. The rank on which the token lands sends it to the ranks of its own host (level ``ranks``). A
+combine sums within the host before the sums cross back. Both levels are ordinary exchanges, so
+derivatives, batching, the kernels and the portable path need no further code.
 
 There are H hosts with N ranks each; rank ``h * N + n`` is rank n of host h. If token t of host h
 lands on a rank, it is the *relayed* token ``t * H + h`` of that rank. The route within a host drops
@@ -46,8 +46,8 @@ def plan_levels(ids: jax.Array, group: Group, options: PlanOptions) -> dict[str,
     is_valid = (gathered >= 0) & (gathered < per_host * hosts.size)
     to_host = jnp.where(is_valid, quotient(gathered, per_host), -1)
 
-    # As with one level, rows must be sorted by source host first, and then by relaying rank. So
-    # each local expert becomes H experts, one for each source host.
+    # As with one level, rows must be sorted by source host first, and then by relaying rank.
+    # Therefore each local expert becomes H experts, one for each source host.
     source = lax.broadcasted_iota(jnp.int32, gathered.shape, 1)
     local = (gathered - host * per_host) * hosts.size + source
     relayed = jnp.where(to_host == host, local, -1).reshape(num_tokens * hosts.size, top_k)

@@ -152,7 +152,7 @@ def _combine_jvp(
 def _tangent_pairs(
     payload: Sequence[jax.Array], tangents: compat.Tangents, num_leaves: int
 ) -> list[tuple[Any, Any]]:
-    """Return the pairs of rows and weights. Their weighted combine is the tangent."""
+    """Return the pairs of rows and weights whose weighted combine is the tangent."""
     rows, weights = payload[:num_leaves], payload[num_leaves:]
     d_rows, d_weights = tangents[:num_leaves], tangents[num_leaves:]
     pairs = [(dr, w) for dr, w in zip(d_rows, weights, strict=True) if not is_zero(dr)]
@@ -181,8 +181,8 @@ def _combine_transpose(
 
 
 # Derivatives of the weighted dispatch s_j = w_j G, d_i = <r_i, G>, with G = D(g):
-#   jvp: the jvp of the unfused form, in which G and dG move once each. So tangents never use the
-#   fused form, and it needs no transpose.
+#   jvp: the jvp of the unfused form, in which G and dG move once each. Tangents therefore never use
+#   the fused form, so the fused form needs no transpose.
 
 
 def _dispatch_jvp(

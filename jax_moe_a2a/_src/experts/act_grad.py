@@ -123,7 +123,7 @@ def _kernel(
             ct_h.reshape(*flat, columns),
         ),
         # h overwrites ct_h, because a lane reads its numbers before it writes them. ct_pre does not
-        # overwrite pre: XLA would copy pre, because the forward pass reads it, too.
+        # overwrite pre: XLA would copy pre, because the forward pass also reads it.
         {3: 3},
         num_sms=num_sms or 0,
         **activation.attributes,

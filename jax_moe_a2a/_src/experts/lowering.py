@@ -39,7 +39,7 @@ def of_operands(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @of_operands
 def why_no_dot_act(o: Any, *, activation: FusedActivation, **_: object) -> str:
-    """Return why no kernel computes ``dot_act_p`` of these types, or ''."""
+    """Return the reason why no kernel computes ``dot_act_p`` of these types, or ''."""
     num_rows, num_groups, k, width = _sizes(o.rows, o.w, o.sizes)
     of_columns = (width, width // activation.width(1))  # of the product, and of its activations
     whys = (grouped.why_no_kernel(o.rows.dtype, num_rows, num_groups, k, n) for n in of_columns)
@@ -48,13 +48,13 @@ def why_no_dot_act(o: Any, *, activation: FusedActivation, **_: object) -> str:
 
 @of_operands
 def why_no_dot_bias(o: Any, **_: object) -> str:
-    """Return why no kernel computes ``dot_bias_p`` of these types, or ''."""
+    """Return the reason why no kernel computes ``dot_bias_p`` of these types, or ''."""
     return grouped.why_no_kernel(o.rows.dtype, *_sizes(o.rows, o.w, o.sizes))
 
 
 @of_operands
 def why_no_act_dot_grad(o: Any, **_: object) -> str:
-    """Return why no kernel computes ``act_dot_grad_p`` of these types, or ''."""
+    """Return the reason why no kernel computes ``act_dot_grad_p`` of these types, or ''."""
     return grouped.why_no_kernel(o.ct.dtype, *_sizes(o.ct, o.w_out, o.sizes))
 
 

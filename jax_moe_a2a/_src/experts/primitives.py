@@ -1,22 +1,22 @@
 """Define the experts of a layer as primitives: two grouped products around an activation.
 
 ``experts_p`` computes ``y = (weights * act(rows w_in + b_in)) w_out + weights * b_out``. A row is
-multiplied by the weights of its group. Its derivatives need more primitives. Let
-``pre = rows w_in + b_in`` and ``h = weights * act(pre)``. Its last operands may be the totals of
-w_in and w_out (``grouped/totals.py``), which are then its last results, too.
+multiplied by the weights of its group. If the totals of w_in and w_out (``grouped/totals.py``) are
+its last operands, they are also its last results. The derivatives of ``experts_p`` need more
+primitives. Let ``pre = rows w_in + b_in`` and ``h = weights * act(pre)``.
 
 - ``dot_act_p`` computes h, and with ``keep`` also pre, from rows and w_in.
 - ``dot_bias_p`` computes ``h w_out + weights * b_out``.
 - ``act_dot_tangent_p`` is jointly linear in (d_pre, d_weights, d_w_out):
   ``(weights * act'(pre) * d_pre + d_weights * act(pre)) w_out + h d_w_out``. With ``passes``,
   d_w_out is the tangent of a total, and is also the second result.
-- ``act_dot_grad_p`` computes what the transpose needs from one product, ``ct_h = ct_y w_out^T``:
-  ``ct_pre = weights * act'(pre) * ct_h``, h, and ``ct_weights = <ct_h, act(pre)>``. The transpose
-  in w_out is then the outer product of h and ct_y, or its sum with a total.
+- ``act_dot_grad_p`` computes three results of the transpose from one product, ``ct_h = ct_y
+  w_out^T``: ``ct_pre = weights * act'(pre) * ct_h``, h, and ``ct_weights = <ct_h, act(pre)>``. The
+  transpose in w_out is then the outer product of h and ct_y, or its sum with a total.
 
-A forward pass with gradients therefore needs no separate pass over rows. It keeps rows and pre, but
-not y. Further derivatives are the derivatives of the compositions below. Derivatives of any order
-exist, because the compositions consist of grouped products and jnp.
+A forward pass with gradients therefore needs no separate pass over rows. For the backward pass, it
+keeps rows and pre, but not y. Further derivatives are the derivatives of the compositions below.
+Derivatives of any order exist, because the compositions consist of grouped products and jnp.
 
 Weights that are trained in FP8 are ``QuantizedExperts`` that ``encode_source`` returns. Their
 products are those of ``grouped/straight_through.py``, and their tangents are the tangents of the
@@ -24,9 +24,9 @@ source. With these weights:
 
 - ``act_dot_p`` computes ``h w_out`` from pre in place of ``dot_act_p`` and ``dot_bias_p``; h exists
   in FP8 only.
-- ``act_dot_tangent_p`` is also linear in d_rows, because d_pre has the term ``d_rows w_in``. So its
-  transpose includes the product of ct_pre and w_in^T, and ``act_grad_p`` (``act_grad.py``)
-  quantizes ct_pre in the pass that computes it.
+- ``act_dot_tangent_p`` is also linear in d_rows, because d_pre has the term ``d_rows w_in``. Its
+  transpose therefore includes the product of ct_pre and w_in^T, and ``act_grad_p``
+  (``act_grad.py``) quantizes ct_pre in the pass that computes it.
 
 Operands are as in ``grouped/primitives.py``: rows [*B, C, K], w_in [*B, L, K, N'], b_in [*B, L,
 N'], weights [*B, C] in the dtype of sums, w_out [*B, L, I, H], sizes [*B, L]. A leading axis of
@@ -127,8 +127,8 @@ class Product(NamedTuple):
 
 
 class TangentOperands(NamedTuple):
-    """The operands of ``act_dot_tangent_p``. ``act_dot_tangent_p`` is linear in the first four, of
-    which some may be None. Without weights in FP8, d_rows and w_in are None."""
+    """The operands of ``act_dot_tangent_p``. ``act_dot_tangent_p`` is linear in the first four
+    operands, some of which may be None. Without weights in FP8, d_rows and w_in are None."""
 
     d_rows: Any
     d_pre: Any
@@ -151,7 +151,7 @@ class Gradient(NamedTuple):
     sizes: Any
 
 
-# The operands that have all leading axes in full.
+# The operands whose leading axes all have their full size.
 FULL = ("rows", "weights", "d_rows", "d_pre", "d_weights", "ct", "pre")
 
 
@@ -173,8 +173,8 @@ def _is_full(*, tree: jax.tree_util.PyTreeDef, **_: object) -> list[bool]:
 def bind_experts(
     operands: ExpertOperands, *, activation: FusedActivation, num_sms: int | None = None
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """Bind ``experts_p``. Return its results, and the totals if they are given. With totals, the
-    tangents of w_in and w_out are ignored, and no weights are tuples."""
+    """Bind ``experts_p``. Return the results of the primitive, and the totals if totals are given.
+    With totals, the tangents of w_in and w_out are ignored, and no weights are tuples."""
     y, *totals = _bind(experts_p, operands, activation=activation, num_sms=num_sms)
     return y, totals
 

@@ -351,7 +351,7 @@ class NvFp4(TokenFormat):
             scale = scale.reshape(scale.shape + (1,) * (num_axes - scale.ndim))
         bits = lax.bitcast_convert_type(scale, jnp.uint32)
         least, most = ((127 + exponent) << 23 for exponent in GLOBAL_SCALE_EXPONENTS)
-        # The bits of negative numbers are above those of infinity.
+        # As integers, the bits of negative numbers are larger than the bits of infinity.
         return bits.clip(least, most), bits < INFINITY
 
     def _encode_groups(self, magnitude: jax.Array, sign: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -448,8 +448,8 @@ def _e4m3_codes(magnitude: jax.Array, exponent: Any) -> jax.Array:
     scaled = _exponent(magnitude) - exponent
     is_normal = magnitude >= MIN_NORMAL
     significand = jnp.where(is_normal, magnitude & (MIN_NORMAL - 1) | MIN_NORMAL, 0)
-    # The leading bit and three more bits remain. Below 2**-6 fewer remain, because results are
-    # multiples of 2**-9. If 25 bits are dropped, nothing rounds up.
+    # The leading bit and three more bits remain. Below 2**-6, fewer bits remain, because results
+    # are multiples of 2**-9. If 25 bits are dropped, nothing rounds up.
     dropped = jnp.clip(14 - scaled, 20, 25).astype(jnp.uint32)
     is_odd = significand >> dropped & 1
     rounded = (significand + (1 << (dropped - 1)) - 1 + is_odd) >> dropped

@@ -72,8 +72,8 @@ def why_missing() -> str:
 
 @functools.cache
 def warn_of_missing_kernels() -> None:
-    """Warn once that a program for GPUs runs without kernels. Its results are right, but it is
-    slow."""
+    """Warn once that a program for GPUs runs without kernels. The results of the program are right,
+    but the program is slow."""
     warnings.warn(
         "jax_moe_a2a: this program for GPUs takes the portable path, which is several times slower "
         f"than the kernels, because {why_missing()}: {how_to_build()}, or ask for this path by "

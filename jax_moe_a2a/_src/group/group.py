@@ -1,8 +1,8 @@
 """Define ``Group``, the value that names the ranks of an exchange, with methods that act on it.
 
 The methods choose a path, and open, report and close workspaces. This module has all state that a
-process keeps for groups. It also announces the process to other processes (``announce``), always
-before it waits for another process.
+process keeps for groups. The module also announces the process to other processes (``announce``),
+always before it waits for another process.
 """
 
 from __future__ import annotations
@@ -43,18 +43,20 @@ class Group(GroupValue):
     (``docs/processes.md``).
 
     Args:
-      mesh: the concrete or abstract mesh that ``axis_name`` belongs to. Each index of its other
-        axes is an independent domain. With an abstract mesh or None, the program decides the
-        devices. Inside ``jax.shard_map`` they are the devices of its mesh, or of the mesh of
-        ``jax.set_mesh``. Inside ``jax.vmap`` over the group's axis, all ranks share one device.
+      mesh: the concrete or abstract mesh that ``axis_name`` belongs to. Each index of the other
+        axes of the mesh is an independent domain. With an abstract mesh or None, the program
+        decides the devices. Inside ``jax.shard_map`` they are the devices of its mesh, or of the
+        mesh of ``jax.set_mesh``. Inside ``jax.vmap`` over the group's axis, all ranks share one
+        device.
       axis_name: an axis name, or a tuple of axis names. Ranks are numbered row-major in this order.
         ``jax.vmap`` over the group needs a single axis.
-      size: number of ranks. It is required without a mesh. With a mesh, it must equal the product
-        of the axes.
+      size: number of ranks. Without a mesh, ``size`` is required. With a mesh, ``size`` must equal
+        the product of the axes.
       num_sms: number of multiprocessors (SMs) that a kernel may occupy: a number, or a mapping from
-        ``"route"``, ``"dispatch"`` and ``"combine"`` to numbers. The package chooses for None, and
-        for an operation that the mapping lacks; split exchanges then use fewer SMs. A launch never
-        uses more SMs than the GPU has, and an exchange of several ranks leaves one SM free.
+        ``"route"``, ``"dispatch"`` and ``"combine"`` to numbers. If the argument is None, or the
+        mapping lacks an operation, the package chooses the number, and chooses fewer SMs for split
+        exchanges. A launch never uses more SMs than the GPU has, and an exchange of several ranks
+        leaves one SM free.
       timeout: seconds that a kernel waits for a peer, and that a process waits for another process,
         before an error is raised. At most 1e9.
       first_timeout: seconds to wait for a peer that has made no exchange since the workspace was
@@ -100,10 +102,10 @@ class Group(GroupValue):
         """Return ``"cuda"`` if the kernels run on the group's devices, otherwise ``"portable"``.
 
         If the group has two levels, and only the level within a host runs on the kernels, return
-        ``"cuda within hosts, portable between"``. This is normal for a group over several hosts.
-        ``explain`` says why a program takes the portable path. If the devices belong to several
-        processes, ``path`` waits until all of them have announced themselves, so read it in all
-        processes.
+        ``"cuda within hosts, portable between"``. This path is normal for a group over several
+        hosts. ``explain`` says why a program takes the portable path. If the devices belong to
+        several processes, ``path`` waits until all of them have announced themselves, so read it in
+        all processes.
 
         Raises:
           RuntimeError: if another process of the mesh has not announced itself within
@@ -264,12 +266,13 @@ class Group(GroupValue):
         look wrong.
 
         ``check`` does not wait for running programs, so wait for results first
-        (``jax.block_until_ready``). It reads one word of each device. It also reports a failure on
-        a rank of another process, if that failure has stopped ranks of this process.
+        (``jax.block_until_ready``). ``check`` reads one word of each device. If a rank of another
+        process has failed and has stopped ranks of this process, ``check`` reports this failure.
 
         Raises:
-          RuntimeError: if an exchange has failed. The message names the operation, the phase, the
-            ranks, and the value that was found. Also if the CUDA runtime reports an error.
+          RuntimeError: if an exchange has failed, or if the CUDA runtime reports an error. For an
+            exchange, the message names the operation, the phase, the ranks, and the value that was
+            found.
         """
         topologies = [place.topology for place in _all_places(self)]
         failures = map(native.failure, topologies)
@@ -302,7 +305,7 @@ class Group(GroupValue):
             timeout = max(2 * self.timeout, LEAST_CLOSE_SECONDS)
         check_seconds("timeout", timeout)
         topologies = [place.topology for place in _all_places(self)]
-        for each in topologies:  # Wait first, so that either all close or none.
+        for each in topologies:  # Wait first, so that either all workspaces close or none.
             native.wait(each, timeout)
         for each in topologies:
             native.close(each, timeout)
@@ -322,10 +325,10 @@ class _Place(NamedTuple):
 def announce(group: Group) -> None:
     """Publish the notice of this process, once in a job. Never wait for another process.
 
-    Every function here that may wait for another process calls ``announce`` first, and so does the
-    lowering of every program (``placed_by``). Therefore no two processes wait for each other's
-    announcement, in whatever order they lower their programs. A process without kernels announces
-    itself too, because the other processes wait for it.
+    Every function of this module that may wait for another process calls ``announce`` first, and so
+    does the lowering of every program (``placed_by``). Therefore no two processes wait for each
+    other's announcement, in whatever order they lower their programs. A process without kernels
+    announces itself too, because the other processes wait for it.
     """
     if not isinstance(group.mesh, Mesh) or group.implementation == "portable":
         return

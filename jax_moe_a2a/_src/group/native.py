@@ -363,7 +363,7 @@ def reserve(topology: Topology, half_bytes: int, timeout: float, kind: int = WHO
 
 def wait(topology: Topology, timeout: float) -> None:
     """If the workspace is open, wait until the devices of this process have finished their work.
-    After the timeout, raise a RuntimeError that says what they still run."""
+    After the timeout, raise a RuntimeError that names the unfinished work of each device."""
     if has_kernels():
         for kind in WORKSPACE_KINDS:
             _raise(_native.wait(*topology, kind, int(timeout * 1e9)))

@@ -183,7 +183,7 @@ def _build() -> str:
 
 
 def _host() -> str:
-    """Return a name for this boot of this host, and for the network namespace of its sockets."""
+    """Return a name that only this boot of this host has, and only this network namespace."""
     try:
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -1,7 +1,7 @@
 """Define the value of a group: its mesh, axes and options, and what follows from them alone.
 
-Nothing here uses JAX's backends, the kernels or another process. ``Group`` in ``group.py``, the
-public class, has the methods that do.
+Nothing in this module uses JAX's backends, the kernels or another process. ``Group`` in
+``group.py``, the public class, has the methods that do.
 """
 
 from __future__ import annotations

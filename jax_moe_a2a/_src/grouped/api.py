@@ -31,9 +31,9 @@ def grouped_dot(
 
     The result equals ``lax.ragged_dot``. On Hopper GPUs (compute capability 9.0), a kernel of this
     package computes it for bfloat16 and float16. On GPUs of compute capability 10.x, cuBLASLt 13.3
-    to 13.6 computes it, and otherwise ``lax.ragged_dot``. ``explain`` says which of them runs. All
-    JAX transformations work, with derivatives of any order. A ``vmap`` over any of the arrays is
-    one launch of the kernel.
+    to 13.6 computes it. In all other cases, ``lax.ragged_dot`` computes it. ``explain`` says which
+    of these runs. All JAX transformations work, with derivatives of any order. A ``vmap`` over any
+    of the arrays is one launch of the kernel.
 
     Neither the result nor a derivative depends on the rows after the last group, or on the weights
     of an empty group, which may hold NaN. The gradient of these weights is zero. Sums are computed

@@ -123,7 +123,7 @@ def outer_cuda(ctx: Any, *operands: compat.Value, **params: object) -> Choice:
 
 
 def why_no_add_outer(total: Any, x: Any, _: object, sizes: Any, **__: object) -> str:
-    """Return why no kernel computes ``add_outer_p`` of these types, or ''."""
+    """Return the reason why no kernel computes ``add_outer_p`` of these types, or ''."""
     why = why_no_kernel(x.dtype, *sizes_of(x, sizes, total.shape))
     return why or ("" if total.shape[:-3] == lead_of(x) else "the batch shares the total")
 
@@ -261,7 +261,8 @@ def aligned(w: jax.Array, other: Any, axes: int) -> tuple[tuple[int, ...], jax.A
 
     Args:
       w: weights [..., L, K, N].
-      other: an array that belongs to the matrices. Its last ``axes`` axes begin with L.
+      other: an array that belongs to the matrices. The first of the last ``axes`` axes of this
+        array is L.
     """
     lead = np.broadcast_shapes(w.shape[:-3], other.shape[:-axes])
     w3, flat_other = (

@@ -88,12 +88,13 @@ def register(
     """Register the rules of a primitive.
 
     Args:
-      abstract: returns the types of the results. The operands are checked before.
+      abstract: returns the types of the results. The caller of ``bind`` has already checked the
+        operands.
       composition: what the primitive computes, with jnp and other primitives.
       is_full: a bool for each operand, True if the operand has all leading axes in full; or a
         function of the parameters that returns these bools. The batch may share the other operands.
-      passed: a function of the parameters. It returns the indices of the operands that the
-          primitive returns as its last results.
+      passed: a function of the parameters. The function returns the indices of the operands that
+        the primitive returns as its last results.
       batch: a batching rule to use in place of ``is_full`` and ``passed``.
       cuda: chooses the path on NVIDIA GPUs. None means the composition.
     """
@@ -256,7 +257,8 @@ def _with_batch(
     args: Sequence[jax.Array], dims: Sequence[int | None], is_full: Sequence[bool]
 ) -> tuple[list[Any], int]:
     """Return operands with the batch as a leading axis, and the size of the batch. The whole batch
-    then runs in one launch. Operands for which ``is_full`` has no bool may be shared."""
+    then runs in one launch. If ``is_full`` has no bool for an operand, all elements of the batch
+    may share this operand."""
     (size,) = {arg.shape[dim] for arg, dim in zip(args, dims) if dim is not None}
 
     def with_axis(arg: Any, dim: int | None, is_full: bool) -> Any:

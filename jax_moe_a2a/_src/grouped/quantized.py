@@ -102,7 +102,7 @@ def check_experts(name: str, w: object, *, may_be_pairs: bool = False) -> Quanti
     Args:
       name: the name of the argument.
       w: weights whose values are [L, N, K].
-      may_be_pairs: True to accept the values [L, 2, I, K], too.
+      may_be_pairs: True to also accept values [L, 2, I, K].
     """
     if not isinstance(w, QuantizedExperts):
         got = short(w) if hasattr(w, "dtype") else type(w).__name__

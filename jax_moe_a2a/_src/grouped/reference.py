@@ -53,7 +53,7 @@ def ragged_dot(
     rows: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bool, dtype: jnp.dtype
 ) -> jax.Array:
     """Multiply rows [C, K] by w [L, K, N], or rows [C, N] by the transposed weights. Rows after the
-    last group must be zero. Their results may be any values.
+    last group must be zero. The results of these rows may be any values.
 
     ``lax.ragged_dot`` may multiply zeros by the weights of groups without rows. Zeros replace these
     weights, because they may hold NaN, as in an empty slot whose weights were never written."""
@@ -151,7 +151,8 @@ def outer(
 
 
 def sum_lead(x: jax.Array, lead: tuple[int, ...]) -> jax.Array:
-    """Return the sum over the leading axes that are 1 in ``lead``. They stay as axes of size 1."""
+    """Return the sum over the leading axes that are 1 in ``lead``. The result has these axes with
+    size 1."""
     axes = tuple(i for i, size in enumerate(lead) if size != x.shape[i])
     if not axes:
         return x

@@ -6,7 +6,7 @@ to be the derivative of ``r w``: quantization counts as the identity.
 
 - jvp: ``dr w + r dw``, with ``quantizes=False``.
 - transpose in rows: ``Q(ct) Q(w^T)``, with ``quantizes=True``. The derivative of this product is
-  again the derivative without Q. So derivatives of any order exist.
+  again the derivative without Q, so derivatives of any order exist.
 - transpose in weights: the outer product of rows and ct, without Q.
 
 The other parameters and the first operands are those of ``grouped_dot_p``. If Q(r) is given

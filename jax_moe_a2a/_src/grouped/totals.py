@@ -3,9 +3,10 @@ order.
 
 A *total* is an array of zeros like the weights, in the dtype of sums, whose tangent is the tangent
 of the weights. A product takes the total and returns it, for the next product with these weights.
-The transpose of such a chain starts at the last product: each product adds the gradient of its
-weights to the total that it receives, and passes the total on. One array in float32 therefore holds
-the sum at all times, and no gradient of a single use outlives its addition.
+The transpose of a chain of such products starts at the last product: each product adds the gradient
+of its weights to the total that it receives, and passes the total to the previous product.
+Therefore one array in float32 holds the sum, and the gradient of each use is freed after it has
+been added.
 
 - ``passing_dot_p``, linear in d: ``(r d, d)``.
 - ``add_outer_p``, its transpose: ``total + outer(r, ct)``.
@@ -75,7 +76,7 @@ def _total_of_jvp(primals: Any, tangents: Any) -> Any:
 
 
 def with_total(w: jax.Array, total: jax.Array) -> jax.Array:
-    """Return weights unchanged. Their tangent is the tangent of their total."""
+    """Return weights unchanged. The tangent of the result is the tangent of the total."""
     w, total = compat.align_varying([w, total], ())
     w = _batched_with(w, total)
     return with_tangent(w, lambda _, tangents: tangents[0].astype(w.dtype), total)

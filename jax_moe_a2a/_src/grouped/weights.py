@@ -2,8 +2,8 @@
 
 ``encode_squares_p`` quantizes weights [*B, L, K, N], or [*B, L, K, 2, I] with ``k_axis=-3``. Its
 results are the scales, the values with K as the last axis if ``turned``, and the values in the
-order of the weights if ``plain``. ``QuantizedExperts`` has their shapes. It has no gradient, like
-the composition of integer operations: tangents are zeros.
+order of the weights if ``plain``. ``QuantizedExperts`` has the shapes of these results. Like a
+composition of integer operations, the primitive has no gradient: tangents are zeros.
 """
 
 from __future__ import annotations
@@ -47,11 +47,13 @@ encode_squares_p.multiple_results = True
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantizedExperts:
-    """The weights of experts in ``BlockwiseFp8``, float weights to train in it, or both.
+    """The weights of experts in ``BlockwiseFp8``, float weights to train with FP8 products, or
+    both.
 
-    It is a pytree, which ``quantize_experts`` and ``Experts.in_fp8`` make. With values and scales
-    alone, the weights are frozen: they have no gradient. With a source, the gradients of a layer
-    are those of the source. With a source alone, each call of a layer quantizes the source.
+    This class is a pytree, which ``quantize_experts`` and ``Experts.in_fp8`` make. If it has only
+    values and scales, the weights are frozen: they have no gradient. If it has a source (float
+    weights), the gradients of a layer are gradients of the source. If it has only a source, each
+    call of a layer quantizes the source.
 
     With weights [L, K, N] of ``grouped_dot``, each square of 128 rows and 128 columns has one
     scale. Squares at the end of N may have fewer columns. With weights [L, K, 2, I], which have a

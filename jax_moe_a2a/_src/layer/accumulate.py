@@ -20,9 +20,9 @@ from .weights import Experts, Totals
 def accumulate_grads(loss: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:
     """Return a function that adds the gradients of a loss to totals, in float32.
 
-    ``add(totals, params, *args)`` computes ``loss(params, *args)``, and returns new totals and what
-    the loss returned. Call it for each micro-batch of a step, for example in ``lax.scan``, with the
-    totals as the carry. All transformations inside and around the call work.
+    ``add(totals, params, *args)`` computes ``loss(params, *args)``, and returns new totals and the
+    result of the loss. Call it for each micro-batch of a step, for example in ``lax.scan``, with
+    the totals as the carry. All transformations inside and around the call work.
 
     If the auxiliary result of the loss holds the totals that the layer returned, kernels add the
     gradients of expert weights in the memory of their totals, without rounding. The layer returns

@@ -37,7 +37,7 @@ def load_balancing_loss(
     first divided by their sum. This is the loss of Switch Transformer (Fedus et al.,
     arXiv:2101.03961, equations 4 to 6) with the choices of top-k counted as in Megatron. For
     the sigmoid scores of one sequence, it is the sequence-wise loss of DeepSeek-V3
-    (arXiv:2412.19437, section 2.1.2). That loss uses the choices of a router without
+    (arXiv:2412.19437, section 2.1.2). The loss of DeepSeek-V3 uses the choices of a router without
     ``select_bias``.
 
     ``load_balancing_loss_func`` of Mixtral, Qwen3-MoE and GPT-OSS in transformers counts ``f`` per
@@ -138,7 +138,7 @@ def router_z_loss(
 ) -> jax.Array:
     """Return the z-loss of a router: the mean over tokens of ``logsumexp(logits) ** 2``.
 
-    It keeps the logits small (ST-MoE, Zoph et al., arXiv:2202.08906, equation 5).
+    This loss keeps the logits small (ST-MoE, Zoph et al., arXiv:2202.08906, equation 5).
 
     Args:
       logits: floats [..., E] of 16 bits or more.
@@ -175,10 +175,11 @@ def router_z_loss(
 
 
 def z_columns(logits: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Return what tokens add to the sums of a z-loss, [...] each: the term and 1, or zeros."""
+    """Return the summands of each token in the sums of a z-loss, [...] each: the term and 1, or
+    zeros."""
     if mask is not None:
         logits = jnp.where(mask[..., None], logits, 0)
-    # XLA computes the maximum and the sum only once if a softmax needs them, too.
+    # XLA computes the maximum and the sum only once if a softmax also needs them.
     largest = lax.stop_gradient(logits.max(axis=-1, keepdims=True))
     total = jnp.exp(logits - largest).sum(axis=-1, keepdims=True)
     squares = (largest + jnp.log(total))[..., 0] ** 2
@@ -191,7 +192,8 @@ def z_columns(logits: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, jax
 def sum_of_columns(first: jax.Array, *others: jax.Array) -> jax.Array:
     """Return the sums over all leading axes of [..., E] and of arrays [...] as one array.
 
-    XLA computes the columns while it adds them. It would write a concatenation of them to an array.
+    XLA computes the columns while it adds them. If the columns were concatenated, XLA would write
+    them to an array.
     """
     size, num_leading = first.shape[-1], first.ndim - 1
     column = lax.iota(jnp.int32, size + len(others)).reshape(*(1,) * num_leading, -1)
@@ -225,7 +227,7 @@ def update_select_bias(
     after each training step, and store the bias next to the parameters, but not among them: it has
     no gradient.
 
-    The counts must be the choices that tokens *wanted*. They must include dropped rows, because
+    The counts must be the choices that tokens *wanted*: they must include dropped rows, because
     otherwise the bias of an overloaded expert rises.
 
     Args:
@@ -279,7 +281,7 @@ def quantile_select_bias(
 ) -> jax.Array:
     """Return the next ``select_bias``: the one that gives each expert its share of the batch.
 
-    This is quantile balancing (Su, https://kexue.fm/archives/11619), as in Kimi K3 (technical
+    The method is quantile balancing (Su, https://kexue.fm/archives/11619), as in Kimi K3 (technical
     report, section 2.3.3, equations 13 and 14, and appendix D), Megatron-LM, TransformerEngine and
     torchtitan. ``r[i, j]`` is the bias above which token i chooses expert j, and E experts share k
     choices of each token:

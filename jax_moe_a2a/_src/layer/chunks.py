@@ -68,8 +68,8 @@ def in_chunks(
     """Return totals, and the layer's results for all chunks, a pytree of arrays [num_chunks, ...].
 
     Args:
-      layer: returns a pytree of arrays for a chunk, and the totals that its products returned. It
-        runs under ``jax.checkpoint``.
+      layer: returns a pytree of arrays for a chunk, and the totals that the products of this chunk
+        returned. It runs under ``jax.checkpoint``.
       num_chunks: number of chunks of equal size.
       tokens: arrays [T, ...], which are divided. Numbers and None are passed to all chunks.
       weights: JAX arrays. Their gradients are summed over the chunks in float32. Values and scales

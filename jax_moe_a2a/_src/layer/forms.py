@@ -214,12 +214,12 @@ def _activate(
 ) -> jax.Array:
     """Return the activations of rows, times their weights: [C, I] like ``product``.
 
-    Rows without a token, and their weights, hold unspecified values, and the activation and its
-    derivative may be infinite at any fixed value. None of these values may reach a gradient. This
-    includes the gradient of an array that the activation reads from the enclosing function, which
-    adds 0 * act'(row) for each row without a token. Before the activation, each row without a
-    token therefore gets the values of a row that has a token. After the activation, it becomes
-    zero.
+    Rows without a token, and their weights, hold unspecified values. None of these values may reach
+    a gradient. The activation may read an array of the enclosing function, whose gradient adds 0 *
+    act'(row) for each row without a token. To zero these rows before the activation is not enough,
+    because act' may be infinite at zero or at any other fixed value. Before the activation, each
+    row without a token therefore gets the values of a row that has a token. After the activation,
+    the row becomes zero.
     """
     has_token = is_row[:, None]
     # If any row holds a token, the first row does. Otherwise use 0.5, which most functions accept.

@@ -2,14 +2,14 @@
 
 GPUs and TPUs compute a float32 product in fewer bits by default (TF32 on NVIDIA GPUs), and a token
 whose logits are almost equal would then choose other experts than on a CPU. ``router_dot_p`` sums
-exact products of float32 numbers. It is bilinear, and its transposes are the primitive again.
-Therefore its derivatives of any order are as precise, and they read bfloat16 tokens without a
-float32 copy.
+exact products of float32 numbers. The primitive is bilinear, and its transposes are the same
+primitive. Therefore its derivatives of any order are as precise, and they read bfloat16 tokens
+without a float32 copy.
 
 A float32 number is the sum of three bfloat16 numbers, its *pieces*. On GPUs, a product of bfloat16
-and float32 arrays is one product of bfloat16 arrays, which hold the pieces side by side. It has
-three times as many multiplications, but on tensor cores each takes half the time of a
-multiplication in TF32.
+and float32 arrays is one product of bfloat16 arrays, which hold the pieces side by side. This
+product has three times as many multiplications, but on tensor cores each multiplication takes half
+the time of a multiplication in TF32.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _dot(a: jax.Array, b: jax.Array, *, dtype: jnp.dtype) -> jax.Array:
 
 
 def _dot_on_gpu(a: jax.Array, b: jax.Array, *, dtype: jnp.dtype) -> jax.Array:
-    """Return what ``_dot`` returns, from products of bfloat16 if an array has this dtype."""
+    """Compute the result of ``_dot``. If an array is bfloat16, use products of bfloat16 arrays."""
     if a.dtype == b.dtype and a.dtype.itemsize == 2:
         return _matmul(a, b, dtype)  # products of 16 bits are exact in float32
     if _sum_dtype(a, b) != jnp.float32:

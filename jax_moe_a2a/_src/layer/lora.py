@@ -1,7 +1,7 @@
 """Define low-rank adapters of the weights of experts (LoRA, Hu et al., arXiv:2106.09685).
 
-Rows are multiplied by frozen weights W [K, N] and by their adapter one after the other, as
-``rows W + scale (rows a) b``. So W may be in FP8, and no array for the adapter has its shape.
+Rows are multiplied by frozen weights W [K, N] and by their adapter separately, as ``rows W + scale
+(rows a) b``. Therefore W may be in FP8, and no array of the shape of W is made for the adapter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..grouped.weights import QuantizedExperts
 class LoRA:
     """A low-rank adapter of weights W of ``Experts``: ``W + scale * a b`` takes the place of W.
 
-    The arrays have the dtype of the tokens. Those of a shared expert have no axis E.
+    The arrays have the dtype of the tokens. The arrays of a shared expert have no axis E.
     """
 
     a: Any

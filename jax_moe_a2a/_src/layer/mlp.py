@@ -286,8 +286,8 @@ def mlp_and_routing(
         y, totals = form(rows, given, recv.group_sizes, totals)
     routing = recv.routing
     back = check_combine(y, routing, None, exchange.wire_dtype)
-    # The tail is unspecified, too, because only grouped products read the gradient of y, and they
-    # ignore rows after the last group.
+    # The tail is also unspecified, because only grouped products read the gradient of y, and
+    # grouped products ignore rows after the last group.
     back = back._replace(options=arguments.options.unencoded)
     sums = back.sums(bind(COMBINE, back.payload, routing, **back.params))
     return sums if y.shape[1] == hidden else sums[:, :hidden], routing, totals

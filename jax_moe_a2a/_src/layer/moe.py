@@ -88,8 +88,8 @@ class MoEStatistics(NamedTuple):
         """Return scalars for a training log, by name, for example to show them in Weights & Biases
         or TensorBoard, or to print them.
 
-        It works in ``jax.jit`` and on arrays of numpy. Statistics with leading axes, for example of
-        layers or steps, have a summary of arrays with these axes.
+        The method works in ``jax.jit`` and on arrays of numpy. Statistics with leading axes, for
+        example of layers or steps, have a summary of arrays with these axes.
 
         | name | meaning |
         | --- | --- |
@@ -132,8 +132,8 @@ def moe(
     of ``x``. ``moe_partition_specs`` returns the placements in which the weights are best stored.
 
     - Tokens are divided over the axes of data and of experts: the first axis of ``x``, or its
-      first two axes if that needs less padding. If the sizes do not divide the axes, tokens are
-      padded; padding chooses no expert and is not included in any statistics. If all axes are
+      first two axes if that needs less padding. If the axes do not divide these sizes, tokens are
+      padded. Padding chooses no expert and is not included in any statistics. If all axes are
       Explicit and ``x`` is already divided over exactly these axes, its placement is kept.
     - If there are fewer tokens than ranks, the ranks of a group hold the same tokens
       (``replicated`` as in ``route``). If there are also fewer tokens than indices of the axes of
@@ -565,7 +565,7 @@ class _Scope:
 
     def divides(self, spec: P, axes: tuple[str, ...]) -> bool:
         """Return True if a placement of tokens divides them over exactly these axes, and all axes
-        are Explicit. Only then does the type of the tokens guarantee their placement."""
+        are Explicit. Only in this case does the type of the tokens guarantee their placement."""
         used = [name for entry in spec[:-1] for name in names_of(entry)]
         is_explicit = self.axes_of_type(AxisType.Explicit) >= set(axes)
         return is_explicit and set(used) == set(axes) and not names_of(spec[-1])

@@ -35,8 +35,8 @@ def moe_partition_specs(params: Mapping[str, Any], axes: AxesLike) -> dict[str, 
     """Return the placements of the parameters of ``moe``, as a pytree of their structure.
 
     Args:
-      params: arguments of ``moe`` by name: ``router``, ``experts`` and ``shared``, or some of them.
-        Only their shapes matter, so the result of ``jax.eval_shape`` is enough.
+      params: arguments of ``moe`` by name: ``router``, ``experts`` and ``shared``, or some of these
+        parameters. Only their shapes matter, so the result of ``jax.eval_shape`` is enough.
       axes: as in ``moe``. Over the axes of ``fsdp``, parts of the H axis are stored.
 
     Returns:
@@ -246,7 +246,7 @@ def _draw(config: MoEConfig, key: jax.Array) -> dict[str, Any]:
         w_in = jnp.stack([gate, up], axis=1)
         params["shared"] = Experts(w_in, w_out, activation=config.activation)
         if config.shared_gate:
-            # One more key in keys would change all of them.
+            # If ``keys`` had one more key, all keys would have other values.
             column = draw_matrix(jax.random.fold_in(keys[6], 0), (hidden, 1), dtype)
             params["shared"] = params["shared"].replace(output_gate=column[:, 0])
     return params

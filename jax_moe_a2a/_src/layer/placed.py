@@ -2,9 +2,9 @@
 weights are fetched.
 
 No array holds the weights of both: products read home weights and spare weights as two arrays.
-Products that quantize the weights themselves read only one array. The experts are then applied
-twice: the home weights to all rows, and the spare weights to the rows from the first row of the
-spare slots on.
+Products that quantize the weights themselves read only one array. With such products, the experts
+are applied twice: the home weights to all rows, and the spare weights to the rows of the spare
+slots and all later rows.
 """
 
 from __future__ import annotations

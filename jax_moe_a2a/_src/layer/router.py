@@ -29,11 +29,12 @@ class Router:
     ``choose`` may be a function ``choose(tokens, logits, per_token, whole)``. ``moe`` calls it on
     each rank with the rank's T tokens [T, H] and logits [T, E], and with the router's own arrays:
     arrays in ``per_token`` have the axis T in place of the leading axes, and arrays in ``whole``
-    are as passed. It returns ``RouterChoices`` with ids [T, K], and either scores [T, E] or None.
-    Ids outside [-1, E) choose nothing, and the statistics count them as ``num_invalid``. Masked
-    tokens choose nothing, whatever the function returns. Pass traced arrays in ``per_token`` and
-    ``whole``, because over Explicit axes, JAX refuses arrays of the enclosing function. Define the
-    function once, at the top of a module, because JAX traces a program again for each new function.
+    are passed unchanged. The function returns ``RouterChoices`` with ids [T, K], and either scores
+    [T, E] or None. Ids outside [-1, E) choose nothing, and the statistics count them as
+    ``num_invalid``. Masked tokens choose nothing, whatever the function returns. Pass traced arrays
+    in ``per_token`` and ``whole``, because over Explicit axes, JAX refuses arrays of the enclosing
+    function. Define the function once, at the top of a module, because JAX traces a program again
+    for each new function.
 
     Example:
       A hash layer chooses the expert from a token's id. Its weight is the sigmoid of the logit:
@@ -87,7 +88,7 @@ class Router:
         """Return a router for ``moe`` whose experts are already chosen.
 
         The router computes weights and scores for these experts, so that gradients reach the
-        kernel. This serves reinforcement learning, where the trainer uses the experts that the
+        kernel. In reinforcement learning, for example, the trainer uses the experts that the
         sampler has chosen: ``statistics.choices.ids``.
 
         Args:
@@ -248,5 +249,5 @@ def _without_masked(choices: RouterChoices, mask: jax.Array | None) -> RouterCho
 
 
 def _like(mask: jax.Array, array: jax.Array) -> jax.Array:
-    """Return a mask of tokens with as many axes as an array of them."""
+    """Return a mask of tokens [T] with axes of size 1 added, so that it fits ``array`` [T, ...]."""
     return mask.reshape(mask.shape + (1,) * (array.ndim - 1))

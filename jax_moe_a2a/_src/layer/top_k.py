@@ -32,8 +32,8 @@ class TopK:
     these experts, divided by their sum if ``renormalize``, times ``scale``. If two experts are
     equally good, the expert with the lower id comes first. Logits of 0.0 and -0.0 are equally good.
 
-    A ``TopK`` is the ``choose`` of a ``Router``, and a function of logits. It holds no arrays, and
-    communicates nothing. The routers of published models:
+    A ``TopK`` is the ``choose`` of a ``Router``, and a function of logits. A ``TopK`` holds no
+    arrays, and communicates nothing. The routers of published models:
 
     | model | ``TopK`` |
     | --- | --- |
@@ -70,8 +70,8 @@ class TopK:
       ValueError: if an argument has the wrong range.
 
     Example:
-      The bias changes which experts the token chooses, but not their scores. The second token is
-      masked:
+      The bias changes which experts the token chooses, but not the scores of the experts. The
+      second token is masked:
 
       ```python
       import jax.numpy as jnp

@@ -32,14 +32,14 @@ Activation: TypeAlias = Callable[[jax.Array], jax.Array]
 Names: TypeAlias = str | tuple[str, ...] | None  # an entry of a ``PartitionSpec``
 WEIGHTS = "w_in", "w_out"  # fields that may be in FP8
 BIASES = "b_in", "b_out"
-ADAPTERS = {"lora_in": "w_in", "lora_out": "w_out"}  # fields, and the weights to which they add
+ADAPTERS = {"lora_in": "w_in", "lora_out": "w_out"}  # field of an adapter: field of its weights
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Totals:
     """The float32 sums to which products add the gradients of the weights of ``Experts``
-    (``accumulate_grads``). They are zeros in the forward pass."""
+    (``accumulate_grads``). In the forward pass, these sums are zeros."""
 
     w_in: Any = None
     w_out: Any = None
@@ -148,11 +148,11 @@ class Experts:
     ) -> Experts:
         """Return the experts with a new ``LoRA`` of rank r for each of their weights.
 
-        As in the paper on LoRA, ``a`` is drawn from a normal distribution, here with the variance 1
-        / K, and ``b`` is zero, so the outputs of the experts do not change. The kernels need a rank
-        that is a multiple of 8. Without ``dtype``, adapters have the dtype of float weights, or
-        bfloat16 if the weights are in FP8. ``moe_partition_specs`` returns where to store the
-        adapters.
+        As in the paper on LoRA, ``a`` is drawn from a normal distribution (with the variance 1 /
+        K), and ``b`` is zero. The outputs of the experts therefore do not change at first. The
+        kernels need a rank that is a multiple of 8. Without ``dtype``, adapters have the dtype of
+        float weights, or bfloat16 if the weights are in FP8. ``moe_partition_specs`` returns where
+        to store the adapters.
         """
         dtype = getattr(self.w_out, "dtype", jnp.bfloat16) if dtype is None else dtype
         lead, keys = len(self.w_out.shape) - 2, jax.random.split(key)
@@ -204,8 +204,8 @@ def quantize_experts(
     Args:
       w: ``Experts``, to quantize both weights after they are ``padded``; or weights of L experts,
         bfloat16, float16 or float32: [L, K, N] as in ``grouped_dot``, or [L, K, 2, I] as in
-        ``Experts``, where K is a multiple of 128. They may also be weights that are already
-        quantized, whose numbers do not change: a ``Quantized``, or an object with ``qvalue`` and
+        ``Experts``, where K is a multiple of 128. Weights that are already quantized are also
+        accepted, and their numbers do not change: a ``Quantized``, or an object with ``qvalue`` and
         ``scale`` like a ``QArray`` of qwix. Values are then float8_e4m3fn in one of these shapes,
         and scales are float32 [L, K / 128, N / 128 rounded up], or with the axis of size 2 before
         the last.
@@ -236,7 +236,7 @@ def flat(experts: Experts) -> Experts:
     lead = len(experts.w_out.shape) - 2
 
     def merged(array: Any, axis: int) -> Any:
-        """Return an array, or None, with one axis in place of two."""
+        """Return an array with two of its axes merged into one. None stays None."""
         shape = () if array is None else array.shape
         sizes = (*shape[:axis], math.prod(shape[axis : axis + 2]), *shape[axis + 2 :])
         return None if array is None else jnp.reshape(array, sizes)
@@ -258,8 +258,8 @@ def flat(experts: Experts) -> Experts:
 
 
 def totals_of(experts: Experts) -> Totals:
-    """Return the totals to which products of ``flat(experts)`` add. If the totals were cast with
-    their weights, return a value without arrays."""
+    """Return the totals to which products of ``flat(experts)`` add. If the totals were cast
+    together with the weights, return ``Totals`` without arrays."""
     given = experts.totals
     if given is None or given.w_in.dtype != accumulation_dtype(given.w_in.dtype):
         return Totals()

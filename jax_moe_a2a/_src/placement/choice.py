@@ -70,9 +70,10 @@ def _replicas(
     """Return, for each choice, the index of its slot among the slots of its expert, int32 like
     ``expert``.
 
-    For each expert, the rows of all ranks lie on a line, rank after rank. The places in its slots
-    lie on a second line of the same length, slot after slot. Rows for a rank's own slot are taken
-    out of both lines first. Each other row goes to the slot at the same place of the second line.
+    For each expert, the rows of all ranks lie on a line, rank after rank. The rows that its slots
+    should receive lie on a second line of the same length, slot after slot. Rows for a rank's own
+    slot are taken out of both lines first. Each other row goes to the slot at the same place of the
+    second line.
     """
     num_experts, most = placement.expert_slots.shape
     if most == 1:

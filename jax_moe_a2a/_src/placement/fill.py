@@ -1,8 +1,8 @@
 """Fill the spare slots of ranks with replicas of popular experts, by a loop in NumPy or JAX or, on
 NVIDIA GPUs, by a kernel with equal results.
 
-``fill_slots_p`` has the operands and results of ``fill_loop``. Batching adds leading axes to them.
-There is no derivative, because all arrays hold integers.
+``fill_slots_p`` has the operands and results of ``fill_loop``. Batching adds leading axes to
+operands and results. There is no derivative, because all arrays hold integers.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ def move_experts(
         number of slots of ``source``, or E without ``source``.
       source: the ``Placement`` of ``w``, or None for the order of experts. If an expert has several
         slots, the first one is read.
-      target: the ``Placement`` of the result, or None. It may have another number of ranks than
-          ``source``. Placements have no leading axes, and may have any form.
+      target: the ``Placement`` of the result, or None. ``target`` may have another number of ranks
+        than ``source``. Placements have no leading axes, and may have any form.
 
     Returns:
       [N', ...] like ``w``, where N' is the number of slots of ``target``, or E. Empty slots hold
@@ -81,7 +81,8 @@ def move_experts(
 
 
 def _moved(x: Any, index: Any) -> Any:
-    """Return what an array has at indices, and zeros for the first index after its end."""
+    """Return the elements of an array at indices, and zeros at the first index after the array's
+    end."""
     is_traced = isinstance(x, jax.core.Tracer) or isinstance(index, jax.core.Tracer)
     if not is_traced and not isinstance(x, jax.Array):
         found = x[np.minimum(index, len(x) - 1)]

@@ -1,6 +1,6 @@
 """Plan the ranks of experts from the number of rows that each expert had.
 
-The code is the same for NumPy and JAX. It computes in int32, so that all ranks make the same plan.
+The code is the same for NumPy and JAX. All numbers are int32, so that all ranks make the same plan.
 """
 
 from __future__ import annotations

@@ -35,8 +35,9 @@ class Placement:
     the same leading axes, for example for layers.
 
     In the *home form*, rank ``r`` has its experts ``r * E / R``, ... in its first E / R slots, in
-    their order, as without a placement. Only the *spare* slots after them differ. Training uses
-    this form: parameters stay where they are, and only the weights of spare slots move.
+    their order, as without a placement. Only the slots after these E / R slots, the *spare* slots,
+    depend on the placement. Training uses this form: parameters stay where they are, and only the
+    weights of spare slots move.
     """
 
     slot_experts: Any
@@ -130,7 +131,7 @@ def check_placement(
     placement: object, num_ranks: int, *, num_experts: int | None = None, or_none: bool = False
 ) -> Placement:
     """Return the argument ``placement`` if it is a ``Placement`` without leading axes for these
-    ranks and experts (None: any number of experts). Its values are not checked."""
+    ranks and experts (None: any number of experts). The values of the placement are not checked."""
     if not isinstance(placement, Placement):
         kinds = "a Placement or None" if or_none else "a Placement"
         raise TypeError(f"placement must be {kinds}; got {type(placement).__name__}")
@@ -198,7 +199,7 @@ def placement_of(
 
 def _shares(xp: ModuleType, ends: Any) -> Any:
     """Return nondecreasing int32 ``ends`` as shares of the last end of each line, rounded down.
-    This is a long division, because products would not fit in 32 bits."""
+    The shares are computed by long division, because products would not fit in 32 bits."""
     total = ends[:, -1:].astype(np.uint32)
     rest, share = ends.astype(np.uint32), xp.zeros_like(ends)
     for _ in range(SHARE_BITS):

@@ -17,7 +17,7 @@ TAIL_ROW = -2  # ``row_slot`` of rows after the last group; kTailRow in cuda/par
 
 
 class RoutingArrays(NamedTuple):
-    """The arrays of a routing that an exchange reads, int32, with the fields of
+    """The int32 arrays of a routing that an exchange reads, with the names that they have in
     ``Routing``."""
 
     token_slot: jax.Array

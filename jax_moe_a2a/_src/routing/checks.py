@@ -162,9 +162,9 @@ def axes_of(group: object, argument: str = "group") -> tuple[str, ...]:
 
 
 def check_scope(group: object) -> Group:
-    """Return the group itself, or the group for which names of axes stand. Raise an error if its
-    axes or its mesh do not match those in scope, or if it requires the CUDA kernels and they cannot
-    run."""
+    """Return the argument if it is a ``Group``, or the group over the axes if it is names of axes.
+    Raise an error if its axes or its mesh do not match those in scope, or if it requires the CUDA
+    kernels and they cannot run."""
     axes = axes_of(group)
     if not isinstance(group, Group):
         return Group(axis_name=axes, size=math.prod(_sizes_in_scope(axes, repr(group))))

@@ -290,8 +290,8 @@ void send_bytes(const Endpoint& to, const std::string& bytes, bool reads_answer)
   close(connection);
 }
 
-// Returns a secret, a number of words, and the words. Each of these is right, nearly right, or
-// random.
+// Returns a secret, a number of words, and the words. The secret, the number and each word are
+// right, nearly right, or random.
 std::string random_request(const Endpoint& to, Random& random) {
   const auto odd_word = [&]() -> int64_t {
     const int64_t words[] = {0,

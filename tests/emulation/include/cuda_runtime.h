@@ -52,7 +52,7 @@ inline void __syncwarp(emulation::Site site = emulation::Site::here()) {
 inline void __syncthreads(emulation::Site site = emulation::Site::here()) {
   if (!emulation::is_left_out(site)) emulation::sync_named(0, emulation::block_threads());
 }
-// If its barrier is left out, a vote of the block still votes, but orders no memory.
+// If the barrier of a vote is left out, the vote still has its result, but orders no memory.
 inline int __syncthreads_or(int vote, emulation::Site site = emulation::Site::here()) {
   return emulation::vote_of_block(vote != 0, /*is_and=*/false, !emulation::is_left_out(site));
 }
@@ -103,7 +103,7 @@ inline int __reduce_min_sync(unsigned lanes, int value) {
   return ~__reduce_max_sync(lanes, ~value);
 }
 
-// ---- Atomics. They are relaxed, as in CUDA.
+// ---- Atomic operations, which are relaxed, as in CUDA.
 
 template <typename T>
 T atomicAdd(T* address, T value) {
