@@ -34,7 +34,7 @@ PROGRAMS = {
     4: lambda p: p.derivative == "reverse over reverse",
     8: lambda p: p.derivative == "forward over reverse",
     43: lambda p: p.place.hosts > 1 and p.topk_weights is None and p.activation == "tanh of p",
-    26: lambda p: p.depth and p.policy == "routing",
+    413: lambda p: p.depth and p.policy == "routing",
     34138: lambda p: has_chunks(p) and p.spare and has_weighted_inputs(p),
     1135: lambda p: p.replicated and p.activation == "p nan",
     263: lambda p: p.replicated and p.has_token_scales,
