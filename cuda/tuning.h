@@ -101,14 +101,15 @@ struct Sm90 {
     int m, n, blocks, stages;
   };
   static constexpr GemmTile kForward = {128, 256, 2, 4};
-  static constexpr GemmTile kForwardFew = {256, 32, 1, 5};
+  // The rows of a tile of kForwardFew lie along n, and a tile has at most n of them.
+  static constexpr GemmTile kForwardFew = {256, 144, 2, 4};
   static constexpr GemmTile kTransposed = {128, 256, 2, 4};
   static constexpr GemmTile kWeightGradient = {128, 256, 2, 4};
   static constexpr int kGemmBand = 8;
-  // Python chooses kForwardFew if groups have at most this number of rows on average. On H100,
-  // kForwardFew and kForward take 271 and 283 us for 32 groups of 32 rows, and 331 and 287 us for
-  // groups of 64 rows.
-  static constexpr int kGemmFewRows = 32;
+  // Python chooses kForwardFew if the capacity has at most this number of rows per group. With 96
+  // and 256 rows per group, kForwardFew takes 0.77 and 0.99 times as long as kForward (H200,
+  // "Between few and many rows").
+  static constexpr int kGemmFewRows = 128;
   // The same limit for Fp8Product::kForwardFew, which takes 149 and 187 us for 32 groups of 64 and
   // 128 rows. With tiles of 128 rows by 256 columns, the product takes 150 and 160 us ("FP8").
   static constexpr int kFp8FewRows = 64;

@@ -18,9 +18,10 @@ namespace moe_a2a::gemm {
 struct Plane {
   int32_t first, c2, c3;
 
-  __device__ Plane(bool is_ragged, const Work& work)
-      : first(is_ragged ? kRaggedRows - work.size : 0),
-        c2(is_ragged ? work.start + work.size : work.weight),
+  // Rows of a group from `end` on are treated like rows outside of the group.
+  __device__ Plane(bool is_ragged, const Work& work, int32_t end)
+      : first(is_ragged ? kRaggedRows - end : 0),
+        c2(is_ragged ? work.start + end : work.weight),
         c3(is_ragged ? kRaggedRows : 0) {}
 
   __device__ Box box(int32_t column, int32_t row) const { return {column, first + row, c2, c3}; }
@@ -30,11 +31,12 @@ struct Plane {
 template <typename F>
 class BoxWriter {
  public:
-  static constexpr int kWords = F::kIsTurned ? F::kTileN / 4 : kBoxElements / 4;
+  static constexpr int kWords = (F::kIsTurned ? F::kStoreRows : kBoxElements) / 4;
 
-  __device__ explicit BoxWriter(char (&buffers)[kStoreBuffers][kStoreBytes]) : buffers_(buffers) {}
+  __device__ explicit BoxWriter(char (&buffers)[kStoreBuffers][F::kStoreBytes])
+      : buffers_(buffers) {}
 
-  // Stores 16 rows of m by 64 of n, or by all n of a transposed tile.
+  // Stores 16 rows of m by 64 of n, or by kStoreRows of n of a transposed tile.
   __device__ void write(const CUtensorMap& map, const Box& box, const uint32_t (&words)[kWords]) {
     const int lane = lane_index();
     if (lane == 0) wait_until_read<kStoreBuffers - 1>();
@@ -75,7 +77,7 @@ class BoxWriter {
   }
 
  private:
-  char (&buffers_)[kStoreBuffers][kStoreBytes];
+  char (&buffers_)[kStoreBuffers][F::kStoreBytes];
   int next_ = 0;
 };
 
@@ -85,54 +87,60 @@ struct Nothing {
   __device__ explicit Nothing(const Args&...) {}
 };
 
-// The router weights of this lane's rows. The constructor reads these weights before the products,
-// so that nothing waits for the weights.
+// The router weights of a lane's two rows, for rows along m. They are read before the products, so
+// that nothing waits for them.
 template <typename F>
-struct RowWeights {
-  static constexpr int kRows = F::kIsTurned ? F::kTileN / 4 : 2;
-  float of[kRows];
+struct WeightsAlongM {
+  float of[2];
 
-  // `m` is the first row of a warp's results in a tile that is not transposed.
-  __device__ RowWeights(const GemmParams& p, const Work& work, const Tile<F>& tile, int32_t m) {
-    const int lane = lane_index();
+  // `m` is the warp's first row.
+  __device__ WeightsAlongM(const GemmParams& p, const Work& work, const Tile<F>&, int32_t m) {
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const int32_t row =
-          F::kIsTurned ? tile.n + i / 2 * 8 + lane % 4 * 2 + i % 2 : m + lane / 4 + 8 * i;
-      of[i] = row < work.size ? __ldg(p.activation.row_weights + work.start + row) : 0.f;
+    for (int r = 0; r < 2; ++r) {
+      const int32_t row = m + lane_index() / 4 + 8 * r;
+      of[r] = row < work.size ? __ldg(p.activation.row_weights + work.start + row) : 0.f;
     }
   }
   // Returns the weight for d[i].
-  __device__ float at(int i) const { return F::kIsTurned ? of[i / 4 * 2 + i % 2] : of[i / 2 % 2]; }
+  __device__ float at(int i) const { return of[i / 2 % 2]; }
 };
 
-// Adds the biases of columns `first`, `first` + 1, ... of [L, P] to d. Columns from `end` on have
-// no bias. `scale(i)` multiplies the bias of d[i].
-template <typename T, typename F, int kSize, typename Scale>
-__device__ inline void add_bias(const T* bias, int32_t first, int32_t end, float (&d)[kSize],
-                                int begin, int count, Scale&& scale) {
-  const int lane = lane_index();
+// The router weights of a tile's rows, for rows along n. Each lane of a warp reads the weights of
+// different rows before the products.
+template <typename F>
+class WeightsAlongN {
+ public:
+  __device__ WeightsAlongN(const GemmParams& p, const Work& work, const Tile<F>& tile, int32_t) {
 #pragma unroll
-  for (int i = 0; i < count; i += F::kIsTurned ? kSize : 4) {
-    if constexpr (F::kIsTurned) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int32_t column = first + lane / 4 + 8 * half;
-        const float add = column < end ? float(bias[column]) : 0.f;
-#pragma unroll
-        for (int j = 2 * half; j < kSize; j += 4) {
-          d[j] += scale(j) * add, d[j + 1] += scale(j + 1) * add;
-        }
-      }
-    } else {
-      const int32_t column = first + i * 2 + lane % 4 * 2;
-      const float2 add =
-          column < end ? unpack<T>(*reinterpret_cast<const uint32_t*>(bias + column)) : float2{};
-#pragma unroll
-      for (int j = begin + i; j < begin + i + 4; j += 2) {
-        d[j] += scale(j) * add.x, d[j + 1] += scale(j + 1) * add.y;
-      }
+    for (int i = 0; i < kReads; ++i) {
+      const int32_t row = tile.n + i * kWarpThreads + lane_index();
+      of_lane_[i] = row < tile.end_n ? __ldg(p.activation.row_weights + work.start + row) : 0.f;
     }
+  }
+
+  // Returns the weights of this lane's rows among the 8 rows of the tile from `first` on: the rows
+  // of d[first / 2] and d[first / 2 + 1].
+  __device__ float2 at(int first) const {
+    const int lane = first % kWarpThreads + lane_index() % 4 * 2;
+    const float of = of_lane_[first / kWarpThreads];
+    return {__shfl_sync(kAllLanes, of, lane), __shfl_sync(kAllLanes, of, lane + 1)};
+  }
+
+ private:
+  static constexpr int kReads = (F::kTileN + kWarpThreads - 1) / kWarpThreads;
+  float of_lane_[kReads];
+};
+
+template <typename F>
+using RowWeights = std::conditional_t<F::kIsTurned, WeightsAlongN<F>, WeightsAlongM<F>>;
+
+// Calls body(first, n) for each box of rows in a transposed tile: d[first], ... are the results
+// from row n of the tile on.
+template <typename F, typename Body>
+__device__ inline void each_box(const Tile<F>& tile, Body&& body) {
+#pragma unroll
+  for (int n = 0; n < F::kTileN; n += F::kStoreRows) {
+    if (tile.n + n < tile.end_n) body(n / 2, n);
   }
 }
 
@@ -146,7 +154,9 @@ __device__ inline void store_products(const GemmParams& p, BoxWriter<F>& writer,
 #pragma unroll
   for (int i = 0; i < kProducts; ++i) {
     if (m + 64 * i >= tile.end_m) break;
-    writer.template write<T>(p.d, plane.box(m + 64 * i, tile.n), d[i], 0);
+    each_box(tile, [&](int first, int n) {
+      writer.template write<T>(p.d, plane.box(m + 64 * i, tile.n + n), d[i], first);
+    });
   }
 }
 
@@ -187,85 +197,123 @@ class Rounded {
 };
 
 // Applies biases, activation and router weights, and stores the activations. Also stores the
-// pre-activations if they are kept.
-template <typename T, typename F, int kProducts, int kSize>
-__device__ inline void store_activations(const GemmParams& p, BoxWriter<F>& writer,
-                                         const Work& work, const Tile<F>& tile, const Plane& plane,
-                                         int32_t m, const RowWeights<F>& weights,
-                                         float (&d)[kProducts][kSize]) {
+// pre-activations if they are kept. A gated tile has gate and up in the two halves of its columns.
+template <typename T, typename F, int kSize>
+__device__ inline void store_activations_along_m(const GemmParams& p, BoxWriter<F>& writer,
+                                                 const Work& work, const Tile<F>& tile,
+                                                 const Plane& plane, int32_t m,
+                                                 const WeightsAlongM<F>& weights,
+                                                 float (&d)[kSize]) {
   const ActivationParams& a = p.activation;
   constexpr bool kIsGated = F::kIsGated;
-  // A transposed gated tile has gate and up in two products. Other gated tiles have gate and up in
-  // the two halves of one product.
-  constexpr int kColumns = F::kIsTurned ? 16 : F::kResultN;
-  constexpr int kResults = F::kIsTurned ? kSize : kColumns / 2;
-  static_assert(F::kIsTurned ? kProducts == 2 : kProducts == 1);
-  const int32_t column = F::kIsTurned ? m : tile.n;
-  const auto each_product = [&](auto&& body) {  // body(registers, their first index, columns, half)
-    if constexpr (F::kIsTurned) {
-      body(d[0], 0, column, 0);
-      if constexpr (kIsGated) {
-        body(d[1], 0, column, 1);
-      } else if (column + 64 < a.num_columns) {
-        body(d[1], 0, column + 64, 0);
-      }
-    } else {
-      body(d[0], 0, column, 0);
-      if constexpr (kIsGated) body(d[0], kResults, column, 1);
-    }
-  };
+  constexpr int kResults = F::kResultN / 2, kHalves = kIsGated ? 2 : 1;
   if (a.bias != nullptr && work.weight >= 0) {
-    const int32_t num_columns = a.num_columns * (kIsGated ? 2 : 1);
-    const T* bias = static_cast<const T*>(a.bias) + int64_t{work.weight} * num_columns;
-    const auto add = [&](auto&& scale) {
-      each_product([&](auto& of, int first, int32_t column, int half) {
-        add_bias<T, F>(bias + half * a.num_columns, column, a.num_columns, of, first, kResults,
-                       scale);
-      });
-    };
-    if (!kIsGated && a.function == Activation::kScaledBias) {
-      add([&](int i) { return weights.at(i); });
-    } else {
-      add([](int) { return 1.f; });
+    const T* bias = static_cast<const T*>(a.bias) + int64_t{work.weight} * kHalves * a.num_columns;
+    const bool is_scaled = !kIsGated && a.function == Activation::kScaledBias;
+#pragma unroll
+    for (int i = 0; i < kHalves * kResults; i += 4) {
+      const int half = i / kResults;
+      const int32_t column = tile.n + i % kResults * 2 + lane_index() % 4 * 2;
+      const T* of = bias + half * a.num_columns + column;
+      const float2 add =
+          column < a.num_columns ? unpack<T>(*reinterpret_cast<const uint32_t*>(of)) : float2{};
+#pragma unroll
+      for (int j = i; j < i + 4; j += 2) {
+        const float scale = is_scaled ? weights.at(j) : 1.f;
+        d[j] += scale * add.x, d[j + 1] += scale * add.y;
+      }
     }
   }
-  const auto store = [&](const CUtensorMap& map, const auto& of, int first, int32_t column) {
-    if constexpr (F::kIsTurned) {
-      writer.template write<T>(map, plane.box(column, tile.n), of, 0);
-    } else {
+  const auto store = [&](const CUtensorMap& map, int half) {
 #pragma unroll
-      for (int n = 0; n < kColumns; n += kBoxElements) {
-        if (column + n >= a.num_columns) break;
-        writer.template write<T>(map, plane.box(column + n, m), of, first + n / 2);
-      }
+    for (int n = 0; n < F::kResultN; n += kBoxElements) {
+      if (tile.n + n >= a.num_columns) break;
+      writer.template write<T>(map, plane.box(tile.n + n, m), d, half * kResults + n / 2);
     }
   };
   if (a.keeps != 0) {
-    each_product([&](auto& of, int first, int32_t column, int half) {
-      store(p.pre[half], of, first, column);
-    });
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) store(p.pre[half], half);
   }
   for_activation<kIsGated>(a.function, [&](auto function) {
     constexpr Activation kFunction = decltype(function)::value;
-    if constexpr (kIsGated) {
 #pragma unroll
-      for (int i = 0; i < kResults; ++i) {
-        const float up = F::kIsTurned ? d[kProducts - 1][i] : d[0][(kResults + i) % kSize];
-        const Gated x = activate_gated<kFunction>(d[0][i], up, a.alpha, a.limit);
-        d[0][i] = x.value * weights.at(i);
+    for (int i = 0; i < kResults; ++i) {
+      if constexpr (kIsGated) {
+        d[i] = activate_gated<kFunction>(d[i], d[kResults + i], a.alpha, a.limit).value;
+      } else {
+        d[i] = activate<kFunction>(d[i], a.alpha).value;
       }
-    } else {
-#pragma unroll
-      for (int j = 0; j < kProducts; ++j) {
-#pragma unroll
-        for (int i = 0; i < kResults; ++i) {
-          d[j][i] = activate<kFunction>(d[j][i], a.alpha).value * weights.at(i);
-        }
-      }
+      d[i] *= weights.at(i);
     }
   });
-  each_product([&](auto& of, int first, int32_t column, int half) {
-    if (half == 0) store(p.d, of, first, column);
+  store(p.d, 0);
+}
+
+// The same for rows along n. A gated tile has gate and up in two products. The products of other
+// tiles are 64 columns apart. Results are computed in other registers than the products, because
+// otherwise the compiler would not let products of any step overlap.
+template <typename T, typename F, int kSize>
+__device__ inline void store_activations_along_n(const GemmParams& p, BoxWriter<F>& writer,
+                                                 const Work& work, const Tile<F>& tile,
+                                                 const Plane& plane, int32_t column,
+                                                 const WeightsAlongN<F>& weights,
+                                                 const float (&d)[2][kSize]) {
+  const ActivationParams& a = p.activation;
+  constexpr bool kIsGated = F::kIsGated;
+  const bool is_scaled = !kIsGated && a.function == Activation::kScaledBias;
+  float bias[2][2] = {};  // of each product: of the columns of d[j], at j / 2 % 2
+  if (a.bias != nullptr && work.weight >= 0) {
+    const T* of =
+        static_cast<const T*>(a.bias) + int64_t{work.weight} * a.num_columns * (kIsGated ? 2 : 1);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int32_t at = column + lane_index() / 4 + i % 2 * 8 + (kIsGated ? 0 : i / 2 * 64);
+      if (at < a.num_columns) {
+        bias[i / 2][i % 2] = float(of[at + (kIsGated ? i / 2 * a.num_columns : 0)]);
+      }
+    }
+  }
+  each_box(tile, [&](int first, int row) {
+    constexpr int kOfBox = F::kStoreRows / 2;
+    float x[2][kOfBox], weight[kOfBox / 2];
+#pragma unroll
+    for (int j = 0; j < kOfBox / 4; ++j) {
+      const float2 of_rows = weights.at(row + 8 * j);
+      weight[2 * j] = of_rows.x, weight[2 * j + 1] = of_rows.y;
+    }
+    const auto weight_of = [&](int j) { return weight[j / 4 * 2 + j % 2]; };
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int j = 0; j < kOfBox; ++j) {
+        x[i][j] = d[i][first + j] + (is_scaled ? weight_of(j) : 1.f) * bias[i][j / 2 % 2];
+      }
+    }
+    const auto store = [&](const CUtensorMap& map, int i) {
+      const int32_t of = column + (kIsGated ? 0 : 64 * i);
+      if (of < a.num_columns) writer.template write<T>(map, plane.box(of, tile.n + row), x[i], 0);
+    };
+    if (a.keeps != 0) {
+      store(p.pre[0], 0);
+      store(p.pre[kIsGated ? 1 : 0], 1);
+    }
+    for_activation<kIsGated>(a.function, [&](auto function) {
+      constexpr Activation kFunction = decltype(function)::value;
+#pragma unroll
+      for (int j = 0; j < kOfBox; ++j) {
+        if constexpr (kIsGated) {
+          x[0][j] = activate_gated<kFunction>(x[0][j], x[1][j], a.alpha, a.limit).value;
+        } else {
+          x[0][j] = activate<kFunction>(x[0][j], a.alpha).value;
+          x[1][j] = activate<kFunction>(x[1][j], a.alpha).value;
+        }
+#pragma unroll
+        for (int i = 0; i < (kIsGated ? 1 : 2); ++i) x[i][j] *= weight_of(j);
+      }
+    });
+    store(p.d, 0);
+    if constexpr (!kIsGated) store(p.d, 1);
   });
 }
 
@@ -317,7 +365,7 @@ class Derivative {
       for (int n = 0; n < F::kTileN; n += kBoxElements) {
         const auto [a, b] = take();
         if (m_ < tile_.end_m && tile_.n + n < tile_.end_n) {
-          const int warp_at = threadIdx.x / kWarpThreads * kStoreBytes;
+          const int warp_at = threadIdx.x / kWarpThreads * F::kStoreBytes;
           char* const gate = a + warp_at;
           char* const up = b + warp_at;
           char* const act = b + kBytes + warp_at;
@@ -415,7 +463,7 @@ class Derivative {
   const Work& work_;
   const Tile<F>& tile_;
   const int32_t m_;
-  const RowWeights<F> weights_;
+  const WeightsAlongM<F> weights_;
 };
 
 // Adds products to a tile of float32 totals, and stores the sums in their place.
@@ -456,7 +504,7 @@ class AddToTotals {
       const auto [a, b] = take();
       const int32_t column = tile_.n + n;
       if (m_ < tile_.end_m && column < tile_.end_n) {
-        const int warp_at = threadIdx.x / kWarpThreads * kStoreBytes;
+        const int warp_at = threadIdx.x / kWarpThreads * F::kStoreBytes;
         add(a + warp_at, d, n / 2);
         add(b + warp_at, d, (n + kColumns) / 2);
         fence_shared_for_bulk();

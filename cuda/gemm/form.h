@@ -29,7 +29,6 @@ constexpr int kConsumerGroups = 2;  // warp groups that multiply; each has half 
 constexpr int kConsumerWarps = 4 * kConsumerGroups;
 constexpr int kGemmThreads = 128 * (kConsumerGroups + 1);  // the last warp group loads
 constexpr int kStoreBuffers = 2;                           // of each warp, for results
-constexpr int kStoreBytes = 2048;                          // of a buffer for results
 // Tiles are ordered in bands of this many rows of tiles, so that tiles that are computed at the
 // same time need few different rows and columns.
 constexpr int kBand = Tuning::kGemmBand;
@@ -50,7 +49,7 @@ enum class Epilogue : int32_t {
 };
 
 template <Axis kRows_, Major kMajorA_, Major kMajorB_, int kTileM_, int kTileN_, int kBlocks_,
-          int kStages_, Epilogue kEpilogue_ = Epilogue::kStore>
+          int kStages_, Epilogue kEpilogue_ = Epilogue::kStore, bool kVaries_ = false>
 struct Form {
   static constexpr Axis kRows = kRows_;
   static constexpr Major kMajorA = kMajorA_, kMajorB = kMajorB_;
@@ -58,6 +57,10 @@ struct Form {
   static constexpr int kBlocks = kBlocks_;  // of a cluster, which take tiles together
   static constexpr int kStages = kStages_;
   static constexpr Epilogue kEpilogue = kEpilogue_;
+  // Tiles have different numbers of rows, along n, up to kTileN (RowTiles).
+  static constexpr bool kVaries = kVaries_;
+  // The axis along which the two blocks of a cluster have neighbouring tiles.
+  static constexpr Axis kPaired = kVaries ? Axis::kN : Axis::kM;
   static constexpr int kStepK = kTileK;  // elements of k in a tile of an operand
   // An empty sum has a step of zeros, because the first products overwrite the results.
   static constexpr int kLeastSteps = 1;
@@ -81,6 +84,8 @@ struct Form {
                                          ? kBoxElements
                                          : kTileN / 2;
   static constexpr int kBoxesB = kTileN / kRowsOfBoxB;
+  // If kVaries, operand b has one more box, of fewer rows, which only large tiles load.
+  static constexpr int kRowsOfLastBoxB = kTileN - kBoxesB * kRowsOfBoxB;
   static constexpr int kBytesA = kTileM * kTileK * 2, kBytesB = kTileN * kTileK * 2;
   static constexpr int kProducts = kTileM / (64 * kConsumerGroups);  // of a warp group, for 16 of k
   static constexpr bool kHasRaggedA = kRows != Axis::kN, kHasRaggedB = kRows != Axis::kM;
@@ -90,10 +95,13 @@ struct Form {
   static constexpr bool kIsTurned = kRows == Axis::kN;
   // A box of results, which a warp stores at once.
   static constexpr int kStoreColumns = kIsTurned ? 16 : kAdds ? kBoxElements / 2 : kBoxElements;
-  static constexpr int kStoreRows = kIsTurned ? kTileN : 16;
+  static constexpr int kStoreRows = kVaries ? kTileN / 3 : kIsTurned ? kTileN : 16;
+  // The size of a buffer for results. FP8 products may store 16 by 32 numbers of 4 bytes.
+  static constexpr int kStoreBytes = kVaries ? kStoreColumns * kStoreRows * 2 : 2048;
   static_assert(kStoreColumns * kStoreRows * (kAdds ? 4 : 2) <= kStoreBytes);
   static_assert(!kAdds || kRows == Axis::kK);
-  static_assert(kBlocks == 1 || (kBlocks == 2 && kBoxesA == 2 && kBoxesB % 2 == 0));
+  static_assert(kBlocks == 1 || (kBlocks == 2 && kBoxesA % 2 == 0 && kBoxesB % 2 == 0));
+  static_assert(!kVaries || (kRows == Axis::kN && kBlocks == 2));
   static_assert(kMajorB == Major::kK || kRowsOfBoxB == kBoxElements);
   static_assert(kTileM % (64 * kConsumerGroups) == 0 && kTileM % kBoxElements == 0);
   static_assert(kResultM >= (kRows == Axis::kM ? kLeastTileRows : kLeastTileColumns) &&
@@ -106,11 +114,13 @@ struct Form {
 template <Epilogue E>
 using Forward = Form<Axis::kM, Major::kK, Major::kMN, Tuning::kForward.m, Tuning::kForward.n,
                      Tuning::kForward.blocks, Tuning::kForward.stages, E>;
-// The same product if each group has few rows. Weights are operand a, so that a tile has few rows.
+// The same product if each group has few rows. Weights are operand a, because the instructions
+// accept any multiple of 8 as the extent along n. A tile therefore has as many rows as its group
+// needs.
 template <Epilogue E>
 using ForwardFew =
     Form<Axis::kN, Major::kMN, Major::kK, Tuning::kForwardFew.m, Tuning::kForwardFew.n,
-         Tuning::kForwardFew.blocks, Tuning::kForwardFew.stages, E>;
+         Tuning::kForwardFew.blocks, Tuning::kForwardFew.stages, E, true>;
 // rows [C, N] by the transposed weights.
 template <Epilogue E>
 using Transposed =
@@ -153,6 +163,7 @@ struct GemmParams {
   CUtensorMap pre[2];
   CUtensorMap read[2];  // pre-activations for kDerive; read[0]: totals for kAdd
   CUtensorMap spare;    // the weights whose indices are at least first_spare
+  CUtensorMap last_b;   // b, with boxes of kRowsOfLastBoxB rows
   int32_t m, n,
       k;  // 0 for the axis of the rows; the axis of results has I columns if they are gated
   ActivationParams activation;

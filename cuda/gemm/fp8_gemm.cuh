@@ -203,7 +203,7 @@ class FloatWriter {
  public:
   static constexpr int kColumns = 32;  // of n
 
-  __device__ explicit FloatWriter(char (&buffers)[kStoreBuffers][kStoreBytes])
+  __device__ explicit FloatWriter(char (&buffers)[kStoreBuffers][F::kStoreBytes])
       : buffers_(buffers) {}
 
   // Stores d[first], d[first + 1], ... (gemm/epilogue.cuh).
@@ -239,7 +239,7 @@ class FloatWriter {
   }
 
  private:
-  char (&buffers_)[kStoreBuffers][kStoreBytes];
+  char (&buffers_)[kStoreBuffers][F::kStoreBytes];
   int next_ = 0;
 };
 
@@ -316,7 +316,7 @@ __device__ inline void multiply_fp8_tiles(const Fp8Params& p, Fp8Shared<F>& shar
         float (&of)[F::kPartSize] = t[part];
         const uint32_t a = descriptor_a + place * (F::kBytesA >> 4) + part * (F::kStepOfPart >> 4);
         const uint32_t b = descriptor_b + place * (F::kBytesB >> 4);
-        fence_registers(of);
+        fence_registers<F::kPartSize>(of);
         begin_products();
 #pragma unroll
         for (int k = 0; k < F::kStepK / 32; ++k) {
@@ -324,11 +324,11 @@ __device__ inline void multiply_fp8_tiles(const Fp8Params& p, Fp8Shared<F>& shar
                        k > 0);
         }
         end_products();
-        fence_registers(of);
+        fence_registers<F::kPartSize>(of);
       };
       const auto add = [&](int part) {
         float (&of)[F::kPartSize] = t[part];
-        fence_registers(of);
+        fence_registers<F::kPartSize>(of);
 #pragma unroll
         for (int i = 0; i < F::kPartSize; ++i) {
           d[part * F::kPartSize + i] += scale[Scales<F>::index(i)] * of[i];
@@ -397,7 +397,8 @@ __device__ inline void multiply_fp8_tiles(const Fp8Params& p, Fp8Shared<F>& shar
     // Read the next work before the results are stored, so that its first scales arrive meanwhile.
     const Work next = take_work();
     const Work done = read_work(shared.current[warp]);
-    store_results<T, F>(p, writer, Tile<F>(p, done, rank), Plane(F::kHasRaggedD, done), warp_m, d);
+    store_results<T, F>(p, writer, Tile<F>(p, done, rank), Plane(F::kHasRaggedD, done, done.size),
+                        warp_m, d);
     work = next;
   }
   if (lane_index() == 0) wait_until_stored();

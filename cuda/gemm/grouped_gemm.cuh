@@ -39,7 +39,7 @@ template <typename F>
 struct alignas(1024) GemmShared {
   char a[F::kStages][F::kBytesA];
   char b[F::kStages][F::kBytesB];
-  char results[kConsumerWarps][kStoreBuffers][kStoreBytes];
+  char results[kConsumerWarps][kStoreBuffers][F::kStoreBytes];
   uint64_t loaded[F::kStages], released[F::kStages];
   // work_read: all warps of this block have read the entry. In the first block of a cluster: all
   // warps of both blocks have read it.
@@ -73,6 +73,30 @@ template <bool kIsA>
 __device__ inline int32_t gated_column(int32_t first, int box, int32_t num_columns) {
   const int half = kIsA ? box % 2 : box / 2, of_half = kIsA ? box / 2 : box % 2;
   return first + of_half * kBoxElements + half * num_columns;
+}
+
+// Returns the end of a tile's rows in its group, or the group's size if tiles do not vary.
+template <typename F>
+__device__ inline int32_t end_of_rows(const Work& work, const Tile<F>& tile) {
+  return F::kVaries ? tile.end_n : work.size;
+}
+
+// Calls body(std::integral_constant<int, n>) for the extent n of a tile's products along n.
+template <typename F, typename Body>
+__device__ inline void with_extent(const Tile<F>& tile, Body&& body) {
+  if constexpr (!F::kVaries) {
+    body(std::integral_constant<int, F::kTileN>{});
+  } else {
+    static_assert(F::kTileN == 144);
+    switch (tile.extent) {
+      case 32: return body(std::integral_constant<int, 32>{});
+      case 64: return body(std::integral_constant<int, 64>{});
+      case 96: return body(std::integral_constant<int, 96>{});
+      case 112: return body(std::integral_constant<int, 112>{});
+      case 128: return body(std::integral_constant<int, 128>{});
+      default: return body(std::integral_constant<int, 144>{});
+    }
+  }
 }
 
 // Reads an entry of work. Another block may overwrite it as soon as all lanes have read it.
@@ -145,7 +169,6 @@ __device__ inline Work receive_work(GemmShared<F>& shared, uint32_t rank,
 // Loads all tiles; one warp calls it.
 template <typename T, typename F>
 __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, uint32_t rank) {
-  constexpr uint32_t kBytes = F::kBytesA + F::kBytesB;
   constexpr bool kIsCluster = F::kBlocks > 1;
   const bool is_first_lane = lane_index() == 0;
   Cursor<kWorkEntries> entry;
@@ -158,8 +181,11 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
     // Only the loader distinguishes the two arrays of weights.
     const bool is_spare = F::kHasRaggedD && work.weight >= p.first_spare;
     work.weight -= is_spare ? p.first_spare : 0;
-    const Plane plane_a(F::kHasRaggedA, work), plane_b(F::kHasRaggedB, work),
-        plane_d(F::kHasRaggedD, work);
+    const Plane plane_a(F::kHasRaggedA, work, work.size),
+        plane_b(F::kHasRaggedB, work, end_of_rows(work, tile)),
+        plane_d(F::kHasRaggedD, work, end_of_rows(work, tile));
+    constexpr int kBytesOfRowB = F::kBytesB / F::kTileN;
+    const int rows_b = tile.loaded_rows();
     const int products = tile.steps(), steps = products + F::kReadStages;
     // If the group has no weights, its only step is after the end of k, where the hardware loads
     // zeros.
@@ -176,7 +202,7 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
         }
       } else if (is_first_lane) {
         const int32_t k = first_k + step * F::kStepK;
-        expect_bytes(loaded, kBytes);
+        expect_bytes(loaded, F::kBytesA + rows_b * kBytesOfRowB);
         // Branches choose the array, because an address that is chosen at run time needs registers
         // that the loader does not have.
         const auto load_from = [&](const CUtensorMap& map, bool has_weights, char* to,
@@ -198,17 +224,30 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
           const int32_t n = F::kIsGated && F::kRows == Axis::kM
                                 ? gated_column<false>(tile.n, box, p.activation.num_columns)
                                 : tile.n + box * F::kRowsOfBoxB;
-          load_from(p.b, !F::kWeightsAreA, b + box * (F::kBytesB / F::kBoxesB),
+          load_from(p.b, !F::kWeightsAreA, b + box * F::kRowsOfBoxB * kBytesOfRowB,
                     box_of<F::kMajorB>(plane_b, n, k), load);
         };
-        if (kIsCluster && work.shares_a()) {
-          load_a(rank, load_box_for_both);
-          for (int box = 0; box < F::kBoxesB; ++box) load_b(box, load_box);
+        const auto load_last_b = [&](auto&& load) {
+          constexpr int kFirst = F::kBoxesB * F::kRowsOfBoxB;
+          if (!F::kVaries || rows_b <= kFirst) return;
+          load(b + kFirst * kBytesOfRowB, &p.last_b,
+               box_of<F::kMajorB>(plane_b, tile.n + kFirst, k), loaded);
+        };
+        const int boxes_b = F::kVaries ? min(F::kBoxesB, rows_b / F::kRowsOfBoxB) : F::kBoxesB;
+        if (kIsCluster && shares_a<F>(work)) {
+          constexpr int kHalf = F::kBoxesA / 2;
+          for (int box = 0; box < kHalf; ++box) load_a(rank * kHalf + box, load_box_for_both);
+          for (int box = 0; box < boxes_b; ++box) load_b(box, load_box);
+          load_last_b(load_box);
         } else {
           for (int box = 0; box < F::kBoxesA; ++box) load_a(box, load_box);
           if constexpr (kIsCluster) {
             constexpr int kHalf = F::kBoxesB / 2;
-            for (int box = 0; box < kHalf; ++box) load_b(rank * kHalf + box, load_box_for_both);
+            for (int box = 0; box < kHalf; ++box) {
+              const int of_rank = rank * kHalf + box;
+              if (of_rank < boxes_b) load_b(of_rank, load_box_for_both);
+            }
+            if (rank == 0) load_last_b(load_box_for_both);
           } else {
             for (int box = 0; box < F::kBoxesB; ++box) load_b(box, load_box);
           }
@@ -278,46 +317,53 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
     // multiplied 16 at a time. A wait follows each 16 rows, because otherwise the compiler would
     // not let products of any step overlap.
     const int whole = F::kRows == Axis::kK ? tile.whole_steps() : steps;
-    for (int step = 0; step < whole; ++step) {
-      if (step > 0 || !is_loaded) wait_for(&shared.loaded[stage.place], stage.parity);
-      const uint32_t a = descriptor_a + stage.place * (F::kBytesA >> 4);
-      const uint32_t b = descriptor_b + stage.place * (F::kBytesB >> 4);
+    with_extent(tile, [&](auto extent) {
+      for (int step = 0; step < whole; ++step) {
+        if (step > 0 || !is_loaded) wait_for(&shared.loaded[stage.place], stage.parity);
+        const uint32_t a = descriptor_a + stage.place * (F::kBytesA >> 4);
+        const uint32_t b = descriptor_b + stage.place * (F::kBytesB >> 4);
 #pragma unroll
-      for (int i = 0; i < F::kProducts; ++i) fence_registers(d[i]);
-      begin_products();
+        for (int i = 0; i < F::kProducts; ++i) fence_registers<extent / 2>(d[i]);
+        begin_products();
 #pragma unroll
-      for (int k = 0; k < kTileK / 16; ++k) {
+        for (int k = 0; k < kTileK / 16; ++k) {
 #pragma unroll
-        for (int i = 0; i < F::kProducts; ++i) {
-          multiply<T, F::kMajorA, F::kMajorB>(
-              d[i], a + i * (kBoxBytes >> 4) + k * kDescriptorStep<F::kMajorA>,
-              b + k * kDescriptorStep<F::kMajorB>, step > 0 || k > 0);
+          for (int i = 0; i < F::kProducts; ++i) {
+            multiply<T, F::kMajorA, F::kMajorB, extent>(
+                d[i], a + i * (kBoxBytes >> 4) + k * kDescriptorStep<F::kMajorA>,
+                b + k * kDescriptorStep<F::kMajorB>, step > 0 || k > 0);
+          }
         }
-      }
-      end_products();
+        end_products();
 #pragma unroll
-      for (int i = 0; i < F::kProducts; ++i) fence_registers(d[i]);
-      wait_for_products<1>();
-      if (step > 0) {
-        release(previous);
-      } else if constexpr (F::kReads) {
-        release_held(kNone);
+        for (int i = 0; i < F::kProducts; ++i) fence_registers<extent / 2>(d[i]);
+        wait_for_products<1>();
+        if (step > 0) {
+          release(previous);
+        } else if constexpr (F::kReads) {
+          release_held(kNone);
+        }
+        // Store after the release, because a store may wait until memory has taken earlier stores.
+        if constexpr (kStoresLate) {
+          if (step < rounded.kParts) rounded.store(p.d, writer, step);
+        }
+        previous = stage.place;
+        stage.advance();
       }
-      // Store after the release, because a store may wait until memory has taken earlier stores.
-      if constexpr (kStoresLate) {
-        if (step < rounded.kParts) rounded.store(p.d, writer, step);
-      }
-      previous = stage.place;
-      stage.advance();
-    }
-    // Before the wait for the last products, prepare the first products of the next tile.
-    next = receive_work(shared, rank, entry);
-    next_tile = Tile<F>(p, next, rank);
-    is_loaded = !F::kReads && whole == steps && !next.is_end();
-    if (is_loaded) wait_for(&shared.loaded[stage.place], stage.parity);
-    wait_for_products<0>();
+      // Before the wait for the last products, prepare the first products of the next tile.
+      next = receive_work(shared, rank, entry);
+      next_tile = Tile<F>(p, next, rank);
+      is_loaded = !F::kReads && whole == steps && !next.is_end();
+      if (is_loaded) wait_for(&shared.loaded[stage.place], stage.parity);
+      wait_for_products<0>();
 #pragma unroll
-    for (int i = 0; i < F::kProducts; ++i) fence_registers(d[i]);
+      for (int i = 0; i < F::kProducts; ++i) {
+        fence_registers<extent / 2>(d[i]);
+        // Numbers without a value would occupy registers while the products run.
+#pragma unroll
+        for (int j = extent / 2; j < F::kTileN / 2; ++j) d[i][j] = 0;
+      }
+    });
     if (whole > 0) release(previous);
     if constexpr (F::kRows == Axis::kK) {
       static_assert(F::kProducts == 1);
@@ -329,19 +375,19 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
 #pragma unroll 1
         for (int k = 0; k == 0 || whole * F::kStepK + 16 * k < tile.end_k; ++k) {
           begin_products();
-          multiply<T, F::kMajorA, F::kMajorB>(d[0], a + k * kDescriptorStep<F::kMajorA>,
-                                              b + k * kDescriptorStep<F::kMajorB>,
-                                              whole > 0 || k > 0);
+          multiply<T, F::kMajorA, F::kMajorB, F::kTileN>(d[0], a + k * kDescriptorStep<F::kMajorA>,
+                                                         b + k * kDescriptorStep<F::kMajorB>,
+                                                         whole > 0 || k > 0);
           end_products();
           wait_for_products<0>();
-          fence_registers(d[0]);
+          fence_registers<F::kTileN / 2>(d[0]);
         }
         release(stage.place);
         stage.advance();
       }
     }
 
-    const Plane plane(F::kHasRaggedD, work);
+    const Plane plane(F::kHasRaggedD, work, end_of_rows(work, tile));
     if constexpr (F::kReads) {
       const auto take = [&] {
         wait_for(&shared.loaded[stage.place], stage.parity);
@@ -361,7 +407,11 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
     } else if constexpr (F::kEpilogue == Epilogue::kStore) {
       store_products<T, F>(p, writer, tile, plane, warp_m, d);
     } else {
-      store_activations<T, F>(p, writer, work, tile, plane, warp_m, before, d);
+      if constexpr (F::kIsTurned) {
+        store_activations_along_n<T, F>(p, writer, work, tile, plane, warp_m, before, d);
+      } else {
+        store_activations_along_m<T, F>(p, writer, work, tile, plane, warp_m, before, d[0]);
+      }
     }
   }
   if constexpr (kStoresLate) {
@@ -402,7 +452,7 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
 
   static_assert(sizeof(GemmShared<F>) <= Tuning::kMaxSharedBytes);
   // A multiprocessor has 65,536 registers. The number of registers of a thread is a multiple of 8.
-  constexpr int kLoaderRegisters = 56, kConsumerRegisters = 224;
+  constexpr int kLoaderRegisters = 40, kConsumerRegisters = 232;
   static_assert(kLoaderRegisters % 8 == 0 && kConsumerRegisters % 8 == 0);
   static_assert(128 * (kLoaderRegisters + kConsumerGroups * kConsumerRegisters) <= 65536);
   const int warp = threadIdx.x / kWarpThreads;

@@ -195,11 +195,12 @@ template <int kPending>
 __device__ inline void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
-// Keeps the compiler from reading `d` before the wait that precedes this call.
-template <int kSize>
+// Keeps the compiler from reading the first kFirst numbers of `d` before the wait that precedes
+// this call.
+template <int kFirst, int kSize>
 __device__ inline void fence_registers(float (&d)[kSize]) {
 #pragma unroll
-  for (int i = 0; i < kSize; ++i) asm volatile("" : "+f"(d[i])::"memory");
+  for (int i = 0; i < kFirst; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
 // The names of this many registers in an instruction.
@@ -207,28 +208,31 @@ __device__ inline void fence_registers(float (&d)[kSize]) {
 #define MOE_A2A_REGISTERS_32 \
   MOE_A2A_REGISTERS_16       \
   ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define MOE_A2A_REGISTERS_96                                                         \
-  MOE_A2A_REGISTERS_64                                                               \
-  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
+#define MOE_A2A_REGISTERS_48 \
+  MOE_A2A_REGISTERS_32       \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define MOE_A2A_REGISTERS_56 MOE_A2A_REGISTERS_48 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define MOE_A2A_REGISTERS_64 MOE_A2A_REGISTERS_56 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define MOE_A2A_REGISTERS_72 MOE_A2A_REGISTERS_64 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define MOE_A2A_REGISTERS_80 MOE_A2A_REGISTERS_72 ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define MOE_A2A_REGISTERS_96 \
+  MOE_A2A_REGISTERS_80       \
   ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define MOE_A2A_REGISTERS_64                                                         \
-  MOE_A2A_REGISTERS_32                                                               \
-  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
-  ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define MOE_A2A_REGISTERS_128                                                                    \
-  MOE_A2A_REGISTERS_64                                                                           \
-  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"             \
-  ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"             \
-  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
-  ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, " \
-  "%127"
+#define MOE_A2A_REGISTERS_128                                                          \
+  MOE_A2A_REGISTERS_96                                                                 \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, " \
+  "%110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, "     \
+  "%123, %124, %125, %126, %127"
 #define MOE_A2A_OUT_8(i)                                                                      \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
 #define MOE_A2A_OUT_16(i) MOE_A2A_OUT_8(i), MOE_A2A_OUT_8(i + 8)
 #define MOE_A2A_OUT_32(i) MOE_A2A_OUT_16(i), MOE_A2A_OUT_16(i + 16)
-#define MOE_A2A_OUT_96(i) MOE_A2A_OUT_64(i), MOE_A2A_OUT_32(i + 64)
+#define MOE_A2A_OUT_48(i) MOE_A2A_OUT_32(i), MOE_A2A_OUT_16(i + 32)
+#define MOE_A2A_OUT_56(i) MOE_A2A_OUT_48(i), MOE_A2A_OUT_8(i + 48)
 #define MOE_A2A_OUT_64(i) MOE_A2A_OUT_32(i), MOE_A2A_OUT_32(i + 32)
+#define MOE_A2A_OUT_72(i) MOE_A2A_OUT_64(i), MOE_A2A_OUT_8(i + 64)
+#define MOE_A2A_OUT_96(i) MOE_A2A_OUT_64(i), MOE_A2A_OUT_32(i + 64)
 #define MOE_A2A_OUT_128(i) MOE_A2A_OUT_64(i), MOE_A2A_OUT_64(i + 64)
 // The operands after the registers of `d` have the numbers `a_` to `tb_`.
 #define MOE_A2A_PRODUCT(type, n, registers, outputs, a_, b_, p_, ta_, tb_)                   \
@@ -240,28 +244,34 @@ __device__ inline void fence_registers(float (&d)[kSize]) {
                : "l"(kHigh | a), "l"(kHigh | b), "r"(static_cast<int32_t>(adds)),            \
                  "n"(static_cast<int>(kA == Major::kMN)), "n"(static_cast<int>(kB == Major::kMN)))
 
-// Starts a product; if `adds` is false, `d` is overwritten. `a` and `b` are operand_descriptor()s.
-template <typename T, Major kA, Major kB, int kSize>
+// Starts a product with the first kN / 2 numbers of `d`; if `adds` is false, they are overwritten.
+// `a` and `b` are operand_descriptor()s.
+template <typename T, Major kA, Major kB, int kN, int kSize>
 __device__ inline void multiply(float (&d)[kSize], uint32_t a, uint32_t b, bool adds) {
   constexpr bool kIsBf16 = std::is_same_v<T, __nv_bfloat16>;
   static_assert(kIsBf16 || std::is_same_v<T, __half>);
-  static_assert(kSize == 16 || kSize == 32 || kSize == 128);
-#define MOE_A2A_PRODUCTS(type)                                                                   \
-  if constexpr (kSize == 16) {                                                                   \
-    MOE_A2A_PRODUCT(type, "32", MOE_A2A_REGISTERS_16, MOE_A2A_OUT_16(0), "16", "17", "18", "19", \
-                    "20");                                                                       \
-  } else if constexpr (kSize == 32) {                                                            \
-    MOE_A2A_PRODUCT(type, "64", MOE_A2A_REGISTERS_32, MOE_A2A_OUT_32(0), "32", "33", "34", "35", \
-                    "36");                                                                       \
-  } else {                                                                                       \
-    MOE_A2A_PRODUCT(type, "256", MOE_A2A_REGISTERS_128, MOE_A2A_OUT_128(0), "128", "129", "130", \
-                    "131", "132");                                                               \
+  static_assert(2 * kSize >= kN);
+#define MOE_A2A_PRODUCTS(type, n, half, a_, b_, p_, ta_, tb_)                                 \
+  else if constexpr (kN == n) {                                                               \
+    MOE_A2A_PRODUCT(type, #n, MOE_A2A_REGISTERS_##half, MOE_A2A_OUT_##half(0), #a_, #b_, #p_, \
+                    #ta_, #tb_);                                                              \
   }
+#define MOE_A2A_EACH_PRODUCT(type)                    \
+  if constexpr (false) {                              \
+  }                                                   \
+  MOE_A2A_PRODUCTS(type, 32, 16, 16, 17, 18, 19, 20)  \
+  MOE_A2A_PRODUCTS(type, 64, 32, 32, 33, 34, 35, 36)  \
+  MOE_A2A_PRODUCTS(type, 96, 48, 48, 49, 50, 51, 52)  \
+  MOE_A2A_PRODUCTS(type, 112, 56, 56, 57, 58, 59, 60) \
+  MOE_A2A_PRODUCTS(type, 128, 64, 64, 65, 66, 67, 68) \
+  MOE_A2A_PRODUCTS(type, 144, 72, 72, 73, 74, 75, 76) \
+  MOE_A2A_PRODUCTS(type, 256, 128, 128, 129, 130, 131, 132)
   if constexpr (kIsBf16) {
-    MOE_A2A_PRODUCTS("bf16")
+    MOE_A2A_EACH_PRODUCT("bf16")
   } else {
-    MOE_A2A_PRODUCTS("f16")
+    MOE_A2A_EACH_PRODUCT("f16")
   }
+#undef MOE_A2A_EACH_PRODUCT
 #undef MOE_A2A_PRODUCTS
 }
 #undef MOE_A2A_PRODUCT

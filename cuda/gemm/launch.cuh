@@ -54,6 +54,9 @@ Problem MakeParams(const GroupedGemm& gemm, GemmParams* p) {
   };
   Problem problem = encode(a, kBoxElements, kBoxElements, &p->a);
   if (problem.empty()) problem = encode(b, kBoxElements, F::kRowsOfBoxB, &p->b);
+  if constexpr (F::kVaries) {
+    if (problem.empty()) problem = encode(b, kBoxElements, F::kRowsOfLastBoxB, &p->last_b);
+  }
   if (problem.empty()) problem = encode(d, F::kStoreColumns, F::kStoreRows, &p->d);
   if (problem.empty() && F::kAdds) {
     problem = encode(d, F::kStoreColumns, kBoxElements, &p->read[0]);

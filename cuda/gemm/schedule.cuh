@@ -11,37 +11,83 @@ namespace moe_a2a::gemm {
 
 // The next work of a cluster: a tile of results for each of its blocks.
 //
-// The two blocks of a cluster have neighbouring tiles along m, which need the same columns of b. If
-// a group has an odd number of tiles along m, the blocks share the last row of tiles: they have
-// neighbouring tiles along n, which need the same rows of a.
+// The two blocks of a cluster have neighbouring tiles along the axis F::kPaired. If a group has an
+// odd number of tiles along this axis, the blocks share the last of them: they have neighbouring
+// tiles along the other axis. In both cases the blocks share the loads of an operand.
 struct alignas(16) Work {
   int32_t start, size;  // rows of the group; the size is negative if no work is left
   int32_t weight;
-  uint32_t tile;  // along m << 16 | along n << 1 | shares a
+  uint32_t tile;  // along the paired axis << 16 | along the other axis << 1 | is the odd tile
 
   __device__ bool is_end() const { return size < 0; }
-  __device__ bool shares_a() const { return (tile & 1) != 0; }
+  __device__ bool is_odd() const { return (tile & 1) != 0; }
+};
+
+// Returns true if the blocks share loads of operand a, and false if they share loads of operand b.
+template <typename F>
+__device__ inline bool shares_a(const Work& work) {
+  return (F::kPaired == Axis::kN) != work.is_odd();
+}
+
+// The tiles of a group's rows if their extents vary.
+//
+// Loads limit a tile of few rows, and an odd tile shares fewer loads than a pair. A group therefore
+// has pairs of tiles of kBase rows, and then up to four last tiles for the remaining rows. The last
+// tiles have equal extents, for which products exist (with_extent()).
+struct RowTiles {
+  static constexpr int kBase = 128, kMost = Tuning::kForwardFew.n;
+  int32_t full;  // tiles of kBase rows
+  int32_t last;  // tiles of `extent` rows
+  int32_t extent;
+
+  __device__ explicit RowTiles(int32_t size) {
+    full = max(0, size / (2 * kBase) - 1) * 2;
+    const int32_t rest = size - full * kBase;  // less than 4 * kBase
+    last = (rest + kMost - 1) / kMost;
+    const int32_t rows = last == 0 ? 0 : (rest + last - 1) / last;
+    extent = rows <= 96 ? (rows + 31) / 32 * 32 : (rows + 15) / 16 * 16;
+  }
+  __device__ int32_t count() const { return full + last; }
 };
 
 // A tile of one block: its first row and column, and the ends of the product's axes for the tile's
-// group.
+// group. With F::kVaries, end_n is the end of the tile's rows.
 template <typename F>
 struct Tile {
   int32_t m, n;
   int32_t end_m, end_n, end_k;
+  int32_t extent;  // along n, for F::kVaries
 
   Tile() = default;
   __device__ Tile(const GemmParams& p, const Work& work, uint32_t rank) {
-    const uint32_t m_tile = work.tile >> 16, n_tile = (work.tile & 0xFFFF) >> 1;
-    m = (m_tile + (work.shares_a() ? 0 : rank)) * F::kResultM;
-    n = (n_tile + (work.shares_a() ? rank : 0)) * F::kResultN;
+    const int32_t paired = (work.tile >> 16) + (work.is_odd() ? 0 : rank),
+                  other = ((work.tile & 0xFFFF) >> 1) + (work.is_odd() ? rank : 0);
+    m = (F::kPaired == Axis::kM ? paired : other) * F::kResultM;
+    const int32_t n_tile = F::kPaired == Axis::kM ? other : paired;
     end_m = F::kRows == Axis::kM ? work.size : p.m;
     end_n = F::kRows == Axis::kN ? work.size : p.n;
     end_k = F::kRows == Axis::kK ? work.size : p.k;
+    if constexpr (F::kVaries) {
+      const RowTiles tiles(work.size);
+      const bool is_last = n_tile >= tiles.full;
+      n = is_last ? tiles.full * RowTiles::kBase + (n_tile - tiles.full) * tiles.extent
+                  : n_tile * RowTiles::kBase;
+      extent = is_last ? tiles.extent : RowTiles::kBase;
+      end_n = min(end_n, n + extent);
+    } else {
+      n = n_tile * F::kResultN;
+    }
     if (work.weight < 0) end_k = 0;
   }
 
   __device__ int steps() const { return max(F::kLeastSteps, (end_k + F::kStepK - 1) / F::kStepK); }
+  // Returns the number of rows of operand b that are loaded in a step.
+  __device__ int loaded_rows() const {
+    if constexpr (!F::kVaries) return F::kTileN;
+    return extent <= F::kRowsOfBoxB                ? F::kRowsOfBoxB
+           : extent <= F::kBoxesB * F::kRowsOfBoxB ? F::kBoxesB * F::kRowsOfBoxB
+                                                   : F::kTileN;
+  }
   // Returns the number of steps in which all products, each over 16 of k, have elements. If rows
   // lie along k, another step may follow.
   __device__ int whole_steps() const { return (end_k + 15) / F::kStepK; }
@@ -67,7 +113,7 @@ class Walk {
     const auto of_lane = [&](int value) { return __shfl_sync(kAllLanes, value, lane); };
     const int32_t size = of_lane(size_);
     const int tile = position - before_ - of_lane(end_ - count_);
-    return {of_lane(start_), size, of_lane(weight_), place(tile, tiles_m(size), tiles_n(size))};
+    return {of_lane(start_), size, of_lane(weight_), place(tile, paired(size), others(size))};
   }
 
  private:
@@ -75,7 +121,15 @@ class Walk {
     return ((F::kRows == Axis::kM ? size : p_.m) + F::kResultM - 1) / F::kResultM;
   }
   __device__ int tiles_n(int size) const {
+    if constexpr (F::kVaries) return RowTiles(size).count();
     return ((F::kRows == Axis::kN ? size : p_.n) + F::kResultN - 1) / F::kResultN;
+  }
+  // Returns the number of tiles along the paired axis, and along the other axis.
+  __device__ int paired(int size) const {
+    return F::kPaired == Axis::kM ? tiles_m(size) : tiles_n(size);
+  }
+  __device__ int others(int size) const {
+    return F::kPaired == Axis::kM ? tiles_n(size) : tiles_m(size);
   }
 
   // Reads the next groups, one for each lane.
@@ -88,8 +142,9 @@ class Walk {
       size_ = p_.sizes[group];
       weight_ = p_.weights[group];
       if (F::kRows != Axis::kK || (weight_ >= 0 && (!F::kAdds || size_ > 0))) {
-        const int m = tiles_m(size_), n = tiles_n(size_);
-        count_ = F::kBlocks == 1 ? m * n : m / 2 * n + m % 2 * ((n + 1) / 2);
+        const int pairs = paired(size_), other = others(size_);
+        count_ =
+            F::kBlocks == 1 ? pairs * other : pairs / 2 * other + pairs % 2 * ((other + 1) / 2);
       }
     }
     end_ = count_;
@@ -101,14 +156,14 @@ class Walk {
   }
 
   // Returns Work::tile of a group's tile.
-  static __device__ uint32_t place(int tile, int tiles_m, int tiles_n) {
-    const int rows = tiles_m / F::kBlocks;
-    if (tile >= rows * tiles_n) {
-      return (tiles_m - 1) << 16 | (tile - rows * tiles_n) * 2 << 1 | 1;
+  static __device__ uint32_t place(int tile, int paired, int others) {
+    const int rows = paired / F::kBlocks;
+    if (tile >= rows * others) {
+      return (paired - 1) << 16 | (tile - rows * others) * 2 << 1 | 1;
     }
-    const int band = tile / (kBand * tiles_n);
+    const int band = tile / (kBand * others);
     const int height = min(kBand, rows - band * kBand);
-    const int rest = tile - band * kBand * tiles_n;
+    const int rest = tile - band * kBand * others;
     return (band * kBand + rest % height) * F::kBlocks << 16 | rest / height << 1;
   }
 
