@@ -318,25 +318,26 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
     // not let products of any step overlap.
     const int whole = F::kRows == Axis::kK ? tile.whole_steps() : steps;
     with_extent(tile, [&](auto extent) {
+      constexpr int kExtent = decltype(extent)::value;
       for (int step = 0; step < whole; ++step) {
         if (step > 0 || !is_loaded) wait_for(&shared.loaded[stage.place], stage.parity);
         const uint32_t a = descriptor_a + stage.place * (F::kBytesA >> 4);
         const uint32_t b = descriptor_b + stage.place * (F::kBytesB >> 4);
 #pragma unroll
-        for (int i = 0; i < F::kProducts; ++i) fence_registers<extent / 2>(d[i]);
+        for (int i = 0; i < F::kProducts; ++i) fence_registers<kExtent / 2>(d[i]);
         begin_products();
 #pragma unroll
         for (int k = 0; k < kTileK / 16; ++k) {
 #pragma unroll
           for (int i = 0; i < F::kProducts; ++i) {
-            multiply<T, F::kMajorA, F::kMajorB, extent>(
+            multiply<T, F::kMajorA, F::kMajorB, kExtent>(
                 d[i], a + i * (kBoxBytes >> 4) + k * kDescriptorStep<F::kMajorA>,
                 b + k * kDescriptorStep<F::kMajorB>, step > 0 || k > 0);
           }
         }
         end_products();
 #pragma unroll
-        for (int i = 0; i < F::kProducts; ++i) fence_registers<extent / 2>(d[i]);
+        for (int i = 0; i < F::kProducts; ++i) fence_registers<kExtent / 2>(d[i]);
         wait_for_products<1>();
         if (step > 0) {
           release(previous);
@@ -358,10 +359,10 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
       wait_for_products<0>();
 #pragma unroll
       for (int i = 0; i < F::kProducts; ++i) {
-        fence_registers<extent / 2>(d[i]);
+        fence_registers<kExtent / 2>(d[i]);
         // Numbers without a value would occupy registers while the products run.
 #pragma unroll
-        for (int j = extent / 2; j < F::kTileN / 2; ++j) d[i][j] = 0;
+        for (int j = kExtent / 2; j < F::kTileN / 2; ++j) d[i][j] = 0;
       }
     });
     if (whole > 0) release(previous);
