@@ -363,7 +363,7 @@ def test_each_product_is_one_call_with_the_attributes_of_the_activation(hopper):
     numbers = {name: float(first[1].pop(name)) for name in ("alpha", "limit")}
     assert numbers == pytest.approx(dict(alpha=1.3, limit=0.7))
     code = str(list(KINDS).index("clamped_swiglu"))
-    assert first[1] == dict(product="0", activation=code, gated="1", num_sms="0")
+    assert first[1] == dict(product="1", activation=code, gated="1", num_sms="0")
     assert first[2] == (
         "(tensor<512x64xbf16>, tensor<4x64x640xbf16>, tensor<3x4xi32>, tensor<4x640xbf16>, "
         "tensor<512xf32>) -> (tensor<512x320xbf16>, tensor<0xbf16>, tensor<1xi32>)"
