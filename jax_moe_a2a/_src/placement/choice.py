@@ -93,7 +93,9 @@ def _replicas(
     is_on = slot_rank[None] == ranks[:, None, None]  # [R, E, M]
     # Of several slots of an expert on a rank, only the first one counts as the rank's own.
     is_own = is_on & (running_sum(is_on.astype(jnp.int32), axis=2) == 1)
-    own_rows = jnp.minimum(own_counts[None], jnp.where(is_own, quotas[None], 0).sum(2, dtype=jnp.int32))
+    own_rows = jnp.minimum(
+        own_counts[None], jnp.where(is_own, quotas[None], 0).sum(2, dtype=jnp.int32)
+    )
     quotas -= jnp.where(is_own, own_rows[:, :, None], 0).sum(0, dtype=jnp.int32)
     ends = running_sum(quotas, axis=1)
 
