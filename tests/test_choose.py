@@ -277,7 +277,7 @@ def test_derivatives_and_transforms_are_those_of_the_composition(topk):
         )
 
     def derivatives(fn):
-        loss = lambda x: jnp.sin(fn(x) * jnp.arange(1.0, 5.0)).sum()
+        loss = lambda x: jnp.sin(fn(x) * jnp.arange(1.0, 5.0)[None, None]).sum()
         direction = jnp.cos(logits)
         along = lambda x: jax.jvp(loss, (x,), (direction,))[1]
         again = jax.checkpoint(loss)
