@@ -13,7 +13,8 @@ import tempfile
 from collections.abc import Iterable
 from typing import Any
 
-SOURCE = pathlib.Path(__file__).with_suffix(".cu")
+ROOT = pathlib.Path(__file__).parents[1]
+SOURCE = ROOT / "tools" / "driver" / "wire.cu"
 ARCHITECTURES = (
     "-gencode=arch=compute_80,code=[sm_80,compute_80]",
     "-gencode=arch=compute_90,code=sm_90",
@@ -48,7 +49,8 @@ def build(folder: str) -> str:
     if nvcc is None:
         raise RuntimeError("no nvcc on PATH or under CUDA_HOME")
     program = os.path.join(folder, "wire")
-    command = [nvcc, "-O3", "-std=c++17", *ARCHITECTURES, "-o", program, str(SOURCE)]
+    options = ["-O3", "-std=c++17", f"-I{ROOT / 'cuda'}", *ARCHITECTURES]
+    command = [nvcc, *options, "-o", program, str(SOURCE)]
     _run(command, timeout=120)
     return program
 

@@ -4,7 +4,7 @@
 //   wire GPUS BYTES...   BYTES: what each of the first GPUS sends in total, evenly to all its peers.
 //                        Prints JSON.
 //
-// wire.py builds and runs it. A launch sends the bytes many times, so that neither the
+// benchmarks/wire.py builds and runs it. A launch sends the bytes many times, so that neither the
 // launch nor the latency of the last store affects the result. The result is the throughput of the
 // links; no exchange of these bytes can take less time.
 #include <cuda_runtime.h>
@@ -12,28 +12,15 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
-#include <cstdlib>
 #include <memory>
 #include <string>
-#include <thread>
 #include <vector>
 
+#include "devices.h"
+#include "driver.h"
+
+namespace moe_a2a {
 namespace {
-
-std::string ProblemOf(cudaError_t error) {
-  return error == cudaSuccess ? "" : cudaGetErrorString(error);
-}
-std::string ProblemOf(const std::string& problem) { return problem; }
-
-// Ends the process from any thread, because other threads may be waiting for a device.
-#define CHECK(call)                                                                      \
-  do {                                                                                   \
-    const std::string check_problem = ProblemOf(call);                                   \
-    if (!check_problem.empty()) {                                                        \
-      std::fprintf(stderr, "line %d: %s: %s\n", __LINE__, #call, check_problem.c_str()); \
-      std::_Exit(1);                                                                     \
-    }                                                                                    \
-  } while (false)
 
 constexpr int kMaxPeers = 15;
 constexpr int kThreads = 1024;
@@ -45,76 +32,6 @@ constexpr double kMaxRounds = 5000;
 constexpr int kLocalRounds = 4;
 constexpr int64_t kLeastBytes = 192
                                 << 20;  // of the arrays, so that they do not fit in the L2 cache
-
-// Calls body(gpu) for each of the first GPUs, with that GPU current. Each call has a separate
-// thread, because calls for one GPU may wait for the other GPUs.
-template <typename Body>
-void ForEachGpu(int num_gpus, const Body& body) {
-  std::vector<std::thread> threads;
-  for (int gpu = 0; gpu < num_gpus; ++gpu) {
-    threads.emplace_back([&body, gpu] {
-      CHECK(cudaSetDevice(gpu));
-      body(gpu);
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-}
-
-// The median of samples, and the least and the greatest of them.
-struct Summary {
-  explicit Summary(std::vector<double> samples) {
-    std::sort(samples.begin(), samples.end());
-    median = samples[samples.size() / 2];
-    least = samples.front();
-    greatest = samples.back();
-  }
-  double median, least, greatest;
-};
-
-// A stream of the current device, and the time between two events on this stream.
-class TimedStream {
- public:
-  TimedStream() {
-    CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
-    CHECK(cudaEventCreate(&begin_));
-    CHECK(cudaEventCreate(&end_));
-  }
-  TimedStream(const TimedStream&) = delete;
-  ~TimedStream() {
-    cudaEventDestroy(begin_);
-    cudaEventDestroy(end_);
-    cudaStreamDestroy(stream_);
-  }
-
-  operator cudaStream_t() const { return stream_; }
-  void Begin() { CHECK(cudaEventRecord(begin_, stream_)); }
-  void End() { CHECK(cudaEventRecord(end_, stream_)); }
-
-  // Waits for the stream; returns the time.
-  double Microseconds() {
-    CHECK(cudaStreamSynchronize(stream_));
-    CHECK(cudaGetLastError());
-    float ms = 0;
-    CHECK(cudaEventElapsedTime(&ms, begin_, end_));
-    return ms * 1e3;
-  }
-
- private:
-  cudaStream_t stream_;
-  cudaEvent_t begin_, end_;
-};
-
-// Fills an array with numbers that look random, by splitmix64's finalizer of Steele, Lea and Flood.
-__global__ void FillRandom(uint4* to, int64_t count, uint64_t seed) {
-  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
-  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += stride) {
-    uint64_t hash = seed * 0xD1342543DE82EF95 + i * 0x9E3779B97F4A7C15;
-    hash = (hash ^ (hash >> 30)) * 0xBF58476D1CE4E5B9;
-    hash = (hash ^ (hash >> 27)) * 0x94D049BB133111EB;
-    const uint32_t low = hash, high = hash >> 32;
-    to[i] = {low, high, high ^ low, low + high};
-  }
-}
 
 struct Peers {
   int count;
@@ -193,13 +110,13 @@ class Machine {
       if (other == g) continue;
       int reachable = 0;
       CHECK(cudaDeviceCanAccessPeer(&reachable, g, other));
-      CHECK(reachable ? "" : "a GPU cannot access GPU " + std::to_string(other));
+      CHECK(reachable ? Problem() : "a GPU cannot access GPU " + std::to_string(other));
       CHECK(cudaDeviceEnablePeerAccess(other, 0));
     }
     CHECK(cudaDeviceGetAttribute(&gpu.sms, cudaDevAttrMultiProcessorCount, g));
     CHECK(cudaMalloc(&gpu.from, bytes(most_)));
     CHECK(cudaMalloc(&gpu.zone, bytes(most_)));
-    FillRandom<<<256, 256>>>(gpu.from, most_ * num_peers(), g);
+    FillRandom<<<256, 256>>>(reinterpret_cast<float*>(gpu.from), 4 * most_ * num_peers(), g);
     CHECK(cudaGetLastError());
     CHECK(cudaDeviceSynchronize());
   }
@@ -280,18 +197,20 @@ void MeasureAll(int num_gpus, const std::vector<int64_t>& sizes) {
 }
 
 }  // namespace
+}  // namespace moe_a2a
 
 int main(int argc, char** argv) {
+  using namespace moe_a2a;
   int visible = 0;
   CHECK(cudaGetDeviceCount(&visible));
-  const int num_gpus = argc > 1 ? std::atoi(argv[1]) : 0;
+  const int num_gpus = argc > 1 ? ToInt(argv[1]) : 0;
   const int most = std::min(visible, kMaxPeers + 1);
   CHECK(argc > 2 && num_gpus >= 2 && num_gpus <= most
-            ? ""
+            ? Problem()
             : "needs 2 to " + std::to_string(most) + " GPUs, and a list of bytes");
   std::vector<int64_t> sizes;
   for (int i = 2; i < argc; ++i) {
-    sizes.push_back(std::max(1LL, std::atoll(argv[i])));
+    sizes.push_back(std::max<int64_t>(1, static_cast<int64_t>(ToNumber(argv[i]))));
   }
   MeasureAll(num_gpus, sizes);
 }
