@@ -56,11 +56,15 @@ struct Sm90 {
   static constexpr int64_t kFewItemsCombine = 8;  // "Senders"
   // "Senders": sending one row takes as long as writing this number of rows.
   static constexpr double kRowsPerSent = 3;
+  static constexpr double kRowsPerSentOfMany = 8;  // if the launch has kFewSms blocks or more
   // "Token formats": encoding one token for all its ranks takes as long as writing this number of
   // rows.
   static constexpr double kRowsPerEncodedFp8 = 8, kRowsPerEncodedFp4 = 20;
-  static constexpr double kCombineSenders = 2. / 3;         // "Senders"
-  static constexpr double kEncodedCombineSenders = 1. / 2;  // "Token formats"
+  // "Senders", "Token formats": the share of the blocks of a combine that send. Half of the blocks
+  // send if sums are encoded, or if there are two ranks and rows are larger than
+  // kSmallCombineRowBytes.
+  static constexpr double kCombineSenders = 2. / 3;
+  static constexpr int64_t kSmallCombineRowBytes = 4096;
   // "Senders": routed dispatch. A quarter of a block's warps sends a token.
   static constexpr double kRoutedSenders = 0.25;
   static constexpr int kRoutedLeastSenders = 4;

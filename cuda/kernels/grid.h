@@ -106,10 +106,16 @@ inline Grid grid_of(const DispatchParams& p, int64_t num_sms) {
   // While rows travel, blocks that do not send write the rows of this rank's tokens, and zeros.
   const int64_t chunks = num_chunks_of(p.routing.num_tokens);
   const int64_t peers = p.view.num_ranks - 1;
-  const double sent = static_cast<double>(p.routing.num_tokens * peers);
+  const double tokens = p.routing.num_tokens, written = num_written_rows(p);
+  double share = tokens * peers / (tokens * peers + written / Tuning::kRowsPerSent);
+  if (num_sms >= Tuning::kFewSms) {
+    // Memory limits so many blocks before the links do, so more of them can send.
+    share =
+        std::max(share, std::min(0.5, tokens / (tokens + written / Tuning::kRowsPerSentOfMany)));
+  }
   return make_grid(num_sms, chunks * peers,
                    chunks * p.view.num_ranks + num_zero_items(p.routing, num_sms), largest_row(p),
-                   {Tuning::kFewItems, sent / (sent + num_written_rows(p) / Tuning::kRowsPerSent)});
+                   {Tuning::kFewItems, share});
 }
 
 inline Grid grid_of(const FormatDispatchParams& p, int64_t num_sms) {
@@ -154,8 +160,10 @@ inline Grid grid_of(const CombineParams& p, int64_t num_sms) {
   // sends, so many blocks send. Sums in a format use the links for half the time, but need more
   // work at the source rank.
   const bool is_encoded = p.wire_format != kNoFormat;
-  const Senders senders = {Tuning::kFewItemsCombine,
-                           is_encoded ? Tuning::kEncodedCombineSenders : Tuning::kCombineSenders};
+  // A rank sums rows for each peer and for itself. With two ranks, it sends half of its sums.
+  const bool sends_half =
+      is_encoded || (p.view.num_ranks == 2 && largest_row(p) > Tuning::kSmallCombineRowBytes);
+  const Senders senders = {Tuning::kFewItemsCombine, sends_half ? 0.5 : Tuning::kCombineSenders};
   const int64_t num_tokens = p.routing.num_tokens;
   Grid grid = make_grid(num_sms, num_chunks_of(p.routing.num_tokens) * (p.view.num_ranks - 1),
                         num_tokens, largest_row(p), senders);
