@@ -1,8 +1,8 @@
 """Make a training program of the installed MaxText.
 
 Configuration, model, optimizer, synthetic data and train step are MaxText's. MaxText imports
-modules for clouds and data sets, which training on synthetic data never calls. Empty modules
-replace those that are not installed.
+modules for clouds and data sets, which training on synthetic data never calls. If such a module is
+not installed, an empty module replaces it.
 """
 
 from __future__ import annotations

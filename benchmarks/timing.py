@@ -131,7 +131,7 @@ def pick_tied(leaves: Sequence[Any], axes: int | None = 2) -> list[int]:
     A tie changes the smallest integer array with at least ``axes`` axes (ids, or slots of a
     routing), because all of our calls read this array. If ``axes`` is None, a tie changes all
     integer arrays, because parts of a program may read different integer arrays. Without integer
-    arrays, it changes the smallest array.
+    arrays, a tie changes the smallest array.
     """
     by_size = sorted(range(len(leaves)), key=lambda i: leaves[i].size)
     integers = [i for i in by_size if jnp.issubdtype(leaves[i].dtype, jnp.integer)]
