@@ -144,7 +144,7 @@ def errors(
       fullest: the number of rows of the fullest expert.
 
     Returns:
-      For each result, ``operations.squares`` [2] of the result and of the right result.
+      For each result, ``operations.squares`` [2] of the result and of the exact result.
     """
     starts = jnp.cumsum(sizes) - sizes
 
