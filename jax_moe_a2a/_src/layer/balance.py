@@ -3,7 +3,9 @@ to scores."""
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -189,17 +191,29 @@ def z_columns(logits: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, jax
     )
 
 
-def sum_of_columns(first: jax.Array, *others: jax.Array) -> jax.Array:
-    """Return the sums over all leading axes of [..., E] and of arrays [...] as one array.
+def sum_of_columns(
+    first: jax.Array,
+    *others: jax.Array,
+    counted: jax.Array | None = None,
+    num_counted: int = 0,
+) -> jax.Array:
+    """Return the sums over all leading axes of [..., E], of arrays [...], and of how many integers
+    ``counted`` [..., K] are 0, 1, ..., ``num_counted`` - 1, as one array.
 
     XLA computes the columns while it adds them. If the columns were concatenated, XLA would write
     them to an array.
     """
     size, num_leading = first.shape[-1], first.ndim - 1
-    column = lax.iota(jnp.int32, size + len(others)).reshape(*(1,) * num_leading, -1)
-    columns = jnp.pad(first, [(0, 0)] * num_leading + [(0, len(others))])
+    start = size + len(others)  # of the counts
+    column = lax.iota(jnp.int32, start + num_counted).reshape(*(1,) * num_leading, -1)
+    columns = jnp.pad(first, [(0, 0)] * num_leading + [(0, len(others) + num_counted)])
     for i, x in enumerate(others):
         columns = jnp.where(column == size + i, x[..., None].astype(first.dtype), columns)
+    if counted is not None:
+        # XLA would compute a sum over K in a kernel of its own.
+        of_k = (counted[..., k, None] == column - start for k in range(counted.shape[-1]))
+        counts = functools.reduce(operator.add, (hit.astype(first.dtype) for hit in of_k))
+        columns = jnp.where(column >= start, counts, columns)
     if num_leading > 1:
         # XLA would merge both sums into one sum, which only few blocks of a GPU would compute.
         columns = lax.optimization_barrier(columns.sum(axis=-2))

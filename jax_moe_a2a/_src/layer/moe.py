@@ -29,13 +29,13 @@ from ..routing.choices import RouterChoices
 from .axes import Axes, AxesLike, as_axes
 from .balance import balance_loss_of, shares_of, sum_of_columns, z_columns, z_loss_of
 from .chunks import LayerWeights, Tokens, check_one_global_scale
-from .load import ExpertLoad, counts_of, load_of
+from .load import ExpertLoad, columns_of, load_of, most_choices, rows_of, sum_choices
 from .logits import router_logits
 from .lora import add_product
 from .mlp import LayerOptions, mlp_and_routing, quantized_once, with_fetched
 from .parameters import names_of, place
 from .router import Router, RouterLike, check_router, choose_experts, map_arrays, num_outputs
-from .sums import sum_counts, sum_over
+from .sums import exact_in_float32, sum_over
 from .top_k import TopK, check_logits
 from .weights import (
     Activation,
@@ -283,12 +283,19 @@ def moe(
         partial = scope.group.axes if tokens.replicated else ()
         partial += () if tensor_axis is None else (tensor_axis,)
         y = lax.psum(y, partial) if partial else y
-        axes = tuple(dict.fromkeys((*tokens.axes, *scope.group.axes)))
-        most = choices.ids.size * scope.size(axes)
-        counted = num_experts if placement is None else placement.num_slots
-        load = load_of(sum_counts(axes, counts, most), (scope.group.size, counted), placement)
         is_top_k = isinstance(flat_router, Router) and isinstance(flat_router.choose, TopK)
-        losses = _losses(choices, logits, mask, is_top_k, tokens.axes, load.wanted_per_expert)
+        counted = num_experts if placement is None else placement.num_slots
+        losses, load = _statistics(
+            choices,
+            logits,
+            mask,
+            is_top_k,
+            axes=tokens.axes,
+            all_axes=tuple(dict.fromkeys((*tokens.axes, *scope.group.axes))),
+            counts=counts,
+            sizes=(scope.group.size, counted),
+            placement=placement,
+        )
         found = {"logits": logits, "choices": choices._replace(scores=None)}
         unflat = lambda array: array.reshape(*leading, *array.shape[1:])
         found = jax.tree.map(unflat, {name: found[name] for name in outputs})
@@ -310,23 +317,31 @@ def moe(
 
 
 @scopes.losses
-def _losses(
+def _statistics(
     choices: RouterChoices,
     logits: jax.Array | None,
     mask: jax.Array | None,
     is_top_k: bool,
+    *,
     axes: tuple[str, ...],
-    wanted: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """Return the balance loss and the z-loss of the tokens of all ranks over mesh axes, or 0 for a
-    loss that does not exist. ``wanted`` [E] are the choices of all these tokens."""
-    none = jnp.zeros((), jnp.float32)
-    if choices.scores is None and logits is None:
-        return none, none
-    found: list[Any] = [none, none]
-    columns: tuple[jax.Array, ...] | list[jax.Array]
-    columns = () if logits is None else z_columns(logits, mask)
-    shares = jnp.zeros((len(choices.ids), 0), columns[0].dtype if columns else jnp.float32)
+    all_axes: tuple[str, ...],
+    counts: tuple[jax.Array, jax.Array],
+    sizes: tuple[int, int],
+    placement: Placement | None,
+) -> tuple[tuple[jax.Array, jax.Array], ExpertLoad]:
+    """Return the balance loss, the z-loss and the load. A loss that does not exist is 0.
+
+    All sums over the tokens of a rank are one array, which one all-reduce sums over ranks.
+
+    Args:
+      axes: the mesh axes that divide the tokens.
+      all_axes: these axes and those of the group.
+      counts: ``columns_of`` and ``rows_of`` a rank's routing.
+      sizes: the number of ranks, and of experts that the routing knows.
+    """
+    found = [jnp.zeros((), jnp.float32)] * 2
+    others = () if logits is None else z_columns(logits, mask)
+    shares = jnp.zeros((len(choices.ids), 0), others[0].dtype if others else jnp.float32)
     if choices.scores is not None:
         shares = check_logits(choices.scores, "scores")
         if is_top_k:
@@ -334,19 +349,30 @@ def _losses(
             is_token = jnp.ones_like(shares[:, 0], bool) if mask is None else mask
         else:
             shares, is_token = shares_of(shares, choices.ids)
-        columns = (is_token, *columns)
+        others = is_token, *others
+    num_scores, num_sums = shares.shape[-1], shares.shape[-1] + len(others)
+    columns, rows = counts
+    is_one_sum = axes == all_axes and exact_in_float32(most_choices(axes, columns))
+    given = [shares, *others, columns]
     if len(shares) >= 16 * TOKENS_PER_SUM:
         per_sum = math.gcd(len(shares), TOKENS_PER_SUM)
-        blocks = lambda x: x.reshape(-1, per_sum, *x.shape[1:])
-        shares, *columns = map(blocks, (shares, *columns))
-    sums = sum_over(axes, sum_of_columns(shares, *columns))
-    num_scores = shares.shape[-1]
+        given = [x.reshape(-1, per_sum, *x.shape[1:]) for x in given]
+    *given, of_blocks = given
+    if is_one_sum:
+        own = sum_of_columns(*given, counted=of_blocks, num_counted=sum(sizes))
+        sums = sum_over(axes, jnp.concatenate([own, rows.astype(own.dtype)]))
+        number = sums[num_sums:].astype(jnp.int32)
+    else:
+        sums = sum_over(axes, sum_of_columns(*given))
+        number = sum_choices(all_axes, columns, rows, sum(sizes))
+    load = load_of(number, sizes, placement)
     if logits is not None:
-        found[1] = z_loss_of(sums[-2], sums[-1])
+        found[1] = z_loss_of(sums[num_sums - 2], sums[num_sums - 1])
     if choices.scores is not None:
-        counts = jnp.pad(wanted, (0, num_scores - wanted.size))  # scores of no expert
-        found[0] = balance_loss_of(sums[:num_scores], sums[num_scores], counts)
-    return found[0], found[1]
+        # Some scores may belong to no expert.
+        wanted = jnp.pad(load.wanted_per_expert, (0, num_scores - load.wanted_per_expert.size))
+        found[0] = balance_loss_of(sums[:num_scores], sums[num_scores], wanted)
+    return (found[0], found[1]), load
 
 
 @scopes.shared_expert
@@ -370,9 +396,9 @@ def _experts(
     route_arguments: RouteArguments,
     options: LayerOptions,
     shared_activation: Activation | None,
-) -> tuple[Totals, jax.Array, jax.Array]:
-    """Return the totals, the outputs of a rank's tokens [T, H], and the sum of ``counts_of`` over
-    all chunks."""
+) -> tuple[Totals, jax.Array, tuple[jax.Array, jax.Array]]:
+    """Return the totals, the outputs of a rank's tokens [T, H], ``columns_of`` these tokens, and
+    the sum of ``rows_of`` over all chunks."""
     num_chunks = route_arguments.exchange.num_chunks or 1
 
     @scopes.shared_expert
@@ -392,15 +418,15 @@ def _experts(
 
     def layer(
         tokens: Tokens, weights: LayerWeights, totals: Totals
-    ) -> tuple[tuple[jax.Array, jax.Array], Totals]:
+    ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], Totals]:
         y, routing, totals = mlp_and_routing(route_arguments, options, tokens, weights, totals)
         if weights.shared is not None:
             y += shared_expert(tokens.x, tokens.shared_weights, weights.shared)
-        return (y, counts_of(routing)), totals
+        return (y, columns_of(routing), rows_of(routing)), totals
 
     if num_chunks == 1:
-        (y, counts), totals = layer(tokens, weights, totals)
-        return totals, y, counts
+        (y, columns, rows), totals = layer(tokens, weights, totals)
+        return totals, y, (columns, rows)
     num_tokens = tokens.x.shape[0]
     more = -num_tokens % num_chunks
 
@@ -411,8 +437,9 @@ def _experts(
 
     tokens = jax.tree.map(padded, tokens)._replace(topk_ids=padded(tokens.topk_ids, -1))
     weights = with_fetched(weights, route_arguments, options.placement)
-    totals, (y, counts) = quantized_once(layer, num_chunks, tokens, weights, totals)
-    return totals, lax.collapse(y, 0, -1)[:num_tokens], counts.sum(axis=0, dtype=jnp.int32)
+    totals, (y, columns, rows) = quantized_once(layer, num_chunks, tokens, weights, totals)
+    y, columns = (lax.collapse(x, 0, -1)[:num_tokens] for x in (y, columns))
+    return totals, y, (columns, rows.sum(axis=0, dtype=jnp.int32))
 
 
 def _check_exchange(given: Exchange | None) -> Exchange:
