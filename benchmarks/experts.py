@@ -20,7 +20,8 @@ from jax import lax
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.experts import activations, primitives
-from jax_moe_a2a._src.grouped import straight_through
+from jax_moe_a2a._src.group import native
+from jax_moe_a2a._src.grouped import lowering, straight_through
 
 from .operations import squares
 
@@ -90,6 +91,30 @@ def mosaic_product() -> Product:
 
     def outer(x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:
         return ragged_outer(x, y, group_sizes=sizes, **(tiles(x) | dict(block_m=128)))
+
+    return _differentiable(multiply, outer)
+
+
+def library_product() -> Product:
+    """Make a differentiable product from cuBLASLt, whether or not ``grouped_dot`` uses it."""
+    if not native.has_grouped_gemm() or native.library_version() < (13, 3):
+        raise ImportError("the process has no cuBLASLt 13.3 or newer; see --cublas-lt")
+    native.register_targets()
+    options: Any = dict(num_sms=None, by_library=True)
+
+    def multiply(rows: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool) -> jax.Array:
+        how = dict(options, transposed=transposed, dtype=rows.dtype, tail="unspecified")
+        return lowering.kernel_dot(rows, w, sizes, **how)
+
+    def outer(x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:
+        parts = (sizes.shape,)
+        return lowering.kernel_outer(x, y, sizes, parts=parts, dtype=x.dtype, **options)[0]
+
+    return _differentiable(multiply, outer)
+
+
+def _differentiable(multiply: Callable[..., jax.Array], outer: Callable[..., jax.Array]) -> Product:
+    """Make a product from functions (rows, w, sizes, transposed) and (x, y, sizes)."""
 
     @jax.custom_vjp
     def product(rows: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:

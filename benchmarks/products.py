@@ -9,7 +9,8 @@ experts and 32,768 rows, as with 4,096 tokens on each of 4 ranks and top-8 of 12
 rows, as in decoding. Before an implementation is timed, its result is compared with plain products
 of the first and the last group. With --models, the experts are the fused experts of `ma.moe_mlp`,
 without biases, and their six products are also timed alone. Experts in FP8 quantize rows and
-weights. The times of products in FP8 do not include quantization.
+weights. The times of products in FP8 do not include quantization. cuBLASLt is a method if the
+library that JAX has loaded, or the library at --cublas-lt, has grouped products.
 
 All implementations of a product take samples in turns, because a GPU's clock falls when the GPU is
 hot.
@@ -17,6 +18,7 @@ hot.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
 import statistics
@@ -45,7 +47,7 @@ OPS = ("forward", "d_rows", "d_weights")
 FORWARD = OPS[:1]
 OF_EXPERTS = ("experts", "experts_and_gradients")
 OURS, MOSAIC, CUBLAS, RAGGED = "ours", "Mosaic GPU", "cuBLAS batched", "lax.ragged_dot"
-FUSED, FP8 = "ours, fused", "ours, FP8"
+FUSED, FP8, LIBRARY = "ours, fused", "ours, FP8", "cuBLASLt grouped"
 TINY = 64  # without a GPU, rows and columns are divided by this number
 
 
@@ -98,7 +100,7 @@ def of_model(name: str, rows: int, sizes: str) -> list[Setting]:
     """Make the settings of a model's experts. An expert has ``rows`` rows on average."""
     hidden, width, groups = MODELS[name]
     rows = groups * (rows + MORE_ROWS.get(sizes, 0))
-    products = {OURS: OPS} | ({CUBLAS: OPS} if sizes in MORE_ROWS else {})
+    products = {OURS: OPS, LIBRARY: OPS} | ({CUBLAS: OPS} if sizes in MORE_ROWS else {})
     experts = {FUSED: OF_EXPERTS}
     if hidden % FP8_BLOCK == width % FP8_BLOCK == 0:
         products[FP8], experts[FP8] = OPS[:2], OF_EXPERTS
@@ -145,10 +147,11 @@ def products() -> dict[str, Callable[..., Any]]:
         CUBLAS: batched,
         RAGGED: jax.lax.ragged_dot,
     }
-    try:
-        made[MOSAIC] = of_rank.mosaic_product()
-    except ImportError as error:
-        print(f"no {MOSAIC}: {error}")
+    for name, make in ((MOSAIC, of_rank.mosaic_product), (LIBRARY, of_rank.library_product)):
+        try:
+            made[name] = make()
+        except ImportError as error:
+            print(f"no {name}: {error}")
     return made
 
 
@@ -282,8 +285,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=(), help="of these models")
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS_OF_EXPERTS, help="per expert")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=SIZES, help="of the groups")
+    parser.add_argument("--cublas-lt", help="path of libcublasLt.so.13, which JAX then uses, too")
     parser.set_defaults(ranks=1, budget=BUDGET_SECONDS)
     args = parser.parse_args(argv)
+    if args.cublas_lt:
+        ctypes.CDLL(args.cublas_lt)
     num_gpus = runs.set_platform(args.ranks)
     sweep = "models" if args.models else "products"
     run = runs.open_run(args, num_gpus, [sweep], "products", SAMPLES)
@@ -310,7 +316,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def tiny(setting: Setting) -> Setting:
     """Return the setting with few rows and columns, and without methods that need a GPU."""
-    methods = {name: ops for name, ops in setting.methods.items() if name not in (MOSAIC, FP8)}
+    of_gpus = (MOSAIC, LIBRARY, FP8)
+    methods = {name: ops for name, ops in setting.methods.items() if name not in of_gpus}
     rows = setting.rows // TINY // setting.groups * setting.groups
     return setting._replace(k=setting.k // TINY, n=setting.n // TINY, rows=rows, methods=methods)
 
