@@ -1,15 +1,9 @@
-"""Define the public functions of the exchange.
-
-Each function checks its arguments, routes if it has ids, binds a primitive, and returns the
-results.
-"""
+"""Define the public functions of the exchange."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
-import jax
 from jax.typing import ArrayLike, DTypeLike
 
 from .checks import PyTree, Tail, short
@@ -24,9 +18,8 @@ from .plan.options import Exchange, check_exchange
 from .routing.checks import CheckedIds, GroupOrAxes, RouteArguments, check_route
 from .routing.two_level import AnyRouting
 
-# One primitive both routes and dispatches if a rank has at most this many tokens. The number is
-# measured (docs/history/speed.md): with 4 GPUs and 256 tokens, one primitive takes 64 us instead of
-# 68 us.
+# If a rank has at most this many tokens, one primitive routes and dispatches. With 4 GPUs and 256
+# tokens, it takes 64 us, and two primitives take 68 us (docs/history/speed.md).
 FUSED_MAX_TOKENS = 256
 
 
@@ -157,8 +150,6 @@ def dispatch(
 
 
 def bind_dispatch(arguments: DispatchArguments) -> Recv:
-    """Route the ids if the arguments have ids and no ``Routing``. Then dispatch, and return the
-    ``Recv``."""
     source = arguments.source
     if (
         isinstance(source, CheckedIds)
@@ -174,7 +165,6 @@ def bind_dispatch(arguments: DispatchArguments) -> Recv:
 
 
 def routing_of(arguments: DispatchArguments) -> AnyRouting:
-    """Return the routing of a dispatch, computed from the ids if there are ids."""
     source = arguments.source
     return route_ids(*source) if isinstance(source, CheckedIds) else source
 
@@ -242,8 +232,8 @@ def combine(
     """
     arguments = check_combine(y, recv, weights, wire_dtype, add)
     exchange = COMBINE if arguments.weights is None else WEIGHTED_COMBINE
-    sums = bind(exchange, arguments.payload, arguments.routing, **arguments.params)
-    return arguments.sums(sums)
+    payload, routing, params = arguments.payload, arguments.routing, arguments.params
+    return arguments.sums(bind(exchange, payload, routing, **params))
 
 
 def dispatch_start(
@@ -289,9 +279,7 @@ def dispatch_start(
     check_start("dispatch", routing)
     in_flight, bind_done = bind_start(DISPATCH, payload, routing, **params)
 
-    def finish(in_flight: Sequence[jax.Array]) -> Recv:
-        return arguments.recv_of_encoded(routing, bind_done(in_flight))
-
+    finish = lambda in_flight: arguments.recv_of_encoded(routing, bind_done(in_flight))
     return InFlight("dispatch", in_flight, finish, routing.group)
 
 
@@ -334,14 +322,10 @@ def combine_start(
         )
     arguments = check_combine(y, recv, None, wire_dtype)
     check_start("combine", arguments.routing)
-    in_flight, bind_done = bind_start(
-        COMBINE, arguments.payload, arguments.routing, **arguments.params
-    )
-
-    def finish(in_flight: Sequence[jax.Array]) -> PyTree:
-        return arguments.sums(bind_done(in_flight))
-
-    return InFlight("combine", in_flight, finish, arguments.routing.group)
+    payload, routing, params = arguments.payload, arguments.routing, arguments.params
+    in_flight, bind_done = bind_start(COMBINE, payload, routing, **params)
+    finish = lambda in_flight: arguments.sums(bind_done(in_flight))
+    return InFlight("combine", in_flight, finish, routing.group)
 
 
 def combine_done(inflight: InFlight) -> PyTree:

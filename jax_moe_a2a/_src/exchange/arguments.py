@@ -37,8 +37,7 @@ class DispatchArguments(NamedTuple):
 
     If the primitive applies the token format, bind it with ``payload`` and ``params``, and pass the
     results to ``recv``. If XLA applies the format before and after the primitive, use ``encoded``
-    and ``recv_of_encoded``.
-    """
+    and ``recv_of_encoded``."""
 
     source: CheckedIds | AnyRouting
     leaves: list[jax.Array]
@@ -48,21 +47,20 @@ class DispatchArguments(NamedTuple):
 
     @property
     def route_options(self) -> RouteOptions:
-        """Return the static fields of the routing."""
         return self.source.options if isinstance(self.source, CheckedIds) else self.source
 
     @property
     def payload(self) -> list[jax.Array]:
-        """Return the operands of a dispatch that quantizes, without the routing."""
+        """Return the operands of a dispatch that quantizes in the primitive, except the routing."""
         choice_arrays = [*self.choice_arrays, *self._scales_of_choices]
         return [*self.leaves, *choice_arrays, *self._token_scales]
 
     @property
     def params(self) -> dict[str, Any]:
-        """Return the parameters of a dispatch that quantizes."""
+        """Return the parameters of the primitive with ``payload``."""
         options, num_choice_arrays = self.options, len(self.choice_arrays)
         if options.token_format is not None:
-            # A traced global scale is an operand; the static format has the default in its place.
+            # A traced global scale is an operand, so the static format has the default scale.
             scaled = bool(self._token_scales)
             static = NvFp4() if scaled else options.token_format
             options = options._replace(token_format=static, has_token_scales=scaled)
@@ -93,13 +91,13 @@ class DispatchArguments(NamedTuple):
 
     @property
     def encoded(self) -> tuple[list[jax.Array], dict[str, Any]]:
-        """Return payload and parameters of a dispatch that does not quantize."""
+        """Return payload and parameters of a dispatch of values and scales that XLA computes."""
         if self.options.token_format is None:
             return self.payload, self.params
         return reference.encoded(self.payload, **self.params)
 
     def recv(self, routing: AnyRouting, moved: Sequence[jax.Array]) -> Recv:
-        """Return a ``Recv`` made of the results of a dispatch that quantizes."""
+        """Return a ``Recv`` from the results of the primitive with ``payload``."""
         scales_of_choices, options = self._scales_of_choices, self.options
         fmt = options.token_format
         end = len(moved) - len(scales_of_choices)
@@ -115,7 +113,7 @@ class DispatchArguments(NamedTuple):
         return recv_of(routing, rows, weights[0] if weights else None, scales)
 
     def recv_of_encoded(self, routing: AnyRouting, moved: Sequence[jax.Array]) -> Recv:
-        """Return a ``Recv`` made of the results of a dispatch that does not quantize."""
+        """Return a ``Recv`` from the results of the primitive with ``encoded``."""
         if self.options.decode:
             num_leaves, dtypes = len(self.leaves), [x.dtype for x in self.leaves]
             found = reference.decoded(moved, dtypes, self.params["options"])
@@ -174,19 +172,17 @@ class CombineArguments(NamedTuple):
 
     @property
     def payload(self) -> list[jax.Array]:
-        """Return the operands of the primitive, without the routing."""
         weights = [] if self.weights is None else [self.weights]
         return [*self.leaves, *weights, *self.addends]
 
     @property
     def params(self) -> dict[str, Any]:
-        """Return the parameters of the primitive."""
         options = self.options._replace(num_addends=len(self.addends))
         return dict(num_leaves=len(self.leaves), num_choice_arrays=0, options=options)
 
-    def sums(self, sums: Sequence[jax.Array]) -> PyTree:
+    def sums(self, results: Sequence[jax.Array]) -> PyTree:
         """Return the results of the primitive as a pytree like ``y``."""
-        return jax.tree.unflatten(self.treedef, sums)
+        return jax.tree.unflatten(self.treedef, results)
 
 
 def check_combine(
@@ -238,8 +234,6 @@ def _check_addends(
     rows: Sequence[jax.Array],
     treedef: jax.tree_util.PyTreeDef,
 ) -> list[jax.Array]:
-    """Return the arrays of ``add``, which have the structure, shapes and dtypes of the sums of
-    ``rows``."""
     leaves, structure = check_leaves("add", add, "num_tokens", routing.num_tokens)
     if routing.replicated:
         raise ValueError(
@@ -260,11 +254,7 @@ def _check_addends(
     return leaves
 
 
-# Checks of the options and of the payload
-
-
 def check_options(options: Options, leaves: Sequence[jax.Array], has_levels: bool) -> Options:
-    """Return the checked options of a dispatch, or raise the errors of ``dispatch``."""
     check_bool("decode", options.decode)
     check_format(options.token_format, options.decode, leaves)
     wire = check_wire_dtype(options.wire_dtype, "x", leaves, has_levels=has_levels)
@@ -274,8 +264,8 @@ def check_options(options: Options, leaves: Sequence[jax.Array], has_levels: boo
 def check_leaves(
     name: str, tree: PyTree, axis: str, size: int, *, remedy: str = ""
 ) -> tuple[list[jax.Array], jax.tree_util.PyTreeDef]:
-    """Return the leaves of ``tree`` as arrays [size, ...], and its structure. The error about a
-    wrong leading axis ends with ``remedy``."""
+    """Return the leaves of ``tree`` as arrays [size, ...], and its structure. ``remedy`` ends the
+    error about a wrong leading axis."""
     leaves, treedef = jax.tree.flatten(tree)
     return [_check_leaf(name, leaf, axis, size, remedy) for leaf in leaves], treedef
 
@@ -317,9 +307,9 @@ def check_wire_dtype(
     *,
     has_levels: bool,
 ) -> WireDtype:
-    """Return the wire dtype, or the token format, for sums of ``leaves``.
-    With levels, the wire dtype must not have more bits than the dtype of a leaf, because the sum of
-    a host is rounded to the dtype of the leaf."""
+    """Return the wire dtype or token format for sums of ``leaves``, or raise an error. With levels,
+    the wire dtype must not have more bits than the dtype of a leaf, because the sum of a host is
+    rounded to the dtype of the leaf."""
     dtype = as_wire_dtype(wire_dtype)
     if isinstance(dtype, TokenFormat):
         for leaf in leaves:
@@ -340,8 +330,6 @@ def check_wire_dtype(
 
 
 def check_format(fmt: TokenFormat | None, decode: bool, leaves: Sequence[jax.Array]) -> None:
-    """Raise an error if the format cannot quantize every leaf, or if ``decode`` is set without a
-    format."""
     if fmt is None:
         if decode:
             raise ValueError(

@@ -37,9 +37,7 @@ ROW: Layout = ("C",)
 
 
 class Options(NamedTuple):
-    """The options of an exchange, without the options of its routing. The same class holds the
-    checked options of the caller and the static parameter of the primitive. A combine has no
-    format.
+    """The options of an exchange, without the options of its routing. A combine has no format.
 
     Derive options by ``_replace``, so that a new option reaches each part of an exchange."""
 
@@ -59,18 +57,17 @@ class Options(NamedTuple):
 
     @property
     def results_per_leaf(self) -> int:
-        """Return the number of results of each leaf: 1 for floats, and 2 for values and scales."""
+        """Return the number of results of each leaf: rows in floats, values and scales count 1."""
         has_floats = self.token_format is None or self.decode
         return has_floats + 2 * self.has_encoded
 
     @property
     def has_encoded(self) -> bool:
-        """Return True if values and scales are results."""
+        """Return True if a dispatch returns values and scales."""
         return self.token_format is not None and (self.keeps_encoded or not self.decode)
 
     @property
     def unencoded(self) -> Options:
-        """Return the same options without the options of quantization."""
         return self._replace(
             token_format=None, decode=False, keeps_encoded=False, has_token_scales=False
         )
@@ -103,7 +100,7 @@ class Record:
     reference: Callable[..., list[jax.Array]]
     """Computes the results with jnp and lax from the operands and parameters."""
     layouts: Callable[..., Layouts]
-    """Returns the ``Layouts``. It receives all parameters by name, and ignores some."""
+    """Returns the ``Layouts`` for the parameters of the primitive."""
     kernel_calls: Callable[..., Any]
     """Returns the kernel calls that make the exchange (see ``lowering.py``). It receives a
     ``CallPlacement``, the abstract payload of one rank and the parameters."""
@@ -130,16 +127,12 @@ class Record:
         emulated: bool = False,
         **params: Any,
     ) -> list[Any]:
-        """Bind the primitive after casting all operands to vary over the same mesh axes."""
         operands = compat.align_varying([*payload, *routing], crossed_axes(group, emulated))
         return self.primitive.bind(*operands, group=group, emulated=emulated, **params)
 
 
 def crossed_axes(group: Group, emulated: bool) -> tuple[str, ...]:
-    """Return the mesh axes over which results vary even if operands do not.
-
-    A group of one rank exchanges nothing, so its results vary over the same axes as its operands.
-    """
+    """Return the mesh axes over which results vary even if operands do not."""
     return () if emulated or group.size == 1 else group.axes
 
 

@@ -93,7 +93,7 @@ def encode_and_decode(
     options: Options,
     **params: object,
 ) -> list[jax.Array]:
-    """Encode leaves, dispatch their values and scales like leaves, and decode the rows."""
+    """Dispatch the values and scales of leaves like leaves, and decode the rows."""
     payload, routing = split_routing(operands)
     parts, of_parts = encoded(payload, num_leaves, num_choice_arrays, options)
     moved = dispatch(*parts, *routing, **of_parts, **params)
@@ -135,7 +135,6 @@ def decoded(
 
 
 def _format_of(options: Options, scales: Sequence[jax.Array]) -> TokenFormat:
-    """Return the format with the global scales of tokens or rows, if there is an array of them."""
     fmt = options.token_format
     if scales:
         assert isinstance(fmt, NvFp4)
@@ -190,19 +189,28 @@ def weighted_dispatch(
     emulated: bool,
     **params: object,
 ) -> list[jax.Array]:
-    """Let G be the dispatched g [T, *W, ...]. Return weights_i * G for weights_1..n [C, *W], and
-    then the dot products <rows_i, G> [C, *W] for rows_1..m [C, *W, ...]."""
+    """Let G be the dispatched g [T, *W, ...]. Return weights_i * G for weights_1..n [C, *W] in the
+    dtype of g, and then the dot products <rows_i, G> [C, *W] for rows_1..m [C, *W, ...] in the
+    accumulation dtype."""
     del num_choice_arrays
     (g, *payload), routing = split_routing(operands)
     params.update(num_leaves=1, num_choice_arrays=0, emulated=emulated)
     (moved,) = dispatch(g, *routing, **params)
-    return scale_and_dot(
-        moved,
-        payload[:num_leaves],
-        payload[num_leaves:],
-        routing,
-        num_axes=int(emulated) + 1 + num_weight_axes,
-    )
+    num_axes = int(emulated) + 1 + num_weight_axes
+    acc_dtype = accumulation_dtype(moved.dtype)
+    wide = moved.astype(acc_dtype)
+    is_row = routing.row_rank >= 0  # rows without a token may hold NaN
+
+    def scaled(weights: jax.Array) -> jax.Array:
+        product = expand_like(weights.astype(acc_dtype), wide) * wide
+        return jnp.where(expand_like(is_row, wide), product, 0).astype(moved.dtype)
+
+    def dotted(rows: jax.Array) -> jax.Array:
+        dots = (rows.astype(acc_dtype) * wide).sum(axis=range(num_axes, wide.ndim))
+        return jnp.where(expand_like(is_row, dots), dots, 0)
+
+    rows, weights = payload[:num_leaves], payload[num_leaves:]
+    return [scaled(w) for w in weights] + [dotted(r) for r in rows]
 
 
 def routed_dispatch(
@@ -222,9 +230,9 @@ def routed_dispatch(
     return [*plan.results, *moved]
 
 
-# Split phases. While a payload is in flight, only its arrays at the rows have a meaning. A dispatch
-# moves data in its start, and a combine moves data in its done. The other half is the identity, so
-# each half transposes to the other half of the transposed exchange.
+# Split phases. A dispatch moves data in its start, and a combine moves data in its done. The other
+# half is the identity, so each half transposes to the other half of the transposed exchange. While
+# a payload is in flight, only its arrays at the rows have a meaning.
 
 
 def start(exchange: Record, *operands: jax.Array, **params: Any) -> list[jax.Array]:
@@ -234,11 +242,11 @@ def start(exchange: Record, *operands: jax.Array, **params: Any) -> list[jax.Arr
         return [*payload, *exchange.reference(*operands, **params)]
     layouts, lead = exchange.layouts(**params), int(params["emulated"])
     rows = [payload[sources[0]] for sources in layouts.sources]
-    zeros = [
-        _at_tokens(x, routing, lead, num_axes=len(layout))
-        for x, layout in zip(rows, layouts.results, strict=True)
-    ]
-    return [*zeros, *rows]
+    at_tokens = []
+    for x, layout in zip(rows, layouts.results, strict=True):
+        core = routing.choice_rank.shape[lead : lead + len(layout)]
+        at_tokens.append(jnp.zeros((*x.shape[:lead], *core, *x.shape[lead + 1 :]), x.dtype))
+    return [*at_tokens, *rows]
 
 
 def done(exchange: Record, *operands: jax.Array, **params: object) -> list[jax.Array]:
@@ -249,38 +257,6 @@ def done(exchange: Record, *operands: jax.Array, **params: object) -> list[jax.A
     if exchange.is_outward:
         return at_rows
     return exchange.reference(*at_rows, *routing, **params)
-
-
-def _at_tokens(x: jax.Array, routing: RoutingArrays, lead: int, *, num_axes: int) -> jax.Array:
-    """Return zeros like ``x``, with the first ``num_axes`` axes of [T, K] in place of C."""
-    core = routing.choice_rank.shape[lead : lead + num_axes]
-    return jnp.zeros((*x.shape[:lead], *core, *x.shape[lead + 1 :]), x.dtype)
-
-
-def scale_and_dot(
-    moved: jax.Array,
-    rows: Sequence[jax.Array],
-    weights: Sequence[jax.Array],
-    routing: RoutingArrays,
-    *,
-    num_axes: int,
-) -> list[jax.Array]:
-    """Compute the local step of ``weighted_dispatch``: products in the dtype of ``moved``, then dot
-    products over the axes after the first ``num_axes``, in the accumulation dtype. Rows without a
-    token are masked, because they may hold NaN."""
-    acc_dtype = accumulation_dtype(moved.dtype)
-    wide = moved.astype(acc_dtype)
-    is_row = routing.row_rank >= 0
-
-    def scaled(weights: jax.Array) -> jax.Array:
-        product = expand_like(weights.astype(acc_dtype), wide) * wide
-        return jnp.where(expand_like(is_row, wide), product, 0).astype(moved.dtype)
-
-    def dotted(rows: jax.Array) -> jax.Array:
-        dots = (rows.astype(acc_dtype) * wide).sum(axis=range(num_axes, wide.ndim))
-        return jnp.where(expand_like(is_row, dots), dots, 0)
-
-    return [scaled(w) for w in weights] + [dotted(r) for r in rows]
 
 
 def own_rank(group: Group) -> jax.Array:
@@ -516,14 +492,12 @@ def _partial_and_total_sums(
 
 
 def _as_integers(x: jax.Array) -> jax.Array:
-    """Return floats of fewer than 32 bits as integers with the same bits."""
     if not _travels_as_integers(x.dtype):
         return x
     return lax.bitcast_convert_type(x, f"uint{jnp.finfo(x.dtype).bits}")
 
 
 def _travels_as_integers(dtype: DTypeLike) -> bool:
-    """Return True for floats of fewer than 32 bits."""
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
 
 
@@ -551,16 +525,14 @@ def _merge(x: jax.Array, num_axes: int) -> jax.Array:
     return x.reshape(math.prod(x.shape[:num_axes]), *x.shape[num_axes:])
 
 
-# The swap between ranks
-
 # XLA:CPU compiles one copy kernel for each block of an all_to_all, and a concatenation with one
 # operand per block. An all_gather has no such kernels, but moves and holds the blocks of all pairs
 # of ranks.
 MAX_GATHERED_BYTES = 4 * 2**20
 
 # The swap is a primitive, because on CPUs a different implementation compiles faster for small
-# blocks. The primitive has no derivative and no batching rule, because the portable path is traced
-# only when a program is lowered, after these transformations.
+# blocks. The primitive needs no derivative and no batching rule, because the portable path is
+# traced only when a program is lowered.
 swap_p = compat.Primitive("moe_a2a_swap")
 
 

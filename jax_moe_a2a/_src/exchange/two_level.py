@@ -2,8 +2,7 @@
 
 A token first travels between ranks of equal local index (level ``hosts``), and crosses to each host
 once. The rank on which the token lands sends it to the ranks of its own host (level ``ranks``). A
-combine sums within the host before the sums cross back. Both levels are ordinary exchanges, so
-derivatives, batching, the kernels and the portable path need no further code.
+combine sums within the host before the sums cross back. Both levels are ordinary exchanges.
 
 There are H hosts with N ranks each; rank ``h * N + n`` is rank n of host h. If token t of host h
 lands on a rank, it is the *relayed* token ``t * H + h`` of that rank. The route within a host drops
@@ -13,7 +12,7 @@ flat group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -101,7 +100,6 @@ def _between_hosts(choices: jax.Array, host: jax.Array) -> RoutingArrays:
     token, source, k = (lax.broadcasted_iota(jnp.int32, choices.shape, axis) for axis in range(3))
 
     def by_row(values: jax.Array) -> jax.Array:
-        """Return the value of the choice for this host, or -1 if no choice is for this host."""
         return jnp.where(is_here, values, -1).max(axis=2, initial=-1).reshape(-1)
 
     return RoutingArrays(
@@ -124,32 +122,18 @@ def bind(
     **params: Any,
 ) -> list[Any]:
     """Bind an exchange over both levels. The level between hosts adds the addends."""
-    between, within = _levels(routing, params)
+    hosts, ranks = routing.group.levels
+    between, within = dict(params, group=hosts), dict(params, group=ranks, num_leaves=num_leaves)
     if exchange.is_outward:
-        relayed = between(exchange, _for_hosts(payload, num_leaves, routing), num_leaves)
-        return within(exchange, relayed, num_leaves)
+        payload = _for_hosts(payload, num_leaves, routing)
+        relayed = exchange.bind(payload, routing.hosts, num_leaves=num_leaves, **between)
+        return exchange.bind(relayed, routing.ranks, **within)
     options = params["options"]
     first = len(payload) - options.num_addends
-    sums = within(exchange, payload[:first], num_leaves, options=options._replace(num_addends=0))
-    return between(COMBINE, [*sums, *payload[first:]], len(sums))
-
-
-def _levels(
-    routing: TwoLevelRouting, params: dict[str, Any]
-) -> tuple[Callable[..., list[Any]], Callable[..., list[Any]]]:
-    """Return two functions: the first binds an exchange between hosts, the second within a host."""
-
-    def over(arrays: RoutingArrays, group: Group) -> Callable[..., list[Any]]:
-        def bind(
-            exchange: Record, payload: Sequence[Any], num_leaves: int, **changed: Any
-        ) -> list[Any]:
-            changed.update(group=group, num_leaves=num_leaves)
-            return exchange.bind(payload, arrays, **(params | changed))
-
-        return bind
-
-    hosts, ranks = routing.group.levels
-    return over(routing.hosts, hosts), over(routing.ranks, ranks)
+    within["options"] = options._replace(num_addends=0)
+    sums = exchange.bind(payload[:first], routing.ranks, **within)
+    payload = [*sums, *payload[first:]]
+    return COMBINE.bind(payload, routing.hosts, num_leaves=len(sums), **between)
 
 
 def _for_hosts(

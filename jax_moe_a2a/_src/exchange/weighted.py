@@ -8,7 +8,7 @@ of a weight after the axis of rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,6 @@ from ..ad import (
     select,
     zero_tangent,
 )
-from ..group.group import Group
 from . import reference, rules
 from .dispatch_combine import added_tangents, bind_dispatch, combine_call, cotangents_of_addends
 from .lowering import WEIGHTED_NUM_SMS, CallPlacement, KernelCall, Refused
@@ -51,7 +50,6 @@ def _dispatch_types(
     num_weight_axes: int,
     **_: object,
 ) -> list[Any]:
-    """Return the types of the results: scaled rows, then dot products."""
     if not results:
         return results
     moved = results[0]
@@ -68,7 +66,6 @@ def _dispatch_types(
 def _combine_calls(
     call_placement: CallPlacement, payload: Sequence[jax.Array], params: dict[str, Any]
 ) -> list[KernelCall]:
-    """Return the call of a weighted combine."""
     num_pairs = params["num_leaves"]
     options = params["options"]
     counts = dict(num_choice_arrays=0, num_pairs=num_pairs, num_addends=options.num_addends)
@@ -79,8 +76,6 @@ def _combine_calls(
 def _dispatch_calls(
     call_placement: CallPlacement, payload: Sequence[jax.Array], params: dict[str, Any]
 ) -> list[KernelCall]:
-    """Return the call of a weighted dispatch. The call multiplies rows by weights as they
-    arrive."""
     if call_placement.group.size == 1:
         raise Refused("XLA's fusion is faster on a single rank")  # docs/history/speed.md
     num_rows, num_weights = params["num_leaves"], params["num_choice_arrays"]
@@ -99,11 +94,6 @@ _dispatch_and_weigh = partial(reference.weighted_dispatch, bind_dispatch)
 _whole_reference = partial(reference.weighted_dispatch, reference.dispatch)
 
 
-def _unfused(*, group: Group, **_: object) -> Callable[..., list[Any]]:
-    # On a single rank, XLA fuses the whole reference, which is faster (docs/history/speed.md).
-    return _whole_reference if group.size == 1 else _dispatch_and_weigh
-
-
 WEIGHTED_COMBINE = Record(
     "weighted_combine",
     is_outward=False,
@@ -117,7 +107,8 @@ WEIGHTED_DISPATCH = Record(
     reference=_whole_reference,
     layouts=_dispatch_layouts,
     kernel_calls=_dispatch_calls,
-    unfused=_unfused,
+    # On a single rank, XLA fuses the whole reference, which is faster (docs/history/speed.md).
+    unfused=lambda group, **_: _whole_reference if group.size == 1 else _dispatch_and_weigh,
     result_types=_dispatch_types,
 )
 
@@ -200,9 +191,6 @@ def _dispatch_jvp(
         dx if moving[0] or m else zero_tangent(x)
         for x, dx, m in zip(out, tangents_out, of_choice_arrays + of_leaves, strict=True)
     ]
-
-
-# Batching
 
 
 def _dispatch_batch(
