@@ -130,24 +130,17 @@ def _combine_jvp(
     payload, routing = split_routing(primals)
     out = WEIGHTED_COMBINE.bind(payload, routing, num_leaves=num_leaves, options=options, **params)
     end = 2 * num_leaves  # of the pairs
+    rows, weights = payload[:num_leaves], payload[num_leaves:end]
+    d_rows, d_weights = tangents[:num_leaves], tangents[num_leaves:end]
     d_addends = tangents[end : len(payload)]
-    pairs = _tangent_pairs(payload[:end], tangents[:end], num_leaves)
+    pairs = [(dr, w) for dr, w in zip(d_rows, weights, strict=True) if not is_zero(dr)]
+    pairs += [(r, dw) for r, dw in zip(rows, d_weights, strict=True) if not is_zero(dw)]
     if not pairs:
         return out, [*d_addends] or [zero_tangent(x) for x in out]
     added = added_tangents(d_addends)
     payload = [*(r for r, _ in pairs), *(w for _, w in pairs), *added]
     params.update(num_leaves=len(pairs), options=options._replace(num_addends=len(added)))
     return out, WEIGHTED_COMBINE.bind(payload, routing, **params)
-
-
-def _tangent_pairs(
-    payload: Sequence[jax.Array], tangents: compat.Tangents, num_leaves: int
-) -> list[tuple[Any, Any]]:
-    """Return the pairs of rows and weights whose weighted combine is the tangent."""
-    rows, weights = payload[:num_leaves], payload[num_leaves:]
-    d_rows, d_weights = tangents[:num_leaves], tangents[num_leaves:]
-    pairs = [(dr, w) for dr, w in zip(d_rows, weights, strict=True) if not is_zero(dr)]
-    return pairs + [(r, dw) for r, dw in zip(rows, d_weights, strict=True) if not is_zero(dw)]
 
 
 def _combine_transpose(

@@ -1,11 +1,10 @@
 """Define token formats in plain jnp: how a row becomes values and scales, and back.
 
-docs/formats.md has the definition, and the kernels compute the same bits. Integer operations decide
-every bit of a result, because float operations differ between backends. XLA:CPU flushes subnormals
-inside ``jit``. XLA:GPU divides inexactly, and fuses a multiplication with an addition. Every
-backend may omit a rounding to a narrow float if the result is converted back at once. Therefore
-floats are only multiplied and compared. Each result is exact or rounded once, and it is not
-subnormal where this matters.
+docs/formats.md has the definition, and the kernels compute the same bits. Float operations differ
+between backends: XLA:CPU flushes subnormals inside ``jit``. XLA:GPU divides inexactly, and fuses a
+multiplication with an addition. Every backend may omit a rounding to a narrow float if the result
+is converted back at once. Therefore floats are only multiplied and compared. Each product is exact
+or rounded once, and it is not subnormal where this matters. Integer operations do the rest.
 """
 
 from __future__ import annotations
@@ -30,11 +29,10 @@ ANY_DTYPE = "bfloat16, float16 or float32"  # for messages
 MIN_NORMAL = 1 << 23
 INFINITY = 0xFF << 23
 
-# float8_e4m3fn: the code of 448, the largest number; the code of NaN; the exponent of 2**8, the
-# largest power of two.
-E4M3_MAX = 0x7E
+# Codes of float8_e4m3fn.
+E4M3_MAX = 0x7E  # 448
 E4M3_NAN = 0x7F
-E4M3_MAX_EXPONENT = 8
+E4M3_MAX_EXPONENT = 8  # 2**8 is the largest power of two
 # With this exponent, the smallest value, 2**-9, times the scale is still a normal float32.
 MIN_SCALE_EXPONENT = -117
 
@@ -65,12 +63,11 @@ class RowsInFp8(NamedTuple):
 
 
 def floats_of(rows: Any) -> Any:
-    """Return the floats of rows that may be ``RowsInFp8``."""
     return rows.floats if isinstance(rows, RowsInFp8) else rows
 
 
 def _flatten(fmt: TokenFormat) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]:
-    """Return the leaf of a format, ``global_scale`` if it is an array, and the static fields."""
+    """Return the leaf of a format (``global_scale`` if it is an array) and the static fields."""
     static = dict(vars(fmt))
     if isinstance(static.get("global_scale", 1.0), int | float | np.number):
         return (), tuple(static.items())
@@ -388,7 +385,7 @@ WireDtype: TypeAlias = np.dtype | TokenFormat | None  # of partial sums; None: d
 
 
 def as_wire_dtype(wire_dtype: Any) -> WireDtype:
-    """Return how partial sums travel, or raise a TypeError if they cannot travel in this form."""
+    """Return the argument ``wire_dtype`` as a ``WireDtype``, or raise a TypeError."""
     if wire_dtype is None:
         return None
     if isinstance(wire_dtype, TokenFormat):

@@ -165,8 +165,7 @@ def check_arrays(
 ) -> None:
     """Check dtype and shape of the arrays that an exchange reads, whose names begin with ``level``.
 
-    The check protects memory, because kernels take sizes from some of the arrays, and read all
-    arrays with these sizes.
+    The check protects memory: kernels read the sizes of all arrays from some of them.
     """
     what = f"{argument} must be a routing as route returned it"
     named = {f"{level}{name}": _shaped(array) for name, array in arrays._asdict().items()}
@@ -189,7 +188,7 @@ def check_arrays(
 def check_int32(
     what: str, arrays: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], reason: str
 ) -> None:
-    """Raise a TypeError unless every array is int32 with its shape, because of ``reason``."""
+    """Raise a TypeError unless every array is int32 with its shape, which ``reason`` explains."""
     for name, shape in shapes.items():
         if arrays[name].dtype != jnp.int32 or arrays[name].shape != shape:
             expected = ",".join(map(str, shape))
@@ -201,5 +200,4 @@ def check_int32(
 
 
 def _shaped(array: jax.Array) -> Any:
-    """Return arrays and abstract values unchanged, and other values as arrays."""
     return array if hasattr(array, "shape") and hasattr(array, "dtype") else as_array(array)
