@@ -56,8 +56,9 @@ class Finding:
         return line + (f"\n{'':<18} what to do: {self.advice}" if self.advice else "")
 
 
-def _failed(name: str, said: str, advice: str) -> Finding:
-    return Finding(name, said, ok=False, advice=advice)
+def _failed(name: str, said: str, advice: str, *, wanted: bool = True) -> Finding:
+    """Return the finding for a missing requirement: a failure if ``wanted``, otherwise a note."""
+    return Finding(name, said, ok=False, advice=advice) if wanted else Finding(name, said, ok=None)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -195,7 +196,6 @@ def _how_jax_sees_gpus(driver: _Driver | None) -> str:
 
 
 def _supported_cuda(driver: _Driver | None) -> int:
-    """Return the newest major version of CUDA that the driver supports."""
     return int(driver.cuda_version().split(".")[0]) if driver else NEWEST_CUDA
 
 
@@ -211,7 +211,7 @@ def _kernels(driver: _Driver | None, wanted: bool) -> Finding:
         hooks = ", with the hooks of the tests" if native.has_test_hooks() else ""
         return Finding("kernels", f"built with {native.cuda_build()}{hooks}; {native.origin()}")
     said = f"none, so the portable path runs: {extension.why_missing()}"
-    return _lacking("kernels", said, wanted, _how_to_build(driver))
+    return _failed("kernels", said, _how_to_build(driver), wanted=wanted)
 
 
 def _how_to_build(driver: _Driver | None) -> str:
@@ -226,10 +226,6 @@ def _how_to_build(driver: _Driver | None) -> str:
             f"in CUDACXX (CUDACXX=/usr/local/cuda-{supported}/bin/nvcc)"
         )
     return ", then ".join((*steps, extension.how_to_build()))
-
-
-def _lacking(name: str, said: str, wanted: bool, advice: str) -> Finding:
-    return _failed(name, said, advice) if wanted else Finding(name, said, ok=None)
 
 
 def _driver(driver: _Driver | None, wanted: bool) -> Finding:
@@ -285,7 +281,7 @@ def _path(group: Group, wanted: bool) -> Finding:
         "machines switch peer access off. Or use a mesh of GPUs that reach each other, or "
         "--portable here and Group(implementation='portable') in the program"
     )
-    return _lacking("path", said, wanted, advice)
+    return _failed("path", said, advice, wanted=wanted)
 
 
 def _memory(driver: _Driver | None, group: Group, flags: argparse.Namespace) -> Finding:

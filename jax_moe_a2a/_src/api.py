@@ -150,18 +150,14 @@ def dispatch(
 
 
 def bind_dispatch(arguments: DispatchArguments) -> Recv:
-    source = arguments.source
-    if (
-        isinstance(source, CheckedIds)
-        and not source.options.has_levels
-        and len(source.ids) <= FUSED_MAX_TOKENS
-    ):
-        return arguments.recv(*route_and_dispatch(source, arguments.payload, **arguments.params))
-    routing = routing_of(arguments)
-    if routing.has_levels:
-        payload, params = arguments.encoded
+    if arguments.route_options.has_levels:
+        routing, (payload, params) = routing_of(arguments), arguments.encoded
         return arguments.recv_of_encoded(routing, bind(DISPATCH, payload, routing, **params))
-    return arguments.recv(routing, bind(DISPATCH, arguments.payload, routing, **arguments.params))
+    source, payload, params = arguments.source, arguments.payload, arguments.params
+    if isinstance(source, CheckedIds) and len(source.ids) <= FUSED_MAX_TOKENS:
+        return arguments.recv(*route_and_dispatch(source, payload, **params))
+    routing = routing_of(arguments)
+    return arguments.recv(routing, bind(DISPATCH, payload, routing, **params))
 
 
 def routing_of(arguments: DispatchArguments) -> AnyRouting:

@@ -54,7 +54,6 @@ def check_static(name: str, array: Any) -> None:
 
 
 def check_floats(name: str, array: Any, remedy: str = "Cast it first") -> None:
-    """Raise a TypeError if an array does not hold floats of 16 bits or more."""
     if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize < 2:
         raise TypeError(f"{name} must hold floats of 16 bits or more; got {short(array)}. {remedy}")
 
@@ -69,7 +68,6 @@ def check_unsharded(name: str, aval: Any, num_axes: int | None = None) -> None:
 
 
 def check_int(name: str, value: Any, *, least: int, remedy: str = "") -> int:
-    """Return ``value`` as an int of at least ``least``, or raise an error."""
     try:
         number = None if isinstance(value, bool | np.bool_) else operator.index(value)
     except (TypeError, jax.errors.JAXTypeError):
@@ -91,7 +89,6 @@ def fitting_experts(num_experts: int, size: int) -> str:
 
 
 def check_factor(name: str, value: Any, remedy: str = "") -> float:
-    """Return ``value`` as a finite float above 0, or raise an error."""
     is_number = isinstance(value, int | float | np.integer | np.floating)
     if not is_number or isinstance(value, bool | np.bool_):
         raise TypeError(f"{name} must be a number; got {value!r}{_remedy(value, 'float')}")

@@ -61,8 +61,8 @@ def varying_unchecked() -> AbstractContextManager[None]:
 
 
 def lower_fun(ctx: Any, fn: Any, operands: Sequence[Value], params: dict[str, Any]) -> Any:
-    """Lower a function of the operands, in which types do not vary over mesh axes. The types were
-    checked before, and calls do not handle types that vary."""
+    """Lower a function of the operands. In the function, types do not vary over mesh axes, because
+    FFI calls do not handle varying types."""
     avals = [core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
     lower = mlir.lower_fun(fn, multiple_results=ctx.primitive.multiple_results)
     with varying_unchecked():
@@ -129,8 +129,7 @@ def mesh_of_program(ctx: Context) -> Mesh | None:
 
 
 def is_partitioned(ctx: Any) -> bool:
-    """Return True if XLA divides the arrays of the primitive that is being lowered: the program has
-    several devices, and no mesh or a mesh axis that is not manual."""
+    """Return True if XLA divides the arrays of the primitive that is being lowered."""
     context = ctx.module_context.axis_context
     mesh = getattr(context, "mesh", None)
     if mesh is None:

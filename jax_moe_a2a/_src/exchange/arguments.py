@@ -1,4 +1,4 @@
-"""Check all arguments of a dispatch or combine, and hold the operands of its primitives."""
+"""Check the arguments of dispatch and combine, and return the operands of their primitives."""
 
 from __future__ import annotations
 
@@ -140,13 +140,9 @@ def check_dispatch(
     decode: bool,
     tail: Tail,
 ) -> DispatchArguments:
-    """Check the arguments of ``dispatch`` or ``dispatch_start``, and raise their errors."""
     source = check_ids_or_routing(topk_ids, route_arguments)
-    if isinstance(source, CheckedIds):
-        route_options, (num_tokens, top_k) = source.options, source.ids.shape
-    else:
-        route_options, num_tokens, top_k = source, source.num_tokens, source.top_k
-
+    ids, route_options = source if isinstance(source, CheckedIds) else (source.topk_ids, source)
+    num_tokens, top_k = ids.shape
     leaves, treedef = check_leaves("x", x, "num_tokens", num_tokens)
     if not leaves:
         raise ValueError(f"x must have at least one array; got {x!r}")
@@ -192,7 +188,6 @@ def check_combine(
     wire_dtype: DTypeLike | TokenFormat | None,
     add: PyTree | None = None,
 ) -> CombineArguments:
-    """Check the arguments of ``combine`` or ``combine_start``, and raise their errors."""
     if not isinstance(recv, Recv | AnyRouting):
         is_swapped = isinstance(y, Recv | AnyRouting)
         raise TypeError(
@@ -290,13 +285,11 @@ def _check_leaf(name: str, leaf: Any, axis: str, size: int, remedy: str) -> jax.
 def check_weights(name: str, weights: ArrayLike, axes: str, shape: tuple[int, ...]) -> jax.Array:
     """Return weights as float32, or as float64 if they are float64."""
     array = jnp.asarray(weights)
+    message = f"{name} must be a float array {axes}={list(shape)}; got {short(array)}"
     if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise TypeError(f"{name} must be a float array {axes}={list(shape)}; got {short(array)}")
+        raise TypeError(message)
     if array.shape != shape:
-        raise ValueError(
-            f"{name} must be a float array {axes}={list(shape)}; got {short(array)}"
-            f"{merge_axes(name, array, len(shape))}"
-        )
+        raise ValueError(message + merge_axes(name, array, len(shape)))
     return array if array.dtype == jnp.float64 else array.astype(jnp.float32)
 
 

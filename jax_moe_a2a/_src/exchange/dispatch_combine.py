@@ -5,9 +5,9 @@ the decoded rows of all leaves if ``decode`` is set; values and scales of each l
 not set or ``keeps_encoded`` is set; and the choice arrays.
 
 With ``tail="unspecified"``, the results of a dispatch and their tangents hold any values after the
-last group, and the transpose of the dispatch does not read cotangents there. The transpose of a
-combine, a dispatch, has the ``tail`` of the combine, which says whether the program may read the
-cotangents of the rows after the last group.
+last group. The transpose, a combine, does not read the cotangents of the rows after the last group.
+The transpose of a combine is a dispatch with the ``tail`` of the combine, which therefore says
+whether the program reads the cotangents of the rows after the last group.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ def moved_tangents(
 
 
 def added_tangents(d_addends: compat.Tangents) -> list[Any]:
-    """Return the addends of the combine of the tangents: none if all ``d_addends`` are zero."""
+    """Return the addends of the combine that computes tangents; [] if all are zero."""
     return [] if all(map(is_zero, d_addends)) else list(map(ad.instantiate_zeros, d_addends))
 
 
@@ -279,9 +279,8 @@ def _transpose(
     ]
     moved: list[Any] = []
     if any(keep):
-        moved = exchange.transpose.bind(
-            select(keep, cotangents), routing, **keep_arrays(keep, params)
-        )
+        params = keep_arrays(keep, params)
+        moved = exchange.transpose.bind(select(keep, cotangents), routing, **params)
     of_addends = cotangents_of_addends(addends, cotangents)
     return cotangents_of(payload, keep, moved) + of_addends + [None] * len(routing)
 

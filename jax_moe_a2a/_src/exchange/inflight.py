@@ -45,7 +45,7 @@ class InFlight:
         return f"InFlight({self._operation}, {state}, group={self._group})"
 
     def _take(self, user: str) -> Sequence[jax.Array]:
-        """Return the arrays once. The message of a later error names ``user``, the caller."""
+        """Return the arrays, or raise an error at the second call. ``user`` names the caller."""
         if self._arrays is None:
             raise ValueError(
                 f"inflight must be used once; {user} got an InFlight that was already used. After "
@@ -68,9 +68,7 @@ def check_start(operation: str, routing: RouteOptions) -> None:
             f"{operation}_start must have a routing without replicated tokens, because replicated "
             f"tokens do not travel; got replicated=True. Use {operation}"
         )
-    if compat.traced_function() is not None:
-        return
-    if routing.group.path == "cuda":
+    if compat.traced_function() is None and routing.group.path == "cuda":
         raise ValueError(
             f"{operation}_start must be called under jax.jit on the CUDA path, because arrays must "
             "stay in place while other ranks read them; got a call outside jax.jit. Wrap the "
@@ -79,7 +77,6 @@ def check_start(operation: str, routing: RouteOptions) -> None:
 
 
 def finish_exchange(inflight: InFlight, operation: str) -> Any:
-    """Return the result of ``<operation>_done``."""
     if not isinstance(inflight, InFlight) or inflight._operation != operation:
         got = inflight if isinstance(inflight, InFlight) else type(inflight).__name__
         raise TypeError(f"inflight must be the result of {operation}_start; got {got}")

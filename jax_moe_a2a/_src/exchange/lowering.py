@@ -24,8 +24,7 @@ from ..group.group import Group
 from ..paths import Choice
 from .record import Record, split_routing
 
-# True if XLA may capture the calls in CUDA graphs. This choice is measured (docs/history/speed.md).
-DEFAULT_CUDA_GRAPHS = True
+DEFAULT_CUDA_GRAPHS = True  # measured (docs/history/speed.md)
 # The default numbers of SMs of calls are measured; cuda/tuning.h has their reasons. The handler
 # limits a budget to the SMs of the GPU.
 DEFAULT_NUM_SMS = native.tuning("DEFAULT_NUM_SMS")
@@ -73,7 +72,7 @@ def _placement_of(ctx: compat.Context, params: dict[str, Any]) -> CallPlacement 
                 f"got {group} with a mesh: use Group(axis_name={group.axis_name!r}, "
                 f"size={group.size}, implementation='cuda')"
             )
-        topology = native.on_one_gpu(None, group.size)
+        topology = native.Topology((), group.size)
         return CallPlacement(group, topology, lead=int(params["emulated"]))
     if has_devices or paths.named_gpu():
         if group.path != "cuda":
@@ -171,10 +170,8 @@ barrier = mlir.lower_fun(lambda *arrays: lax.optimization_barrier(arrays), multi
 
 
 def default_num_sms(num_tokens: int, half_bytes: int) -> int:
-    """Return the default number of SMs of a call with ``num_tokens`` tokens per rank.
-
-    ``half_bytes`` is the size of a ring half: the bytes of a rank's tokens, times the ranks.
-    """
+    """Return the default SMs of a call with ``num_tokens`` tokens per rank. ``half_bytes`` is the
+    size of a ring half: the bytes of a rank's tokens, times the ranks."""
     is_few = num_tokens <= FEW_TOKENS or half_bytes <= FEW_BYTES
     return FEW_NUM_SMS if is_few else DEFAULT_NUM_SMS
 
@@ -275,7 +272,6 @@ def _inputs(operands: Sequence[Any]) -> list[Any]:
 
 
 def _of_call(call: KernelCall, inputs: Sequence[Any]) -> list[Any]:
-    """Return the inputs that a call reads."""
     return [*(inputs[i] for i in call.arrays), *inputs[-len(READ_BY_KERNELS) :]]
 
 

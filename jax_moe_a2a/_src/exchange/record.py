@@ -4,13 +4,13 @@ An exchange moves a payload by a routing: from tokens to rows (outward), or from
 For a fixed routing (integers), an exchange is linear in its payload, or bilinear in pairs of rows
 and weights. Dispatch and combine are transposes of each other, and so are their weighted forms.
 
-Operands are the payload, then the arrays of a ``RoutingArrays``. Parameters of every exchange:
+The operands are the payload, then the arrays of a ``RoutingArrays``. The parameters are:
 
-- ``num_leaves``, ``num_choice_arrays``: the numbers of two kinds of payload arrays: with an entry
-  for each token, and with an entry for each choice of a token.
+- ``num_leaves``: the number of payload arrays with an entry for each token.
+- ``num_choice_arrays``: the number of payload arrays with an entry for each choice of a token.
 - ``options``: static ``Options``.
-- ``group``, and ``emulated``. ``emulated`` is True under ``vmap`` over the group's own axis. In
-  this case, every array has a leading axis of ranks.
+- ``group``.
+- ``emulated``: True under ``vmap`` over the group's axis. Arrays then have a leading axis of ranks.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Options(NamedTuple):
 
     @property
     def results_per_leaf(self) -> int:
-        """Return the number of results of each leaf: rows in floats, values and scales count 1."""
+        """Return the number of results of each leaf: 1 for floats, and 2 for values and scales."""
         has_floats = self.token_format is None or self.decode
         return has_floats + 2 * self.has_encoded
 
@@ -74,10 +74,9 @@ class Options(NamedTuple):
 
 
 class Layouts(NamedTuple):
-    """The axes of all arrays of a payload, as the parameters determine them."""
+    """The axes of all operands and results of a payload, for the parameters of an exchange."""
 
     operands: Sequence[Layout]
-    """The payload operands."""
     results: Sequence[Layout]
     sources: Sequence[tuple[int, ...]]
     """For each result, the operands from which it is computed. The result has the payload axes and
@@ -107,7 +106,7 @@ class Record:
     unfused: Callable[..., Callable[..., list[jax.Array]] | None] = lambda **_: None
     """Receives the parameters, and returns a function that computes the results with other
     exchanges, for GPUs whose kernels do not support this payload. None means ``reference``."""
-    result_types: Callable[..., list[Any]] | None = None
+    result_types: Callable[..., list[Any]] = lambda results, **_: results
     """Changes the abstract values of results whose type differs from the type of their source."""
     primitive: Any = dataclasses.field(init=False)
     transpose: Record = dataclasses.field(init=False)
@@ -137,5 +136,4 @@ def crossed_axes(group: Group, emulated: bool) -> tuple[str, ...]:
 
 
 def split_routing(operands: Sequence[Any]) -> tuple[list[Any], RoutingArrays]:
-    """Split the operands of an exchange into payload and routing."""
     return list(operands[:-NUM_ROUTING]), RoutingArrays(*operands[-NUM_ROUTING:])

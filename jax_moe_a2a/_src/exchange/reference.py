@@ -31,9 +31,8 @@ from ..group.group import Group
 from ..plan.plan import TAIL_ROW, PlanOptions, RoutePlan, RoutingArrays, plan_route
 from .record import Options, Record, split_routing
 
-# XLA:CPU compiles a sum of few terms in half the time of a loop. Many or large terms are added by a
-# loop: otherwise the program would grow with their number, and XLA might hold all of them in
-# memory.
+# XLA:CPU compiles a sum of few terms in half the time of a loop. A loop adds many or large terms,
+# because XLA might hold all terms of an unrolled sum in memory, and the program would be long.
 MAX_UNROLLED_TERMS = 16
 MAX_UNROLLED_BYTES = 4 * 2**20
 
@@ -41,8 +40,7 @@ MAX_UNROLLED_BYTES = 4 * 2**20
 def route(
     ids: jax.Array, *, group: Group, emulated: bool, plan_options: PlanOptions
 ) -> list[jax.Array]:
-    """Route ids int32 [*lead, T, K]. Return the arrays of a ``RoutePlan``, also with the axes
-    ``lead``."""
+    """Route ids int32 [*lead, T, K]. Return the arrays of a ``RoutePlan`` with axes ``lead``."""
     num_lead = ids.ndim - 2 - int(emulated)
     plan: Callable[..., RoutePlan] = partial(plan_route, options=plan_options)
     for _ in range(num_lead):
@@ -221,9 +219,8 @@ def routed_dispatch(
     plan_options: PlanOptions,
     **params: Any,
 ) -> list[jax.Array]:
-    """Route the ids, int32 [T, K]. Then dispatch the payload: its leaves [T, ...] and its choice
-    arrays [T, K, ...]. Return the results of a ``RoutePlan``, then leaves [C, ...] and choice
-    arrays [C, ...]."""
+    """Route the ids, int32 [T, K], and dispatch the payload. Return the results of a ``RoutePlan``,
+    then the results of ``dispatch``."""
     results = route(ids, group=group, emulated=emulated, plan_options=plan_options)
     plan = RoutePlan.of_results(results)
     moved = dispatch(*payload, *plan.arrays, group=group, emulated=emulated, **params)
@@ -296,18 +293,17 @@ def take_any_rows(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def send_tokens(x: jax.Array, routing: RoutingArrays) -> jax.Array:
-    """Place tokens [T, ...] into slots [R, T, ...]. A slot that no token uses holds an arbitrary
-    token. No mask clears them, because no rank reads them, and XLA:CPU would compile the mask once
-    for each rank."""
+    """Place tokens [T, ...] into slots [R, T, ...]. An unused slot holds an arbitrary token, which
+    no rank reads. XLA:CPU would compile a mask of unused slots once for each rank."""
     return take_any_rows(x, routing.slot_token)
 
 
 def receive_rows(
     landed: jax.Array, routing: RoutingArrays, *, of_choices: bool, tail_value: Any
 ) -> jax.Array:
-    """Copy the tokens in slots [R, T, ...] to rows [C, ...], one row for each choice of an expert
-    of this rank. From slots [R, T, K, ...] of a choice array, copy the entries of these choices.
-    Rows after the last group have the value ``tail_value``."""
+    """Copy the tokens in slots [R, T, ...], or the entries of a choice array in slots [R, T, K,
+    ...], to rows [C, ...], one row for each choice of an expert of this rank. Rows after the last
+    group have the value ``tail_value``."""
     index = routing.row_rank * landed.shape[1] + routing.row_slot
     if of_choices:
         index = index * landed.shape[2] + routing.row_k
@@ -424,11 +420,8 @@ def receive_sums(
     slots = routing.token_slot.T
     first = num_tokens * lax.broadcasted_iota(jnp.int32, slots.shape, 0)
     sums = _merge(returned, 2)
-    total = _sum_in_order(
-        lambda index: [take_rows(sums, index).astype(acc_dtype)],
-        jnp.where(slots >= 0, first + slots, -1),
-        total,
-    )
+    terms = lambda index: [take_rows(sums, index).astype(acc_dtype)]
+    total = _sum_in_order(terms, jnp.where(slots >= 0, first + slots, -1), total)
     for addend in addends:
         total += addend.astype(acc_dtype)
     return total.astype(dtype)
@@ -521,18 +514,16 @@ def _exchange(
 
 
 def _merge(x: jax.Array, num_axes: int) -> jax.Array:
-    """Merge the first ``num_axes`` axes into one."""
     return x.reshape(math.prod(x.shape[:num_axes]), *x.shape[num_axes:])
 
 
 # XLA:CPU compiles one copy kernel for each block of an all_to_all, and a concatenation with one
-# operand per block. An all_gather has no such kernels, but moves and holds the blocks of all pairs
-# of ranks.
+# operand per block. An all_gather compiles faster, but moves and holds the blocks of all pairs of
+# ranks.
 MAX_GATHERED_BYTES = 4 * 2**20
 
-# The swap is a primitive, because on CPUs a different implementation compiles faster for small
-# blocks. The primitive needs no derivative and no batching rule, because the portable path is
-# traced only when a program is lowered.
+# The swap is a primitive, because only CPUs use the all_gather. The primitive needs no derivative
+# and no batching rule, because the portable path is traced only when a program is lowered.
 swap_p = compat.Primitive("moe_a2a_swap")
 
 

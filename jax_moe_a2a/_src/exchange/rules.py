@@ -38,8 +38,7 @@ def abstract(
     sizes = {"T": num_tokens, "K": top_k, "C": routing.row_rank.shape[-1]}
     layouts = exchange.layouts(**params)
     for aval, layout in zip(payload, layouts.operands, strict=True):
-        num_axes = len(lead) + len(layout)
-        check_unsharded(f"operands of {exchange.primitive}", aval, num_axes)
+        check_unsharded(f"operands of {exchange.primitive}", aval, len(lead) + len(layout))
 
     def result(layout: Layout, source: int) -> Any:
         aval, num_core = payload[source], len(lead) + len(layouts.operands[source])
@@ -50,8 +49,6 @@ def abstract(
         result(layout, sources[0])
         for layout, sources in zip(layouts.results, layouts.sources, strict=True)
     ]
-    if exchange.result_types is None:
-        return results
     return exchange.result_types(results, lead=lead, **params)
 
 

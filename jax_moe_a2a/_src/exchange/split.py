@@ -1,4 +1,4 @@
-"""Define the halves of a split exchange (start and done), and the tie, which orders other work.
+"""Define start and done, the halves of a split exchange, and the tie, which orders other work.
 
 A start transposes to a done of the transposed exchange, and a done to a start, so the backward pass
 is split too, and work between the halves stays between them. Because both halves must move the same
@@ -105,8 +105,8 @@ def _have_tangents(arrays: Sequence[Any]) -> list[bool]:
     return [carries_tangent(aval_of(x).dtype) for x in arrays]
 
 
-# The tie. ``lax.optimization_barrier`` cannot replace it, because its derivatives may turn missing
-# tangents into zeros, which leads to a done without a start. It also removes unused arrays.
+# ``lax.optimization_barrier`` cannot replace the tie, because it removes unused arrays, and its
+# derivatives may turn missing tangents into zeros, which leads to a done without a start.
 
 
 def _tie_those_with_tangents(tangents: compat.Tangents) -> list[Any]:

@@ -54,12 +54,8 @@ def _dispatch_types(
         return results
     moved = results[0]
     num_axes = len(lead) + 1 + num_weight_axes
-    dotted = compat.result_aval(
-        moved,
-        moved.shape[:num_axes],
-        accumulation_dtype(moved.dtype),
-        moved.sharding.spec[len(lead) + 1 : num_axes],
-    )
+    shape, tail = moved.shape[:num_axes], moved.sharding.spec[len(lead) + 1 : num_axes]
+    dotted = compat.result_aval(moved, shape, accumulation_dtype(moved.dtype), tail)
     return [moved] * num_choice_arrays + [dotted] * num_leaves
 
 
@@ -79,15 +75,10 @@ def _dispatch_calls(
     if call_placement.group.size == 1:
         raise Refused("XLA's fusion is faster on a single rank")  # docs/history/speed.md
     num_rows, num_weights = params["num_leaves"], params["num_choice_arrays"]
-    return [
-        KernelCall(
-            "moe_a2a_weighted_dispatch",
-            range(len(payload)),
-            range(num_rows + num_weights),
-            dict(num_rows=num_rows, num_weights=num_weights),
-            call_placement.group.sms_of("dispatch") or WEIGHTED_NUM_SMS,
-        )
-    ]
+    arrays, results = range(len(payload)), range(num_rows + num_weights)
+    attributes = dict(num_rows=num_rows, num_weights=num_weights)
+    num_sms = call_placement.group.sms_of("dispatch") or WEIGHTED_NUM_SMS
+    return [KernelCall("moe_a2a_weighted_dispatch", arrays, results, attributes, num_sms)]
 
 
 _dispatch_and_weigh = partial(reference.weighted_dispatch, bind_dispatch)

@@ -52,8 +52,6 @@ def is_clone() -> bool:
 
 def other_installation() -> Path | None:
     """Return the folder of the installed package that this clone hides, or None."""
-    if not is_clone():
-        return None
     folders = (Path(entry, IMPORTED_AS).resolve() for entry in sys.path)
     found = (each for each in folders if each != FOLDER and (each / "__init__.py").exists())
     return next(found, None)

@@ -95,8 +95,7 @@ class Group(GroupValue):
 
         If the group has two levels, and only the level within a host runs on the kernels, return
         ``"cuda within hosts, portable between"``. This path is normal for a group over several
-        hosts. ``explain`` says why a program takes the portable path. If the devices belong to
-        several processes, ``path`` waits for all of them, so read it in all processes.
+        hosts. ``explain`` says why a program takes the portable path.
 
         Raises:
           RuntimeError: if another process of the mesh has not announced itself within
@@ -167,8 +166,9 @@ class Group(GroupValue):
         if isinstance(placed.mesh, Mesh):
             announce(placed)
             return _topology_of(placed)
-        device = native.default_gpu()
-        return native.on_one_gpu(None if device is None else device.id, self.size)
+        if (gpu := native.default_gpu()) is None:
+            return native.Topology((), self.size)
+        return native.on_one_gpu(gpu.id, self.size)
 
     def placed_by(self, program_mesh: Mesh | None) -> Self:
         """Return the result of ``placed_on`` for a program that is being lowered. Afterwards
@@ -246,9 +246,7 @@ class Group(GroupValue):
         """Raise the error that a kernel of the group has reported, if there is one.
 
         A failed exchange leaves NaN in float outputs and an empty routing, and stops the group
-        until ``close``. The next execution of a program that uses the group raises the error,
-        unless the group has ``on_failure="nan"``. Call ``check`` after the last step, or if numbers
-        look wrong.
+        until ``close``. Call ``check`` after the last step, or if numbers look wrong.
 
         ``check`` does not wait for running programs, so wait for results first
         (``jax.block_until_ready``). ``check`` reads one word of each device. If a rank of another

@@ -26,21 +26,18 @@ _native: Any = extension.load()  # None: the portable path is complete without i
 
 
 class Topology(NamedTuple):
-    """The devices of a group and what they share: the fields of ``Topology`` in
-    ``cuda/runtime/workspace.h``, in the order in which the extension takes them."""
+    """The devices of a group: the fields of ``Topology`` in ``cuda/runtime/workspace.h``, in the
+    order of the extension's arguments."""
 
     devices: tuple[int, ...]
     """Ids of the devices of all domains, domain after domain in the order of ranks. Ranks that
-    share a GPU repeat its id. The tuple is empty if the program decides the GPU that the ranks
-    share."""
+    share a GPU repeat its id. The tuple is empty if the program decides which GPU they share."""
     num_ranks: int
     """Number of ranks of a domain."""
 
 
-def on_one_gpu(device_id: int | None, num_ranks: int) -> Topology:
-    """Return the topology of ranks that share a GPU. None means the GPU that runs the program."""
-    if device_id is None:
-        return Topology((), num_ranks)
+def on_one_gpu(device_id: int, num_ranks: int) -> Topology:
+    """Return the topology of ranks that share a GPU."""
     introduce_devices()
     return Topology((device_id,) * num_ranks, num_ranks)
 
@@ -61,9 +58,7 @@ def cuda_build() -> str:
 
 
 def origin() -> str:
-    """Return the origin of the extension in words; '' without an extension."""
-    if _native is None:
-        return ""
+    """Return the origin of the extension in words."""
     package = _native.__name__.partition(".")[0]
     if package != extension.IMPORTED_AS:
         return f"wheel {package.replace('_', '-')}"
@@ -183,7 +178,6 @@ _XLA_LETTERS = dict(bfloat="BF", float="F", int="S", uint="U", complex="C", bool
 
 
 def type_name(dtype: DTypeLike) -> str:
-    """Return XLA's name of a dtype."""
     name = jnp.dtype(dtype).name
     rest = name.lstrip(string.ascii_lowercase)
     letters = _XLA_LETTERS[name.removesuffix(rest)]

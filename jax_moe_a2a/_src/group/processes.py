@@ -42,7 +42,6 @@ class Notice:
     socket: str = ""
     secret: str = ""
     pid: int = 0
-    """Process id of the operating system."""
     pid_namespace: str = ""
     """Namespace of ``pid``; '' if it is not known."""
 

@@ -181,8 +181,7 @@ class GroupValue:
             object.__setattr__(self, name, value)
 
 
-# The default of each field in ``__init__``. If ``two_level`` was None, the group holds True or
-# False.
+# The defaults of ``__init__``, except that ``two_level`` of a group is never None.
 _DEFAULTS = {
     name: parameter.default for name, parameter in inspect.signature(GroupValue).parameters.items()
 } | {"two_level": False}
@@ -206,7 +205,6 @@ def domains_of(group: GroupValue) -> list[list[jax.Device]]:
 
 
 def spans_processes(group: GroupValue) -> bool:
-    """Return True if the devices of a concrete mesh belong to several processes."""
     return len({device.process_index for device in devices_of(group)}) > 1
 
 

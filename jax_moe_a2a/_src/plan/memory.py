@@ -69,8 +69,7 @@ class DeviceMemory:
     header_bytes: int
     """Bytes of flags, credits and counters."""
     half_bytes: int
-    """Bytes of a ring half: the landing zones of the largest exchange reserved or compiled so
-    far."""
+    """Bytes of a ring half, for the largest exchange that was reserved or compiled so far."""
     ring_depth: int
     """Number of ring halves: exchanges that can be under way between two ranks."""
     mapped_bytes: int
@@ -223,7 +222,6 @@ def _array_bytes(num_slots: int, row_bytes: int) -> int:
 
 
 def readable(num_bytes: int) -> str:
-    """Return a number of bytes with its unit."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= size:
             return f"{num_bytes / size:.1f} {unit}"

@@ -123,8 +123,7 @@ def plan_route(all_ids: jax.Array, rank: jax.Array, options: PlanOptions) -> Rou
 
     slot_rows = rows_of_slots(slots, is_here, jnp.where(is_kept, row, -2))
 
-    # One scatter for the index of each row's choice, which determines rank, token and k, because a
-    # scatter is a launch.
+    # The index of a row's choice determines rank, token and k, so one scatter (a launch) suffices.
     choices = jnp.arange(row.size, dtype=int32).reshape(row.shape)
     choice = values_by_row(jnp.where(is_kept, row, capacity), capacity, choices)
     token = quotient(choice, max(1, top_k))
@@ -187,8 +186,8 @@ def number_slots(choice_rank: jax.Array, rank: jax.Array) -> Slots:
 
 
 def rows_of_slots(slots: Slots, is_here: jax.Array, row: jax.Array) -> jax.Array:
-    """Return ``slot_rows`` from bool [R, T, K], which choices are for this rank, and int32 [R, T,
-    K], the row of each of these choices or a negative mark."""
+    """Return ``slot_rows``. ``is_here``, bool [R, T, K], says which choices are for this rank.
+    ``row``, int32 [R, T, K], is the row of each of these choices, or a negative mark."""
     if row.size == 0:
         return row
     r, k = (lax.broadcasted_iota(jnp.int32, row.shape, axis) for axis in (0, 2))

@@ -20,7 +20,7 @@ from ..plan.options import Exchange, without_capacity
 from .two_level import AnyRouting
 from .types import RouteOptions
 
-# Limits the memory of the arrays with an entry for each local expert.
+# This limit bounds the memory of arrays with an entry for each local expert.
 MAX_LOCAL_EXPERTS = 2**20
 INT32_MAX = int(np.iinfo(np.int32).max)
 

@@ -88,6 +88,16 @@ class RoutedRows(RouteOptions):
     topk_ids: jax.Array
     """[T, K]: the ids that this rank routed. No exchange reads them."""
 
+    @property
+    def num_tokens(self) -> int:
+        """Return T, the number of tokens of each rank."""
+        return self.topk_ids.shape[0]
+
+    @property
+    def top_k(self) -> int:
+        """Return K, the number of choices of each token."""
+        return self.topk_ids.shape[1]
+
     def check_rows(self, argument: str, num_tokens: int, top_k: int) -> None:
         """Check the arrays that every routing has."""
         shapes: dict[str, tuple[int, ...]] = dict(
@@ -140,16 +150,6 @@ class Routing(RoutedRows):
     """[C]: index of a row's choice, or -1 if the row holds no token."""
 
     @property
-    def num_tokens(self) -> int:
-        """Return T, the number of tokens of each rank."""
-        return self.choice_rank.shape[0]
-
-    @property
-    def top_k(self) -> int:
-        """Return K, the number of choices of each token."""
-        return self.choice_rank.shape[1]
-
-    @property
     def arrays(self) -> RoutingArrays:
         """Return the arrays that an exchange reads."""
         return RoutingArrays(*(getattr(self, name) for name in RoutingArrays._fields))
@@ -157,16 +157,14 @@ class Routing(RoutedRows):
     def check(self, argument: str) -> None:
         """Check dtype and shape of all arrays."""
         check_arrays(argument, self.arrays, self.domain.size, self.capacity)
-        self.check_rows(argument, self.num_tokens, self.top_k)
+        self.check_rows(argument, *self.choice_rank.shape)
 
 
 def check_arrays(
     argument: str, arrays: RoutingArrays, num_ranks: int, capacity: int, *, level: str = ""
 ) -> None:
-    """Check dtype and shape of the arrays that an exchange reads, whose names begin with ``level``.
-
-    The check protects memory: kernels read the sizes of all arrays from some of them.
-    """
+    """Check dtype and shape of the arrays that an exchange reads. Kernels would read outside of
+    arrays with other shapes. The names of the arrays begin with ``level``."""
     what = f"{argument} must be a routing as route returned it"
     named = {f"{level}{name}": _shaped(array) for name, array in arrays._asdict().items()}
     choices = named[f"{level}choice_rank"]
