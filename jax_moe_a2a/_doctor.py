@@ -182,12 +182,11 @@ def _devices(devices: Sequence[jax.Device], driver: _Driver | None) -> Finding:
 
 
 def _num_gpus() -> int:
-    """Return how many GPUs nvidia-smi lists, or 0 without nvidia-smi."""
+    """Return how many GPUs nvidia-smi lists; 0 if the machine has no nvidia-smi."""
     return _run("nvidia-smi", "-L").count("GPU ")
 
 
 def _how_jax_sees_gpus(driver: _Driver | None) -> str:
-    """Return what to install so that JAX sees the GPUs of this machine."""
     cuda = min(NEWEST_CUDA, max(12, _supported_cuda(driver)))
     return (
         f"pip install 'jax[cuda{cuda}]', without plugins of JAX for another CUDA, or set "
@@ -241,7 +240,6 @@ def _driver(driver: _Driver | None, wanted: bool) -> Finding:
 
 
 def _untested(devices: Sequence[jax.Device]) -> Finding:
-    """Report whether the kernels have ever run on the GPUs."""
     untested = sorted({str(device.compute_capability) for device in devices} - {*TESTED})
     if not untested:
         return Finding("architecture", "tests and benchmarks ran on it")

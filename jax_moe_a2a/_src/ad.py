@@ -41,7 +41,6 @@ def aval_of(x: Any) -> Any:
 
 
 def select(keep: Sequence[bool], values: Sequence[Any]) -> list[Any]:
-    """Return the ``values`` at the places where ``keep`` is True."""
     return [value for value, kept in zip(values, keep, strict=True) if kept]
 
 

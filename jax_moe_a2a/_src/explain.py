@@ -17,7 +17,7 @@ from . import compat, paths
 from .exchange.lowering import check_platforms
 from .exchange.record import split_routing
 
-# What ``explain`` calls each primitive, whose name is "moe_a2a_" and the key.
+# The words for each primitive. The name of a primitive is "moe_a2a_" and then the key.
 NAMES = dict(
     route="route",
     routed_dispatch="route and dispatch",
@@ -105,12 +105,12 @@ def explain(
 
     Args:
       fn: a function, or a function under ``jax.jit``.
-      *args: its arguments: arrays, ``jax.ShapeDtypeStruct``, or pytrees of them.
+      *args: arguments of ``fn``: arrays, ``jax.ShapeDtypeStruct``, or pytrees of them.
       device: the devices to explain. None means the devices of the program's mesh, or of this
         process if the program has no mesh. A compute capability such as ``"9.0"`` means GPUs of one
         host, which reach each other's memory; ``"cpu"`` means devices other than NVIDIA GPUs. These
         devices need not exist.
-      **kwargs: its arguments by name.
+      **kwargs: arguments of ``fn`` by name.
 
     Returns:
       An ``Explanation``, which prints as a table, and iterates over ``Call`` records. If this

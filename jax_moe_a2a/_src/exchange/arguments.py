@@ -57,7 +57,6 @@ class DispatchArguments(NamedTuple):
 
     @property
     def params(self) -> dict[str, Any]:
-        """Return the parameters of the primitive with ``payload``."""
         options, num_choice_arrays = self.options, len(self.choice_arrays)
         if options.token_format is not None:
             # A traced global scale is an operand, so the static format has the default scale.
@@ -91,7 +90,7 @@ class DispatchArguments(NamedTuple):
 
     @property
     def encoded(self) -> tuple[list[jax.Array], dict[str, Any]]:
-        """Return payload and parameters of a dispatch of values and scales that XLA computes."""
+        """Return payload and parameters of a dispatch that moves values and scales unchanged."""
         if self.options.token_format is None:
             return self.payload, self.params
         return reference.encoded(self.payload, **self.params)
@@ -259,8 +258,8 @@ def check_options(options: Options, leaves: Sequence[jax.Array], has_levels: boo
 def check_leaves(
     name: str, tree: PyTree, axis: str, size: int, *, remedy: str = ""
 ) -> tuple[list[jax.Array], jax.tree_util.PyTreeDef]:
-    """Return the leaves of ``tree`` as arrays [size, ...], and its structure. ``remedy`` ends the
-    error about a wrong leading axis."""
+    """Return the leaves of ``tree`` as arrays [size, ...], and the structure of ``tree``. The error
+    about a wrong leading axis ends with ``remedy``."""
     leaves, treedef = jax.tree.flatten(tree)
     return [_check_leaf(name, leaf, axis, size, remedy) for leaf in leaves], treedef
 

@@ -82,7 +82,7 @@ def bind_start(
 def _planned(ids: jax.Array, options: RouteOptions) -> tuple[jax.Array, PlanOptions]:
     """Return the operand and the options of ``route_p``."""
     num_local_experts = options.num_local_experts
-    if options.replicated:  # only the experts of this rank have ids in its domain
+    if options.replicated:  # experts of other ranks have no ids in the domain of one rank
         local = ids - own_rank(options.group) * num_local_experts
         ids = jnp.where((local >= 0) & (local < num_local_experts), local, -1)
     may_drop = options.may_drop(*ids.shape)

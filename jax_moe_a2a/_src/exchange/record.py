@@ -38,7 +38,6 @@ ROW: Layout = ("C",)
 
 class Options(NamedTuple):
     """The options of an exchange, without the options of its routing. A combine has no format.
-
     Derive options by ``_replace``, so that a new option reaches each part of an exchange."""
 
     wire_dtype: Any = None

@@ -119,8 +119,8 @@ def encoded(
 def decoded(
     moved: Sequence[jax.Array], dtypes: Sequence[DTypeLike], options: Options
 ) -> list[jax.Array]:
-    """Return the results of a dispatch with a format, from the results of the dispatch of
-    ``encoded``. ``dtypes`` are the dtypes of the leaves."""
+    """Return the results of a dispatch with a format, from the results of the dispatch of values
+    and scales (``encoded``). ``dtypes`` are the dtypes of the leaves."""
     if not options.decode:
         return list(moved)
     first = 2 * len(dtypes)

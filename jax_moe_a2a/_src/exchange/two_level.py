@@ -29,8 +29,8 @@ from .routed import bind_route
 
 
 def plan_levels(ids: jax.Array, group: Group, options: PlanOptions) -> dict[str, Any]:
-    """Route ids int32 [T, K] of this rank over both levels, with the options of one level. Return
-    the arrays of a ``TwoLevelRouting`` by name."""
+    """Route ids int32 [T, K] of this rank over both levels. Return the arrays of a
+    ``TwoLevelRouting`` by name."""
     hosts, ranks = group.levels
     num_tokens, top_k = ids.shape
     host = own_rank(hosts)

@@ -4,7 +4,8 @@ docs/formats.md has the definition, and the kernels compute the same bits. Float
 between backends: XLA:CPU flushes subnormals inside ``jit``. XLA:GPU divides inexactly, and fuses a
 multiplication with an addition. Every backend may omit a rounding to a narrow float if the result
 is converted back at once. Therefore floats are only multiplied and compared. Each product is exact
-or rounded once, and it is not subnormal where this matters. Integer operations do the rest.
+or rounded once, and it is not subnormal where a flush would change a result. Integer operations
+compute everything else.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ INFINITY = 0xFF << 23
 E4M3_MAX = 0x7E  # 448
 E4M3_NAN = 0x7F
 E4M3_MAX_EXPONENT = 8  # 2**8 is the largest power of two
-# With this exponent, the smallest value, 2**-9, times the scale is still a normal float32.
+# With this exponent, the scale times 2**-9 (the smallest value) is still a normal float32.
 MIN_SCALE_EXPONENT = -117
 
-# Multiply by 1/6 to divide by 6, the largest float4_e2m1fn, because XLA may do so anyway.
+# To divide by 6 (the largest float4_e2m1fn), multiply by 1/6, because XLA may do so anyway.
 ONE_SIXTH = np.float32(1 / 6)
-# With a global scale in this range, the global scale, its inverse, and the smallest value times
-# both scales (2**-10 times the global scale) are normal float32.
+# In this range, three numbers are normal float32: the global scale, its inverse, and 2**-10 times
+# the global scale (the smallest value times the smallest scale of a group).
 GLOBAL_SCALE_EXPONENTS = (-116, 116)
 
 
@@ -445,8 +446,8 @@ def _e4m3_codes(magnitude: jax.Array, exponent: Any) -> jax.Array:
     scaled = _exponent(magnitude) - exponent
     is_normal = magnitude >= MIN_NORMAL
     significand = jnp.where(is_normal, magnitude & (MIN_NORMAL - 1) | MIN_NORMAL, 0)
-    # The leading bit and three more bits remain. Below 2**-6, fewer bits remain, because results
-    # are multiples of 2**-9. If 25 bits are dropped, nothing rounds up.
+    # The leading bit of the significand and three more bits remain. Below 2**-6, fewer bits remain,
+    # because results are multiples of 2**-9. With 25 dropped bits, the result is 0.
     dropped = jnp.clip(14 - scaled, 20, 25).astype(jnp.uint32)
     is_odd = significand >> dropped & 1
     rounded = (significand + (1 << (dropped - 1)) - 1 + is_odd) >> dropped

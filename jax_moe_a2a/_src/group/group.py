@@ -294,7 +294,7 @@ class Group(GroupValue):
             native.close(each, timeout)
 
 
-# For each group without devices: the groups with the devices of the programs that were lowered.
+# For each group without devices: its copies with the devices of the programs that were lowered.
 _of_programs: dict[Group, dict[Group, None]] = {}
 
 

@@ -120,8 +120,8 @@ def choose_kernel(
     composition: Callable[..., Any] | None = None,
     what: str = "not fused",
 ) -> Choice:
-    """Choose ``kernel``, a function that calls one, if ``why`` is ''. Otherwise choose
-    ``composition``, a function of primitives, which ``what`` describes in words."""
+    """Choose the function ``kernel`` if ``why`` is ''. Otherwise choose ``composition``, a function
+    that binds primitives, which ``what`` describes in words."""
     if why:
         assert composition is not None
         lower = functools.partial(compat.lower_fun, ctx, composition, operands, params)
@@ -284,7 +284,7 @@ def why_unreachable(topology: Topology) -> str:
 
 
 def why_no_gpus() -> str:
-    """Return why other processes cannot use the GPUs of this process, as a predicate; or ''."""
+    """Return why other processes cannot use this process's GPUs, as "has no kernels"; or ''."""
     if not has_kernels():
         return "has no CUDA kernels"
     own = tuple(device.id for device in local_gpus())

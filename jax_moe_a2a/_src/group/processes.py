@@ -177,7 +177,7 @@ def _build() -> str:
 
 
 def _host() -> str:
-    """Return a name that only this boot of this host has, and only this network namespace."""
+    """Return a name that is unique to this boot of this host and to this network namespace."""
     try:
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

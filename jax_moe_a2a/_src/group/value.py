@@ -219,7 +219,7 @@ def check_seconds(name: str, seconds: object) -> None:
 
 
 def _check_num_sms(num_sms: Any) -> int | tuple[tuple[str, int], ...] | None:
-    """Return the budget in a form that can be hashed."""
+    """Return the argument ``num_sms`` as a value that can be hashed."""
     if num_sms is None:
         return None
     if not isinstance(num_sms, Mapping | tuple):  # a tuple is from the field of another group

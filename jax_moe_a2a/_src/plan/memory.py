@@ -170,7 +170,7 @@ def memory_estimate(
         """Return the estimate of one level. ``weights`` is the number of weights that travel with a
         token, and ``num_ids`` the number of ids in the routing."""
         shapes = plan_shapes(num_tokens, num_choices, num_ranks, num_local_experts, capacity)
-        # A dispatch lands rows and weights. A combine lands sums and the gradient of the weights.
+        # In a dispatch, rows and weights land. In a combine, sums and gradients of weights land.
         zones = (
             sum(_array_bytes(num_tokens, b) for b in (*rows, weights * WEIGHT_BYTES))
             for rows in (row_bytes, sum_bytes)

@@ -17,8 +17,7 @@ from ..plan.plan import RoutingArrays, plan_shapes
 ROUTING_CHECKPOINT_NAME = "moe_a2a_routing"
 """Checkpoint name of every routing array, a str.
 
-If a policy of ``jax.checkpoint`` saves this name, the backward pass uses the saved routing and does
-not route again. Such a policy is
+If a policy of ``jax.checkpoint`` saves this name, the backward pass does not route again, as with
 ``jax.checkpoint_policies.save_only_these_names(ROUTING_CHECKPOINT_NAME)``.
 """
 
