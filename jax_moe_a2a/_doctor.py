@@ -1,7 +1,7 @@
 """Check a machine before a run: ``python -m jax_moe_a2a``.
 
-The doctor prints one line for each requirement of an exchange on this process's devices. If all
-required checks pass, the doctor exits with 0, and otherwise with 1 and advice. The doctor needs
+The doctor prints one line for each requirement of an exchange on this process's devices. If a
+required check fails, the doctor prints advice and exits with 1, otherwise with 0. The doctor needs
 neither the extension nor a GPU.
 
 With several processes, each process checks its own devices, and then all processes check the

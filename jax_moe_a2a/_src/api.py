@@ -299,9 +299,9 @@ def combine_start(
 ) -> InFlight:
     """Start a ``combine`` without weights. Return the ``InFlight`` that ``combine_done`` finishes.
 
-    ``combine_start`` works like ``dispatch_start``. Its gradient is ``dispatch_done``. It has no
-    ``add``: add to the result of ``combine_done``. For a weighted sum, multiply the activations of
-    the experts, or their outputs, by ``recv.weights[:, None]``, and pass ``recv.routing``.
+    ``combine_start`` works like ``dispatch_start``, and its gradient is ``dispatch_done``. In place
+    of ``add``, add an array to the result of ``combine_done``. For a weighted sum, multiply the
+    experts' activations or outputs by ``recv.weights[:, None]``, and pass ``recv.routing``.
 
     Args:
       y: as in ``combine``.

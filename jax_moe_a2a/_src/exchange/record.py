@@ -1,4 +1,4 @@
-"""Define the record of an exchange primitive, which all rules of transforms read.
+"""Define the record of an exchange primitive, which the rules of all its transforms read.
 
 An exchange moves a payload by a routing: from tokens to rows (outward), or from rows to tokens.
 For a fixed routing (integers), an exchange is linear in its payload, or bilinear in pairs of rows

@@ -100,7 +100,7 @@ def batch(
     payload, routing = split_routing(args)
     payload_dims, routing_dims = split_routing(dims)
 
-    # Batched global scales belong to the tokens, so they are merged like a batched routing.
+    # If the global scales of tokens are batched, the batch is merged into the tokens, too.
     own_scales = params["options"].has_token_scales and payload_dims[-1] is not None
     if all(dim is None for dim in routing_dims) and not own_scales:
         batched = [dim is not None for dim in payload_dims]

@@ -356,7 +356,7 @@ class NvFp4(TokenFormat):
         global_scale, is_valid = self._global_scale_bits(magnitude.ndim)
         is_finite = (magnitude.max(axis=-1, keepdims=True) < INFINITY) & is_valid
         y = lax.bitcast_convert_type(magnitude, jnp.float32) * _reciprocal(global_scale)
-        # The maximum of integer bits keeps XLA from joining the two float multiplications.
+        # Because the maximum is of integers, XLA cannot merge the two float multiplications.
         largest = lax.bitcast_convert_type(y, jnp.uint32).max(axis=-1, keepdims=True)
         sixth = lax.bitcast_convert_type(largest, jnp.float32) * ONE_SIXTH
         code = _e4m3_codes(lax.bitcast_convert_type(sixth, jnp.uint32), 0)

@@ -4,8 +4,8 @@ A build from source installs the extension into this package. Wheels with kernel
 distributions, one for each major version of CUDA. The extras ``cuda12`` and ``cuda13`` install
 them.
 
-A program in a clone of the repository imports the clone's sources. It uses the extension of the
-installed package if this extension was built from the same sources.
+A program in a clone of the repository imports the clone's sources, and uses the extension of the
+installed package if the extension was built from the same sources.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def publish() -> None:
 
 
 def ranks_of_a_host(domains: Sequence[Sequence[jax.Device]], timeout: float) -> int:
-    """Return how many consecutive ranks of a domain each host has; 0 if this number differs."""
+    """Return how many consecutive ranks of a domain each host has; 0 if hosts differ."""
     hosts = [[_notice_of(d.process_index, timeout).host for d in domain] for domain in domains]
     runs = {len(list(run)) for of_domain in hosts for _, run in itertools.groupby(of_domain)}
     return runs.pop() if len(runs) == 1 else 0

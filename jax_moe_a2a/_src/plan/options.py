@@ -41,8 +41,8 @@ class Exchange:
       replicated: True if all ranks hold the same tokens, ids and weights (tensor parallelism).
         Nothing is exchanged, each rank keeps the rows of its own experts, and ``lax.psum`` of the
         result of ``combine`` or ``moe_mlp`` completes the sum. None means False, except in
-        ``moe``, which adds the sums itself, and decides by the number of tokens. Use True for
-        decoding with few tokens, because no token travels.
+        ``moe``, which adds the sums itself, and decides by the number of tokens. Use True to
+        decode few tokens (inference), because no token travels.
       wire_dtype: dtype or token format of partial sums while they travel, as in ``combine``. It
         applies to the sums of a layer's result and of the gradient of the tokens. None means the
         dtype of each array.

@@ -232,7 +232,7 @@ def sort_by_group(group: jax.Array, num_groups: int) -> tuple[jax.Array, jax.Arr
     """Sort elements by group, in a stable order. Return the first position of each group and of the
     elements without a group, int32 [num_groups + 1], and the position of each element, int32 [N].
     ``group``, int32 [N], is ``num_groups`` for an element without a group."""
-    # A mark for each group is sorted before the group's elements, so its place is where they begin.
+    # A mark for each group is sorted before the group's elements, and shows their first position.
     marks = jnp.arange(num_groups + 1, dtype=jnp.int32)
     keys = jnp.concatenate([marks, group])
     order = lax.sort((keys, lax.iota(jnp.int32, keys.size)), num_keys=1)[1]
