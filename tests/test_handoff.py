@@ -22,7 +22,7 @@ from pretended import Gpu
 import jax_moe_a2a as ma
 from jax_moe_a2a._src import compat
 from jax_moe_a2a._src.group import native, processes
-from jax_moe_a2a._src.group.value import device_ids
+from jax_moe_a2a._src.group.value import devices_of
 
 pytestmark = [
     pytest.mark.one_process("it plays several processes in one"),
@@ -166,7 +166,7 @@ def test_reports_and_closing_wait_for_no_process_and_announce_nothing(told, monk
     group = group_of(0, 1)
     group.check()
     group.close()
-    devices = device_ids(group)
+    devices = tuple(device.id for device in devices_of(group))
     assert closed == waited == [((devices, 2), 60.0), ((devices, 1), 60.0)]
     assert not told
 
