@@ -279,9 +279,6 @@ def moe_config(config: Config) -> ma.MoEConfig:
     )
 
 
-# --------------------------------------------------------------------------------- configuration
-
-
 def _value(config: Config, name: str) -> Any:
     """Return a field of a configuration, or of the language model in it, or None."""
     get = lambda of, name: of.get(name) if isinstance(of, Mapping) else getattr(of, name, None)
@@ -309,7 +306,6 @@ def _family_of(config: Config) -> _Family:
     kind = _field(config, "model_type")
     if kind in _FAMILIES:
         return _FAMILIES[kind]
-
     raise ValueError(
         f"model_type of config must be one of {', '.join(_FAMILIES)}; got {kind!r}. If the model "
         "has the block of one of them, pass the configuration with that model_type"
@@ -352,19 +348,6 @@ def _activation(config: Config, family: _Family) -> Callable[[jax.Array], jax.Ar
             "experts.replace(activation=ma.gated(act))"
         )
     return ma.gated(_ACTIVATIONS[name])
-
-
-# --------------------------------------------------------------------------- names, shapes, views
-
-
-def _parameters(config: Config) -> dict[str, Any]:
-    """Return the parameters of a block with shapes in place of arrays. Dtypes have no meaning."""
-    moe = moe_config(config)
-    params = jax.eval_shape(lambda key: ma.init_moe(key, moe), jax.random.key(0))
-    if _family_of(config).select_bias is not None:
-        bias = jax.ShapeDtypeStruct((moe.num_experts,), jnp.float32)
-        params["router"] = params["router"].replace(select_bias=bias)
-    return params
 
 
 def _by_name(params: Mapping[str, object]) -> dict[str, Any]:
@@ -441,16 +424,18 @@ def _block(
     """Return tensors and parameters of a block. The names of the tensors or of the parameters say
     which weights are in FP8."""
     family = _family_of(config)
-    tensors, params = _tensors(family, sizes, per_expert), _parameters(config)
+    tensors = _tensors(family, sizes, per_expert)
+    # Shapes in place of arrays. Dtypes have no meaning.
+    params = jax.eval_shape(lambda key: ma.init_moe(key, sizes), jax.random.key(0))
+    if family.select_bias is not None:
+        bias = jax.ShapeDtypeStruct((sizes.num_experts,), jnp.float32)
+        params["router"] = params["router"].replace(select_bias=bias)
     return (tensors, params) if family.inputs_first else _quantized.in_fp8(tensors, params, names)
 
 
 def _matrix(*index: int | slice) -> Callable[[np.ndarray], np.ndarray]:
     """Return a function that returns a transposed matrix of an array."""
     return lambda array: array[index].T
-
-
-# ------------------------------------------------------------------------------------------ checks
 
 
 def _with_dot(prefix: str) -> str:

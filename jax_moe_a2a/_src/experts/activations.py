@@ -66,9 +66,8 @@ class FusedActivation:
     gated: bool = False
     """True if I' = 2I: gate and up are side by side, and the result is ``act(gate) * up``."""
     alpha: float = 0.0
-    """Of clamped_swiglu."""
     limit: float = 0.0
-    """Of clamped_swiglu."""
+    """``alpha`` and ``limit`` are the arguments of ``clamped_swiglu``."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return the activations, computed in float32 (float64 for float64) and rounded once."""
@@ -126,11 +125,6 @@ def _normal_cdf_jvp(primals: Any, tangents: Any) -> Any:
     return _normal_cdf(x), jnp.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi)) * dx
 
 
-def _gelu(x: jax.Array) -> jax.Array:
-    """Return ``x * cdf(x)``."""
-    return x * _normal_cdf(x)
-
-
 def squared_relu(x: jax.Array) -> jax.Array:
     """Return ``relu(x)**2``, the activation of Primer (arXiv:2109.08668) and Nemotron-4, for
     ``moe_mlp``, alone or in ``gated``.
@@ -147,7 +141,7 @@ def squared_relu(x: jax.Array) -> jax.Array:
 # The order is that of Activation in cuda/gemm (tests/test_layout.py compares them).
 KINDS: dict[str, Function] = {
     "silu": jax.nn.silu,
-    "gelu": _gelu,
+    "gelu": lambda x: x * _normal_cdf(x),
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
     "relu": jax.nn.relu,
     "squared_relu": squared_relu,

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from ..group import native
 from ..grouped import lowering as grouped
 from ..grouped.lowering import FORWARD, FORWARD_FEW, call, flat, sizes_of, table
-from ..grouped.reference import arrays_of, lead_of
+from ..grouped.reference import arrays_of
 from .activations import KINDS, FusedActivation
 
 DOT_ACT = "moe_a2a_dot_act"
@@ -88,7 +88,7 @@ def _product(
         pairs = zip(ws, arrays_of(bias), strict=True)
         leads, (w3, *spare), biases = zip(*(grouped.aligned(*pair, 2) for pair in pairs))
         bias2 = biases[0] if len(biases) == 1 else jnp.concatenate(biases)
-    groups = table(sizes, lead_of(rows), num_rows, *leads, has_tail=False)
+    groups = table(sizes, rows.shape[:-2], num_rows, *leads, has_tail=False)
     rows2 = flat(rows, 2)
     few = num_rows <= grouped.FEW_ROWS * sizes.shape[-1]
     results = [(rows2.shape[0], columns), (rows2.shape[0], width) if keep else (0,)]
@@ -112,7 +112,7 @@ def act_dot_grad(
     ws = arrays_of(w_out)
     columns = ws[0].shape[-2]
     leads = [w.shape[:-2] for w in ws]
-    groups = table(sizes, lead_of(ct), ct.shape[-2], *leads, has_tail=False)
+    groups = table(sizes, ct.shape[:-2], ct.shape[-2], *leads, has_tail=False)
     w3, *spare = (flat(w, 3) for w in ws)
     ct2, pre2 = flat(ct, 2), flat(pre, 2)
     num_rows, num_dots = ct2.shape[0], -(-columns // native.limit("DOT_COLUMNS"))

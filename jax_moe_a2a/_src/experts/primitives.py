@@ -575,19 +575,13 @@ def _grad_transpose(
     return [found] + [None] * (len(operands) - 1)
 
 
-# Dead code
-
-
 def _dot_act_dce(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
     """Do not store pre if it is not used. Do not compute h if it is not used and there is no bias,
     because pre alone is then a grouped product."""
-    if all(used):
-        return [True] * len(eqn.invars), eqn
-    if used[0]:
-        eqn = eqn.replace(outvars=eqn.outvars[:1], params=dict(eqn.params, keep=False))
-        return [True] * len(eqn.invars), eqn
     rows, w, bias, weights, sizes = eqn.params["tree"].unflatten(eqn.invars)
-    if bias is not None:
+    if used[0] or bias is not None:
+        if not all(used[1:]):
+            eqn = eqn.replace(outvars=eqn.outvars[:1], params=dict(eqn.params, keep=False))
         return [True] * len(eqn.invars), eqn
     w, *spare = arrays_of(w)
     num_sms = eqn.params["num_sms"]
@@ -606,8 +600,6 @@ def _dce_in_fp8(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
     is_read = [id(x) in kept for x in eqn.invars]
     return is_read, eqn.replace(invars=leaves, params=dict(eqn.params, tree=tree))
 
-
-# Registration
 
 register(
     experts_p,

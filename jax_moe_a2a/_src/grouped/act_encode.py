@@ -26,7 +26,7 @@ from ..group import native
 from . import lowering as lowered
 from .primitives import bind, register, rows_like
 from .quantized import refusing_jvp
-from .reference import lead_of, scaled
+from .reference import scaled
 from .weights import BLOCK
 
 act_encode_p = compat.Primitive("moe_a2a_act_encode")
@@ -88,7 +88,7 @@ def batch_and_table(
 ) -> tuple[tuple[int, ...], tuple[int, int], jax.Array]:
     """Return the leading axes of rows, (B, C) for these axes as one, and the table of groups that
     a kernel reads. The product before or after has the same table, so XLA computes it once."""
-    lead, num_rows = lead_of(rows), rows.shape[-2]
+    lead, num_rows = rows.shape[:-2], rows.shape[-2]
     ones = (1,) * len(lead)
     table = lowered.table(sizes, lead, num_rows, (*ones, sizes.shape[-1]), has_tail=False)
     return lead, (math.prod(lead), num_rows), table

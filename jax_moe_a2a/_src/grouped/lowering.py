@@ -20,7 +20,7 @@ from .. import compat
 from ..group import native
 from ..paths import Choice
 from . import reference
-from .reference import groups_of, lead_of, sum_lead
+from .reference import groups_of, sum_lead
 
 TARGET = "moe_a2a_grouped_gemm"
 LIBRARY_TARGET = "moe_a2a_library_gemm"
@@ -104,7 +104,7 @@ def _dotted(version: tuple[int, ...]) -> str:
 def sizes_of(rows: Any, sizes: Any, weights: Sequence[int]) -> tuple[int, int, int, int]:
     """Return the sizes for ``why_no_kernel``: the numbers of rows and of groups over all leading
     axes together, and the last two sizes of the weights."""
-    batch, (k, n) = math.prod(lead_of(rows)), weights[-2:]
+    batch, (k, n) = math.prod(rows.shape[:-2]), weights[-2:]
     return batch * rows.shape[-2], batch * sizes.shape[-1], k, n
 
 
@@ -125,7 +125,7 @@ def outer_cuda(ctx: Any, *operands: compat.Value, **params: object) -> Choice:
 def why_no_add_outer(total: Any, x: Any, _: object, sizes: Any, **__: object) -> str:
     """Return the reason why no kernel computes ``add_outer_p`` of these types, or ''."""
     why = why_no_kernel(x.dtype, *sizes_of(x, sizes, total.shape))
-    return why or ("" if total.shape[:-3] == lead_of(x) else "the batch shares the total")
+    return why or ("" if total.shape[:-3] == x.shape[:-2] else "the batch shares the total")
 
 
 def _choose(
@@ -180,7 +180,7 @@ def kernel_dot(
     few = num_rows <= FEW_ROWS * sizes.shape[-1]
     product = TRANSPOSED if transposed else FORWARD_FEW if few else FORWARD
     leads = [x.shape[:-2] for x in (w, *spare)]
-    groups = table(sizes, lead_of(rows), num_rows, *leads, has_tail=tail == "zero")
+    groups = table(sizes, rows.shape[:-2], num_rows, *leads, has_tail=tail == "zero")
     rows2, *ws = flat(rows, 2), *(flat(x, 3) for x in (w, *spare))
     out = jax.ShapeDtypeStruct((rows2.shape[0], columns), dtype)
     result = _gemm(out, (rows2, ws[0], groups, *ws[1:]), num_sms, product, by_library)
@@ -217,7 +217,7 @@ def kernel_outer(
 ) -> list[jax.Array]:
     """Compute each part of ``grouped_outer_p`` in a separate launch, whose table has only the
     groups of the part."""
-    batch, nums = lead_of(x), [num for *_, num in parts]
+    batch, nums = x.shape[:-2], [num for *_, num in parts]
     leads = [(*batch, num) for num in nums]
     groups = table(sizes, batch, x.shape[-2], *leads, has_tail=False)
     by_batch = groups.reshape(3, -1, sum(nums))
@@ -239,7 +239,7 @@ def add_outer(
     total: jax.Array, x: jax.Array, y: jax.Array, sizes: jax.Array, *, num_sms: int | None
 ) -> jax.Array:
     """Add the products to the total, in the memory of the total."""
-    batch = lead_of(x)
+    batch = x.shape[:-2]
     groups = table(sizes, batch, x.shape[-2], (*batch, sizes.shape[-1]), has_tail=False)
     flat_total = flat(total, 3)
     out = jax.ShapeDtypeStruct(flat_total.shape, total.dtype)

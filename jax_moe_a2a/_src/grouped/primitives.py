@@ -156,23 +156,12 @@ def bilinear_jvp(
     tangents: compat.Tangents,
     **params: object,
 ) -> Any:
+    """Compute the jvp of a primitive that is linear in each of its first two operands."""
+    (a, b, *others), (d_a, d_b, *_) = primals, tangents
     out = primitive.bind(*primals, **params)
-    return out, bilinear_tangents(primitive, out, primals, tangents, **params)
-
-
-def bilinear_tangents(
-    primitive: compat.Primitive,
-    out: Any,
-    primals: compat.Primals,
-    tangents: compat.Tangents,
-    **params: object,
-) -> Any:
-    """Return the tangents of ``out``, which are computed by a bilinear primitive."""
-    a, b, *others = primals
-    a_dot, b_dot, *_ = tangents
-    moving = [pair for pair in ((a_dot, b), (a, b_dot)) if not any(map(is_zero, pair))]
+    moving = [pair for pair in ((d_a, b), (a, d_b)) if not any(map(is_zero, pair))]
     terms = [primitive.bind(*pair, *others, **params) for pair in moving]
-    return jax.tree.map(lambda out, *terms: sum_of(out, terms), out, *terms)
+    return out, jax.tree.map(lambda out, *terms: sum_of(out, terms), out, *terms)
 
 
 def _dot_jvp(primals: Any, tangents: compat.Tangents, **params: object) -> Any:
@@ -250,9 +239,6 @@ def _outer_transpose(
     return [found, None, None] if of_x else [None, found, None]
 
 
-# Batching
-
-
 def _with_batch(
     args: Sequence[jax.Array], dims: Sequence[int | None], is_full: Sequence[bool]
 ) -> tuple[list[Any], int]:
@@ -298,8 +284,6 @@ def _outer_batch(
     outs = bind_outers(*args, parts=tuple((size, *part) for part in parts), **params)
     return outs, [0] * len(outs)
 
-
-# Registration
 
 register(
     grouped_dot_p,

@@ -29,7 +29,7 @@ from ..group import native
 from . import lowering as lowered
 from . import reference
 from .primitives import bind, bind_dot, register, rows_like
-from .reference import arrays_of, lead_of
+from .reference import arrays_of
 from .weights import (
     BLOCK,
     QuantizedExperts,
@@ -70,23 +70,19 @@ def check_operands(rows: Any, w: object) -> tuple[Quantized, QuantizedExperts]:
             f"{short(weights.source)}. Call quantize_experts without trainable, or moe_mlp"
         )
     given = as_quantized(rows)
-    if given is None:
-        array = _array(rows)
-        if array.ndim != 2 or array.shape[1] != weights.k:
-            raise ValueError(
-                f"rows must have the shape [C, K={weights.k}], because the values of w are "
-                f"{short(weights.values)}; got {short(array)}"
-            )
-        if isinstance(array, jax.ShapeDtypeStruct):
-            return jax.eval_shape(partial(encode_rows, name="rows"), array), weights
-        return encode_rows(jnp.asarray(array), "rows"), weights
-    values, scales = map(_array, given)
-    check_dtypes("rows", values, scales)
-    if len(values.shape) != 2 or values.shape[1] != weights.k:
+    values, scales = map(_array, given) if given else (_array(rows), None)
+    if given:
+        check_dtypes("rows", values, scales)
+    if values.ndim != 2 or values.shape[1] != weights.k:
         raise ValueError(
-            f"the values of rows must have the shape [C, K={weights.k}], because the values of w "
-            f"are {short(weights.values)}; got {short(values)}"
+            f"{'the values of rows' if given else 'rows'} must have the shape [C, "
+            f"K={weights.k}], because the values of w are {short(weights.values)}; got "
+            f"{short(values)}"
         )
+    if not given and isinstance(values, jax.ShapeDtypeStruct):
+        return jax.eval_shape(partial(encode_rows, name="rows"), values), weights
+    if not given:
+        return encode_rows(jnp.asarray(values), "rows"), weights
     expected = (values.shape[0], values.shape[1] // BLOCK)
     if scales.shape != expected:
         raise ValueError(
@@ -193,9 +189,6 @@ def bind_dot_fp8(
     return bind(grouped_dot_fp8_p, *operands, dtype=dtype, tail=tail, num_sms=num_sms)
 
 
-# Rules of the primitive
-
-
 def _abstract(values: Any, _: object, w_values: Any, *__: Any, dtype: jnp.dtype, **___: Any) -> Any:
     return rows_like(values, w_values.shape[-2], dtype)
 
@@ -260,7 +253,7 @@ def _kernel(
     # with the same index of a group.
     pairs = _pairs(w_values, w_scales, *spare)
     leads, flat_values, flat_scales = zip(*(lowered.aligned(*pair, 3) for pair in pairs))
-    groups = lowered.table(sizes, lead_of(values), num_rows, *leads, has_tail=tail == "zero")
+    groups = lowered.table(sizes, values.shape[:-2], num_rows, *leads, has_tail=tail == "zero")
     rows2 = lowered.flat(values, 2)
     out = jax.ShapeDtypeStruct((rows2.shape[0], columns), dtype)
     product = lowered.FORWARD_FEW if few else lowered.FORWARD
@@ -279,13 +272,11 @@ def _why_no_kernel(
     return lowered.why_no_fp8_kernel(*lowered.sizes_of(rows, sizes, (k, n)))
 
 
-_cuda = lowered.by_kernel(_why_no_kernel, _kernel, _in_bfloat16, "decoded to bfloat16")
-
 register(
     grouped_dot_fp8_p,
     abstract=_abstract,
     jvp=partial(refusing_jvp, grouped_dot_fp8_p),
     is_full=(True, True),
     composition=_reference,
-    cuda=_cuda,
+    cuda=lowered.by_kernel(_why_no_kernel, _kernel, _in_bfloat16, "decoded to bfloat16"),
 )

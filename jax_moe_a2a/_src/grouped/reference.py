@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,17 +18,8 @@ from jax import lax
 from ..ad import accumulation_dtype
 
 
-class Groups(NamedTuple):
-    """The first row and the number of rows of each group."""
-
-    starts: jax.Array
-    """[..., L] int32."""
-    sizes: jax.Array
-    """[..., L] int32."""
-
-
-def groups_of(sizes: jax.Array, num_rows: int) -> Groups:
-    """Return the groups of ``sizes`` [..., L], cut at ``num_rows``.
+def groups_of(sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
+    """Return two arrays, int32 [..., L]: the first row of each group, and its number of rows.
 
     A negative size counts as 0. All groups lie within the rows, whatever the sizes are, because
     kernels rely on it.
@@ -36,12 +27,7 @@ def groups_of(sizes: jax.Array, num_rows: int) -> Groups:
     sizes = jnp.clip(sizes, 0, num_rows)
     ends = jnp.clip(jnp.cumsum(sizes, axis=-1, dtype=jnp.int32), 0, num_rows)
     starts = jnp.concatenate([jnp.zeros_like(ends[..., :1]), ends[..., :-1]], axis=-1)
-    return Groups(starts, jnp.maximum(ends - starts, 0))
-
-
-def lead_of(rows: Any) -> tuple[int, ...]:
-    """Return the leading axes of rows."""
-    return rows.shape[:-2]
+    return starts, jnp.maximum(ends - starts, 0)
 
 
 def arrays_of(w: Any) -> tuple[Any, ...]:
@@ -102,7 +88,7 @@ def dot(
         return _without_tail(out, cut)
 
     def of_one(rows: jax.Array, w: jax.Array, sizes: jax.Array, *spare: jax.Array) -> jax.Array:
-        cut, num = groups_of(sizes, rows.shape[0]).sizes, w.shape[0]
+        cut, num = groups_of(sizes, rows.shape[0])[1], w.shape[0]
         out = product(rows, w, cut[:num])
         for x in spare:
             start = jnp.sum(cut[:num], dtype=jnp.int32)
@@ -112,7 +98,7 @@ def dot(
         return out
 
     operands = ((rows, 2), (w, 3), (sizes, 1), *((x, 3) for x in spare))
-    return _for_each(of_one, lead_of(rows), *operands)
+    return _for_each(of_one, rows.shape[:-2], *operands)
 
 
 def outer(
@@ -129,12 +115,12 @@ def outer(
     summed over the leading axes of size 1."""
     found, first = [], 0
     for *lead, num in parts:
-        shape = (*lead_of(x), num, x.shape[-1], y.shape[-1])
+        shape = (*x.shape[:-2], num, x.shape[-1], y.shape[-1])
 
         def of_one(
             x: jax.Array, y: jax.Array, sizes: jax.Array, first: int = first, num: int = num
         ) -> jax.Array:
-            cut = groups_of(sizes, x.shape[0]).sizes
+            cut = groups_of(sizes, x.shape[0])[1]
             own = cut[first : first + num]
             if first:
                 start = jnp.sum(cut[:first], dtype=jnp.int32)
@@ -144,7 +130,7 @@ def outer(
         if 0 in (*shape, *x.shape):
             found.append(jnp.zeros((*lead, *shape[-3:]), dtype))
         else:
-            sums = _for_each(of_one, lead_of(x), (x, 2), (y, 2), (sizes, 1))
+            sums = _for_each(of_one, x.shape[:-2], (x, 2), (y, 2), (sizes, 1))
             found.append(sum_lead(sums, tuple(lead)))
         first += num
     return found

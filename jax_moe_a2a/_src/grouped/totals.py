@@ -139,17 +139,10 @@ def bind_add_outer(total: Any, x: Any, y: Any, sizes: jax.Array, num_sms: int | 
     return bind(add_outer_p, total, x, y, sizes, num_sms=num_sms)
 
 
-# Products
-
-
 def _passing_dot(
     rows: jax.Array, d: jax.Array | ad.Zero, sizes: jax.Array, *, num_sms: int | None
 ) -> list[Any]:
     return [unspecified_dot(rows, d, sizes, num_sms), d]
-
-
-def _passing_dot_abstract(rows: Any, d: Any, *_: object, **__: object) -> list[Any]:
-    return [rows_like(rows, d.shape[-1]), d]
 
 
 def _passing_dot_jvp(primals: compat.Primals, tangents: Any, *, num_sms: int | None) -> Any:
@@ -171,9 +164,6 @@ def _passing_dot_transpose(
     if not is_zero(ct):
         total = bind_add_outer(total, rows, ct.astype(rows.dtype), sizes, num_sms)
     return [None, total, None]
-
-
-# Their transpose
 
 
 def _add_outer(
@@ -207,11 +197,9 @@ choose_add_outer = lowered.by_kernel(
     lowered.why_no_add_outer, lowered.add_outer, _add_outer_by_product
 )
 
-# Registration
-
 register(
     passing_dot_p,
-    abstract=_passing_dot_abstract,
+    abstract=lambda rows, d, *_, **__: [rows_like(rows, d.shape[-1]), d],
     jvp=_passing_dot_jvp,
     transpose=_passing_dot_transpose,
     is_full=(True,),

@@ -38,7 +38,6 @@ QUANTIZED_CHECKPOINT_NAME = "moe_a2a_quantized"
 
 If a policy saves this name, which takes up to two bytes for each weight, the backward pass of
 ``jax.checkpoint`` does not quantize the weights again."""
-KERNEL_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
 
 encode_squares_p = compat.Primitive("moe_a2a_encode_squares")
 encode_squares_p.multiple_results = True
@@ -275,9 +274,6 @@ def _divided(x: jax.Array, axis: int) -> jax.Array:
     return x.reshape(*x.shape[:axis], x.shape[axis] // BLOCK, BLOCK, *x.shape[axis + 1 :])
 
 
-# Rules of the primitive
-
-
 def _abstract(w: compat.Aval, *, k_axis: int, turned: bool, plain: bool) -> list[Any]:
     lead, (k, *between, n) = w.shape[:k_axis], w.shape[k_axis:]
     squares = (*lead, *between, -(-n // BLOCK), k // BLOCK)
@@ -320,7 +316,7 @@ def _kernel(w: jax.Array, *, k_axis: int, turned: bool, plain: bool) -> list[jax
 def _why_no_kernel(ctx: compat.Context, w: compat.Aval, k_axis: int) -> str:
     if compat.is_partitioned(ctx):
         return "XLA divides the program among devices: call it in jax.shard_map"
-    if w.dtype not in KERNEL_DTYPES:
+    if w.dtype not in (jnp.bfloat16, jnp.float32):
         return f"the kernel quantizes bfloat16 and float32; got {w.dtype}"
     if w.shape[k_axis] % BLOCK or w.shape[-1] % BLOCK:
         return f"the kernel quantizes whole squares of {BLOCK} x {BLOCK}; got {short(w)}"

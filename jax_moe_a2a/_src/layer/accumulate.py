@@ -60,7 +60,7 @@ def accumulate_grads(loss: Callable[..., Any], *, has_aux: bool = False) -> Call
     def add(totals: Any, params: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         jax.tree_util.tree_map_with_path(_check, params, totals)
         tree: Any
-        leaves, tree = jax.tree.flatten(params, is_leaf=_is_experts)
+        leaves, tree = jax.tree.flatten(params, is_leaf=lambda x: isinstance(x, Experts))
         given = tree.flatten_up_to(totals)
 
         def of(zeros: list[Any]) -> Any:
@@ -95,10 +95,6 @@ def _tied(weights: Any, zeros: Any, name: str) -> Any:
     if not isinstance(tied, Experts) or isinstance(tied.w_in, QuantizedExperts):
         return tied
     return dataclasses.replace(tied, totals=Totals(totals.w_in, totals.w_out, name))
-
-
-def _is_experts(x: object) -> bool:
-    return isinstance(x, Experts)
 
 
 def _is_totals(x: object) -> bool:

@@ -177,10 +177,8 @@ def why_no_kernel(keys: Any, groups: Groups | None = None) -> str:
         return f"the kernel compares float32 numbers; got {short(keys)}"
     if why := native.why_no_local_kernel():
         return why
-    num_groups, most = (
-        1 if groups is None else groups.num_groups,
-        native.limit("MAX_CHOICE_EXPERTS"),
-    )
+    most = native.limit("MAX_CHOICE_EXPERTS")
+    num_groups = 1 if groups is None else groups.num_groups
     # Each group has the same number of lanes of a warp.
     padded = 1 << (num_groups - 1).bit_length()
     if padded > 32 or keys.shape[-1] // num_groups * padded > most:

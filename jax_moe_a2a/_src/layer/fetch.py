@@ -155,23 +155,19 @@ def _routing_of_experts(placement: Placement, rank: jax.Array, num_ranks: int) -
 
 
 def _in_pieces(routing: RoutingArrays, num: int) -> RoutingArrays:
-    """Return the routing of pieces: token, slot or row t becomes the pieces t * num, ..."""
-    piece = jnp.arange(num, dtype=jnp.int32)
+    """Return the routing of pieces: token, slot or row t becomes ``num`` pieces, from t * num."""
 
-    def numbered(x: jax.Array, axis: int, numbers: bool = True) -> jax.Array:
-        axes = tuple(range(x.ndim + 1))
-        x = jnp.expand_dims(x, axis + 1)
-        of_piece = jnp.expand_dims(piece, tuple(a for a in axes if a != axis + 1))
-        x = jnp.where(x >= 0, x * num + of_piece, x) if numbers else x + 0 * of_piece
-        shape = list(x.shape)
-        return x.reshape(*shape[:axis], -1, *shape[axis + 2 :])
+    def numbered(x: jax.Array, axis: int) -> jax.Array:
+        x = jnp.repeat(x, num, axis)
+        piece = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) % num
+        return jnp.where(x >= 0, x * num + piece, x)
 
     return RoutingArrays(
         token_slot=numbered(routing.token_slot, 0),
         slot_token=numbered(routing.slot_token, 1),
-        choice_rank=numbered(routing.choice_rank, 0, False),
+        choice_rank=jnp.repeat(routing.choice_rank, num, 0),
         slot_rows=numbered(routing.slot_rows, 1),
-        row_rank=numbered(routing.row_rank, 0, False),
+        row_rank=jnp.repeat(routing.row_rank, num, 0),
         row_slot=numbered(routing.row_slot, 0),
-        row_k=numbered(routing.row_k, 0, False),
+        row_k=jnp.repeat(routing.row_k, num, 0),
     )

@@ -57,9 +57,8 @@ class Form(Protocol):
     ) -> tuple[jax.Array, Totals]: ...
 
 
-def choose_form(weights: Experts, activation: Activation, tail: Tail) -> tuple[Form, bool]:
-    """Return the form for experts, and a bool: True if, without router weights, the form reads the
-    weights of rows as 1 or 0.
+def choose_form(weights: Experts, activation: Activation, tail: Tail) -> Form:
+    """Return the form for experts.
 
     Args:
       weights: in the form of ``flat``.
@@ -90,11 +89,11 @@ def choose_form(weights: Experts, activation: Activation, tail: Tail) -> tuple[F
     # Keep only the operands of the activation. The backward pass computes it again.
     activate = jax.checkpoint(partial(_activate, known or activation, intermediate, why))
     if isinstance(weights.w_in, QuantizedExperts) and not in_training:
-        return _frozen(activate, fused, tail), False
+        return _frozen(activate, fused, tail)
     if fused is not None and not weights.has_lora:
-        return partial(_fused, activation=fused), True
+        return partial(_fused, activation=fused)
     of_rows = lambda product, rows, _: activate(product, rows.weights, rows.has_token)
-    return partial(_composed, multiply=_multiply, activate=of_rows), False
+    return partial(_composed, multiply=_multiply, activate=of_rows)
 
 
 @scopes.products

@@ -270,12 +270,9 @@ def mlp_and_routing(
     if placement is not None:
         spare = num_fetched(given.w_in.shape, options, placement)
     _check_num_experts(given, options, local - spare)
-    form, reads_weights = choose_form(given, activation, tail)
+    form = choose_form(given, activation, tail)
     recv = dispatch_in_fp8(arguments) if is_frozen else dispatch_rows(arguments)
-    if not is_frozen and (spare or reads_weights):
-        rows = _weighted_rows(recv, accumulation_dtype(x.dtype))
-    else:
-        rows = _rows_of(recv)
+    rows = _weighted_rows(recv, accumulation_dtype(x.dtype))
     if weigh_input and recv.weights is not None:
         rows = _weighted_inputs(rows)
     if spare:
@@ -337,14 +334,6 @@ def _warn_of_few_rows(given: Exchange, options: RouteOptions, num_tokens: int) -
         "Exchange(capacity_factor=1.25), or omit it to drop nothing",
         stacklevel=2,
     )
-
-
-def _rows_of(recv: Recv) -> Rows:
-    """Return the rows of a rank with their router weights. The weight of a row without a token may
-    be any value."""
-    is_row = recv.routing.row_rank >= 0
-    ones = jnp.ones(is_row.shape, jnp.float32)
-    return Rows(recv.rows, ones if recv.weights is None else recv.weights, is_row)
 
 
 def _weighted_rows(recv: Recv, dtype: jnp.dtype) -> Rows:

@@ -212,7 +212,9 @@ def moe(
     if router_input is not None:
         of_tokens["router_input"] = read
     _check_outputs(outputs, router)
-    exchange = _check_exchange(exchange)
+    exchange = check_exchange(exchange, has_chunks=True)
+    reason, remedy = "moe divides the tokens over the ranks", "Call moe_mlp on each rank"
+    check_one_global_scale(exchange.token_format, reason, remedy)
     shape = x.shape
     if x.ndim == 1:
         x, of_tokens = x[None], {name: array[None] for name, array in of_tokens.items()}
@@ -222,7 +224,7 @@ def moe(
     _warn_of_repeated_work(scope, x)
     if any(tokens.padding):
         of_tokens.setdefault("mask", jnp.ones(tokens.sizes, bool))
-    padded = partial(_with_padding, scope, tokens)
+    padded = partial(_with_padding, tokens)
     x, of_tokens = padded(x), {name: padded(array) for name, array in of_tokens.items()}
     router = map_arrays(router, padded, lambda array: place(array, P()))
     router_specs = map_arrays(router, lambda _: tokens.spec, lambda _: P())
@@ -246,7 +248,6 @@ def moe(
         placement: Placement | None,
         exchange: Exchange,
     ) -> tuple[jax.Array, dict[str, Any], MoEStatistics, Totals | None]:
-        """Apply the layer to the tokens and the experts of one rank."""
         leading = x.shape[:-1]
         flat_tokens = lambda array: array.reshape(-1, *array.shape[len(leading) :])
         flat_x = flat_tokens(x)
@@ -302,11 +303,11 @@ def moe(
     )(x, of_tokens, router, given, placement, exchange)
 
     def unpadded(array: jax.Array) -> jax.Array:
-        array = _without_padding(scope, tokens, array, features=None)
+        array = _without_padding(tokens, array, keeps_last=False)
         return array.reshape(*shape[:-1], array.shape[-1])
 
     statistics = statistics._replace(**jax.tree.map(unpadded, found), totals=totals)
-    return _without_padding(scope, tokens, y).reshape(shape), statistics
+    return _without_padding(tokens, y).reshape(shape), statistics
 
 
 @scopes.losses
@@ -415,14 +416,6 @@ def _experts(
     return totals, lax.collapse(y, 0, -1)[:num_tokens], counts.sum(axis=0, dtype=jnp.int32)
 
 
-def _check_exchange(given: Exchange | None) -> Exchange:
-    """Return the argument ``exchange`` of ``moe``, or raise an error."""
-    exchange = check_exchange(given, has_chunks=True)
-    reason, remedy = "moe divides the tokens over the ranks", "Call moe_mlp on each rank"
-    check_one_global_scale(exchange.token_format, reason, remedy)
-    return exchange
-
-
 def _warn_of_repeated_work(scope: _Scope, x: jax.Array) -> None:
     """Warn if axes that no argument names divide tokens [..., H], or may divide them."""
     named = scope.of_tokens
@@ -503,7 +496,7 @@ def _divide_tokens(scope: _Scope, x: jax.Array, replicated: bool | None) -> _Tok
 
 
 @scopes.padding
-def _with_padding(scope: _Scope, tokens: _Tokens, array: jax.Array) -> jax.Array:
+def _with_padding(tokens: _Tokens, array: jax.Array) -> jax.Array:
     """Return an array with the leading axes of the tokens, padded with 0 and moved to the ranks
     that need it."""
     if any(tokens.padding):
@@ -514,16 +507,14 @@ def _with_padding(scope: _Scope, tokens: _Tokens, array: jax.Array) -> jax.Array
 
 
 @scopes.padding
-def _without_padding(
-    scope: _Scope, tokens: _Tokens, y: jax.Array, **last: str | tuple[str, ...] | None
-) -> jax.Array:
-    """Return the results of the caller's tokens, with their placement. ``features`` replaces the
-    placement of the last axis."""
+def _without_padding(tokens: _Tokens, y: jax.Array, *, keeps_last: bool = True) -> jax.Array:
+    """Return the results of the caller's tokens, with the placement of these tokens. Without
+    ``keeps_last``, the last axis is not divided."""
     if any(tokens.padding):
         y = place(y, tokens.unpadded)[tuple(map(slice, tokens.sizes))]
     if tokens.home is None:
         return y
-    return place(y, P(*tokens.home[:-1], last.get("features", tokens.home[-1])))
+    return place(y, P(*tokens.home[:-1], tokens.home[-1] if keeps_last else None))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -588,13 +579,10 @@ def _check_scope(axes: Axes) -> _Scope:
     """Return the mesh in scope with the axes of a call, or raise an error."""
     group = axes.experts
     of_group = group.mesh if isinstance(group, Group) else None
+    of_devices = of_group if isinstance(of_group, Mesh) else compat.mesh_in_context()
     here = jax.sharding.get_abstract_mesh()
     mesh = of_group if here.empty else here
-    if isinstance(of_group, Mesh):
-        is_known = True
-    else:
-        is_known = compat.mesh_in_context() is not None
-    if mesh is None or (here.empty and not is_known):
+    if mesh is None or (here.empty and of_devices is None):
         # JAX does not show the mesh of ``with mesh:`` to the program.
         found = (
             "only the mesh of `with mesh:`" if compat.in_context_of_old() else "no mesh in scope"
@@ -623,14 +611,13 @@ def _check_scope(axes: Axes) -> _Scope:
                     f"experts, data and tensor of axes must be different axes; got {axis!r} twice"
                 )
             seen.add(axis)
-    if not is_known:
+    if of_devices is None:
         raise _no_devices(f"the abstract mesh {dict(here.shape)}", group)
     if not isinstance(group, Group):
         # JAX may use the traced program again with other devices, so the group must not hold
         # devices. Only the choice of two levels reads the devices.
-        two_level = Group(compat.mesh_in_context(), group).two_level
+        two_level = Group(of_devices, group).two_level
         group = Group(here, group, two_level=two_level)
-    of_devices = of_group if isinstance(of_group, Mesh) else compat.mesh_in_context()
     levels = group.divided_by_hosts(of_devices)
     if levels is not None and set(mesh.axis_types) == {AxisType.Auto}:
         divided, group = levels
@@ -654,7 +641,6 @@ def _no_devices(found: str, group: Any) -> ValueError:
 
 
 def _check_tokens(value: object) -> jax.Array:
-    """Return tokens as an array [..., H], or raise an error."""
     x = as_array(value)
     is_shape = x.ndim > 0 and x.shape[-1] > 0
     if not is_shape or not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
@@ -705,7 +691,6 @@ def _check_experts(
 
 
 def _check_mask(mask: object, x: jax.Array) -> jax.Array:
-    """Return the mask of tokens [..., H] as an array, or raise an error."""
     found, sizes = as_array(mask), x.shape[:-1]
     if found.dtype != jnp.bool_ or found.shape != sizes:
         raise (TypeError if found.dtype != jnp.bool_ else ValueError)(
@@ -715,7 +700,6 @@ def _check_mask(mask: object, x: jax.Array) -> jax.Array:
 
 
 def _check_router_input(value: object, x: jax.Array) -> jax.Array:
-    """Return the array that the router reads, or raise an error."""
     array = as_array(value)
     check_floats("router_input", array, "Cast it")
     if array.ndim != x.ndim or array.shape[:-1] != x.shape[:-1]:

@@ -193,26 +193,22 @@ def check_choices(
     if not isinstance(choices, RouterChoices):
         raise TypeError(f"{name} must be RouterChoices; got {choices!r}")
     ids = check_ids(f"ids of {name}", choices.ids, leading, num_experts)
-    weights, scores = choices.weights, choices.scores
+    weights, scores = (None if x is None else as_array(x) for x in choices[1:])
     if weights is not None:
-        weights = as_array(weights)
         check_floats(f"weights of {name}", weights, "Cast it")
         if weights.shape != ids.shape:
             raise ValueError(
                 f"weights of {name} must have the shape of ids, {list(ids.shape)}; got "
                 f"{short(weights)}"
             )
-        weights = jnp.asarray(weights)
     if scores is not None:
-        scores = as_array(scores)
         check_floats(f"scores of {name}", scores, "Cast it")
         if scores.shape[:-1] != leading or scores.ndim == 0 or scores.shape[-1] < num_experts:
             raise ValueError(
                 f"scores of {name} must have the shape {[*leading, num_experts]}, a score for each "
                 f"expert; got {short(scores)}. Omit them to have no balance loss"
             )
-        scores = jnp.asarray(scores)
-    return RouterChoices(ids, weights, scores)
+    return jax.tree.map(jnp.asarray, RouterChoices(ids, weights, scores))
 
 
 def choose_experts(
@@ -233,7 +229,8 @@ def choose_experts(
         """Return an array with zeros in masked tokens, whose content must not reach a gradient."""
         if mask is None or not jnp.issubdtype(array.dtype, jnp.floating):
             return array
-        return jnp.where(_like(mask, array), array, 0)
+        axes = (1,) * (array.ndim - 1)
+        return jnp.where(mask.reshape(*mask.shape, *axes), array, 0)
 
     found = own.choose(tokens, logits, jax.tree.map(kept, own.per_token), own.whole)
     choices = check_choices("the result of choose", found, tokens.shape[:1], num_experts)
@@ -246,8 +243,3 @@ def _without_masked(choices: RouterChoices, mask: jax.Array | None) -> RouterCho
         return choices
     rest = jax.tree.map(lambda x: jnp.where(mask[:, None], x, 0), choices)
     return rest._replace(ids=jnp.where(mask[:, None], choices.ids, -1))
-
-
-def _like(mask: jax.Array, array: jax.Array) -> jax.Array:
-    """Return a mask of tokens [T] with axes of size 1 added, so that it fits ``array`` [T, ...]."""
-    return mask.reshape(mask.shape + (1,) * (array.ndim - 1))

@@ -286,7 +286,6 @@ class TopK:
         if self.score == "softmax":
             scores = jax.nn.softmax(logits)
             return scores, scores
-        # A softmax of logarithms divides scores by their sum, and never divides 0 by 0.
         return jax.nn.sigmoid(logits), jax.nn.softmax(jax.nn.log_sigmoid(logits))
 
     @property

@@ -306,11 +306,7 @@ def specs_of(
         held = {field: p for field, p in every.items() if getattr(given, field) is not None}
         return QuantizedExperts(**held)
 
-    totals = (
-        None
-        if experts.totals is None
-        else experts.totals.of(Experts(specs["w_in"], specs["w_out"]))
-    )
+    totals = experts.totals and experts.totals.of(Experts(specs["w_in"], specs["w_out"]))
     lora = {
         name: spec_of(getattr(experts, name), specs[w], len(lead)) for name, w in ADAPTERS.items()
     }
