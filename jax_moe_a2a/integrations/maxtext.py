@@ -90,9 +90,6 @@ _REMEDIES = dict(
     moe_dropless_fallback="With ragged_buffer_factor=-1, no token is dropped. ",
 )
 
-_DECIDED = "capacity", "capacity_factor", "replicated", "num_chunks"
-"""The options of an exchange that the config of MaxText decides."""
-
 
 @dataclasses.dataclass(frozen=True)
 class _Options:
@@ -134,7 +131,7 @@ def enable(
     """
     ma.Group(axis_name="expert", size=1, **group_options)
     exchange = check_exchange(exchange, has_chunks=True)
-    for name in _DECIDED:
+    for name in ("capacity", "capacity_factor", "replicated", "num_chunks"):
         if (value := getattr(exchange, name)) is not None:
             raise ValueError(
                 f"{name} must be omitted in the exchange of enable, because MaxText's config "

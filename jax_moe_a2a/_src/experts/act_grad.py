@@ -57,11 +57,7 @@ def gradients(
     activation: FusedActivation,
     selects: bool,
 ) -> list[jax.Array]:
-    """Return ct_pre, h and ct_weights.
-
-    Args:
-      selects: as in ``scaled``.
-    """
+    """Return ct_pre, h and ct_weights. ``selects`` is as in ``scaled``."""
     act, transpose = jax.vjp(activation, pre)
     (ct_pre,) = transpose(scaled(ct_h, weights, selects).astype(pre.dtype))
     if selects:

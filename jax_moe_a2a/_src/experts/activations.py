@@ -23,7 +23,6 @@ class Gated:
     """The gated form of an activation, a function of one array [..., 2I]."""
 
     activation: Callable[[jax.Array], jax.Array]
-    """The activation of the gate."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return ``activation(gate) * up`` [..., I] for gate and up side by side."""

@@ -1,6 +1,5 @@
 """Lower the experts of a layer on NVIDIA GPUs to kernels with the activation in their epilogue, or
-to a composition of grouped products and element-wise passes.
-"""
+to a composition of grouped products and element-wise passes."""
 
 from __future__ import annotations
 

@@ -127,8 +127,8 @@ class Product(NamedTuple):
 
 
 class TangentOperands(NamedTuple):
-    """The operands of ``act_dot_tangent_p``. ``act_dot_tangent_p`` is linear in the first four
-    operands, some of which may be None. Without weights in FP8, d_rows and w_in are None."""
+    """The operands of ``act_dot_tangent_p``, which is linear in the first four. Some of these four
+    may be None. Without weights in FP8, d_rows and w_in are None."""
 
     d_rows: Any
     d_pre: Any
@@ -322,9 +322,6 @@ def _act_dot_grad(
     return gradients(ct_h, pre, weights, activation=activation, selects=selects)
 
 
-# Abstract values
-
-
 def _product_of(rows: Any, w: Any) -> Any:
     """Return the type of the product of rows and weights."""
     return rows_like(rows, arrays_of(w)[0].shape[-1])
@@ -345,9 +342,6 @@ def _tangent_types(o: TangentOperands, *, passes: bool, **_: object) -> list[Any
 def _grad_types(o: Gradient, **_: object) -> list[Any]:
     h = rows_like(o.pre, arrays_of(o.w_out)[0].shape[-2])
     return [rows_like(o.pre, o.pre.shape[-1]), h, o.weights]
-
-
-# Derivatives
 
 
 def _experts_jvp(
@@ -533,8 +527,6 @@ def _act_dot_jvp(
 
 
 def _grad_jvp(primals: compat.Primals, tangents: compat.Tangents, **params: Any) -> Any:
-    """Compute the jvp. The tangent of ct uses the same primitive. All other tangents use the
-    composition."""
     (ct, *others), (d_ct, *d_others) = primals, tangents
     outs = bind(act_dot_grad_p, *primals, **params)
     d_outs: list[list[Any]] = [[] for _ in outs]

@@ -45,15 +45,9 @@ def bind_act_encode(
     activation: Any = None,
     num_sms: int | None = None,
 ) -> Quantized:
-    """Bind ``act_encode_p``.
-
-    Args:
-      rows: bfloat16 or float32 [C, P]. I is a multiple of 128.
-      weights: float32 [C], 0 for rows without a token; None without an activation.
-      sizes: int32 [L].
-      activation: a ``FusedActivation``, which maps P columns to I, or None.
-      num_sms: the most multiprocessors that a kernel uses, or None.
-    """
+    """Bind ``act_encode_p`` for rows in bfloat16 or float32. I is a multiple of 128. ``activation``
+    is a ``FusedActivation`` or None. ``weights`` are 0 for rows without a token, and None without
+    an activation."""
     operands = (rows, sizes) if weights is None else (rows, sizes, weights)
     params = dict(activation=activation, num_sms=num_sms)
     return Quantized(*bind(act_encode_p, *operands, **params))

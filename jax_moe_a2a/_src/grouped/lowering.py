@@ -109,14 +109,12 @@ def sizes_of(rows: Any, sizes: Any, weights: Sequence[int]) -> tuple[int, int, i
 
 
 def dot_cuda(ctx: Any, *operands: compat.Value, **params: object) -> Choice:
-    """Choose the path of ``grouped_dot_p``."""
     rows, w, sizes, *_ = ctx.avals_in
     sizes = sizes_of(rows, sizes, w.shape)
     return _choose(ctx, operands, params, sizes, kernel_dot, reference.dot)
 
 
 def outer_cuda(ctx: Any, *operands: compat.Value, **params: object) -> Choice:
-    """Choose the path of ``grouped_outer_p``."""
     x, y, sizes = ctx.avals_in
     sizes = sizes_of(x, sizes, (x.shape[-1], y.shape[-1]))
     return _choose(ctx, operands, params, sizes, kernel_outer, reference.outer)
@@ -194,7 +192,6 @@ def _gemm(
     product: int,
     by_library: bool,
 ) -> jax.Array:
-    """Return a product by the kernel, or by cuBLASLt."""
     if not by_library:
         return call(TARGET, [out], operands, num_sms, product=product)[0]
     rows, _, groups, *_ = operands
@@ -255,15 +252,8 @@ def flat(x: jax.Array, num_axes: int) -> jax.Array:
 
 
 def aligned(w: jax.Array, other: Any, axes: int) -> tuple[tuple[int, ...], jax.Array, jax.Array]:
-    """Return three values: the leading axes and the number of matrices of weights, as ``table``
-    needs them; the flat weights; and ``other``, also flat. A group has the same index in both
-    arrays.
-
-    Args:
-      w: weights [..., L, K, N].
-      other: an array that belongs to the matrices. The first of the last ``axes`` axes of this
-        array is L.
-    """
+    """Flatten weights [..., L, K, N] and an array ``other``, whose last ``axes`` axes begin with L.
+    A group then has the same index in both arrays. Return the axes [..., L] and both arrays."""
     lead = np.broadcast_shapes(w.shape[:-3], other.shape[:-axes])
     w3, flat_other = (
         flat(jnp.broadcast_to(x, (*lead, *x.shape[-n:])), n) for x, n in ((w, 3), (other, axes))
@@ -280,10 +270,8 @@ def table(
 ) -> jax.Array:
     """Return the table of groups, int32 [3, G]: first rows, numbers of rows, indices of weights.
 
-    With ``has_tail``, the rows after the last group are a group without weights.
-
-    Args:
-      leads: the leading axes and the number of matrices of each array of weights.
+    With ``has_tail``, the rows after the last group are a group without weights. ``leads`` are the
+    axes [..., L] of each array of weights.
     """
     num_groups = sizes.shape[-1]
     starts, sizes = (jnp.broadcast_to(x, (*batch, num_groups)) for x in groups_of(sizes, num_rows))

@@ -208,11 +208,8 @@ def _dot_transpose(
 def outers_like(
     ws: Sequence[Any], x: jax.Array, y: Any, sizes: jax.Array, ct: Any, **params: object
 ) -> list[Any]:
-    """Return the cotangents of arrays of weights, and None for known arrays.
-
-    Args:
-      ct: the cotangent, which is also passed as ``x`` or as ``y``.
-    """
+    """Return the cotangents of arrays of weights, and None for known arrays. ``ct`` is also passed
+    as ``x`` or as ``y``."""
     avals = [aval_of(w) for w in ws]
     is_wanted = list(map(ad.is_undefined_primal, ws))
     if is_zero(ct):
@@ -264,7 +261,6 @@ def _batch(
     dims: Sequence[int | None],
     **params: object,
 ) -> Any:
-    """Batch a primitive as ``register`` says."""
     moved, _ = _with_batch(args, dims, is_full(**params) if callable(is_full) else is_full)
     outs = bind(primitive, *moved, **params)
     if not primitive.multiple_results:

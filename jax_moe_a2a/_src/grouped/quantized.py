@@ -59,10 +59,8 @@ def is_quantized(rows: object, w: object) -> bool:
 
 
 def check_operands(rows: Any, w: object) -> tuple[Quantized, QuantizedExperts]:
-    """Return rows and weights as quantized arrays, or raise an error.
-
-    Rows that are floats are quantized. Values and scales may be ``jax.ShapeDtypeStruct``.
-    """
+    """Return quantized rows and weights, or raise an error. Float rows are quantized. All arrays
+    may be ``jax.ShapeDtypeStruct``."""
     weights = check_experts("w", w)
     if weights.source is not None:
         raise ValueError(
@@ -70,20 +68,20 @@ def check_operands(rows: Any, w: object) -> tuple[Quantized, QuantizedExperts]:
             f"{short(weights.source)}. Call quantize_experts without trainable, or moe_mlp"
         )
     given = as_quantized(rows)
-    values, scales = map(_array, given) if given else (_array(rows), None)
+    values = _array(given.values if given else rows)
     if given:
-        check_dtypes("rows", values, scales)
+        check_dtypes("rows", values, _array(given.scales))
     if values.ndim != 2 or values.shape[1] != weights.k:
         raise ValueError(
             f"{'the values of rows' if given else 'rows'} must have the shape [C, "
             f"K={weights.k}], because the values of w are {short(weights.values)}; got "
             f"{short(values)}"
         )
-    if not given and isinstance(values, jax.ShapeDtypeStruct):
-        return jax.eval_shape(partial(encode_rows, name="rows"), values), weights
     if not given:
+        if isinstance(values, jax.ShapeDtypeStruct):
+            return jax.eval_shape(partial(encode_rows, name="rows"), values), weights
         return encode_rows(jnp.asarray(values), "rows"), weights
-    expected = (values.shape[0], values.shape[1] // BLOCK)
+    scales, expected = _array(given.scales), (values.shape[0], values.shape[1] // BLOCK)
     if scales.shape != expected:
         raise ValueError(
             f"the scales of rows must have the shape {list(expected)}, one number for each "
@@ -93,13 +91,8 @@ def check_operands(rows: Any, w: object) -> tuple[Quantized, QuantizedExperts]:
 
 
 def check_experts(name: str, w: object, *, may_be_pairs: bool = False) -> QuantizedExperts:
-    """Return quantized weights, or raise an error.
-
-    Args:
-      name: the name of the argument.
-      w: weights whose values are [L, N, K].
-      may_be_pairs: True to also accept values [L, 2, I, K].
-    """
+    """Return quantized weights with values [L, N, K], or raise an error. With ``may_be_pairs``,
+    values may also be [L, 2, I, K]."""
     if not isinstance(w, QuantizedExperts):
         got = short(w) if hasattr(w, "dtype") else type(w).__name__
         raise TypeError(
@@ -182,8 +175,7 @@ def bind_dot_fp8(
     tail: Tail,
     num_sms: int | None,
 ) -> jax.Array:
-    """Bind ``grouped_dot_fp8_p`` after casting all operands to vary over the same mesh axes. ``w``
-    may be a tuple of home and spare weights."""
+    """Bind ``grouped_dot_fp8_p``. ``w`` may be a tuple of home and spare weights."""
     home, *spare = ((jnp.asarray(x.values), jnp.asarray(x.scales)) for x in arrays_of(w))
     operands = [*map(jnp.asarray, rows), *home, sizes, *itertools.chain(*spare)]
     return bind(grouped_dot_fp8_p, *operands, dtype=dtype, tail=tail, num_sms=num_sms)
@@ -272,11 +264,13 @@ def _why_no_kernel(
     return lowered.why_no_fp8_kernel(*lowered.sizes_of(rows, sizes, (k, n)))
 
 
+_cuda = lowered.by_kernel(_why_no_kernel, _kernel, _in_bfloat16, "decoded to bfloat16")
+
 register(
     grouped_dot_fp8_p,
     abstract=_abstract,
     jvp=partial(refusing_jvp, grouped_dot_fp8_p),
     is_full=(True, True),
     composition=_reference,
-    cuda=lowered.by_kernel(_why_no_kernel, _kernel, _in_bfloat16, "decoded to bfloat16"),
+    cuda=_cuda,
 )

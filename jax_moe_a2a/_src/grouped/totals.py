@@ -90,11 +90,7 @@ def summing_dot(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the products of rows, unspecified after the last group, and the total. The product has
     the tangent of ``r w`` with respect to r. ``passing_dot_p`` is the tangent with respect to the
-    total, because w has the tangent of the total.
-
-    Args:
-      rows, w: arrays, or w is ``QuantizedExperts``, to multiply as ``dot_in_fp8`` does.
-    """
+    total, because w has the tangent of the total."""
     w = encode_source(w) if isinstance(w, QuantizedExperts) else w
     leaves, tree = jax.tree.flatten((rows, w, total, sizes))
     return _summing_dot(*jax.tree.unflatten(tree, compat.align_varying(leaves, ())))
@@ -127,7 +123,6 @@ def _dot(rows: Any, w: Any, sizes: jax.Array, *, quantizes: bool) -> jax.Array:
 def bind_passing(
     rows: jax.Array, d: jax.Array | ad.Zero, sizes: jax.Array, num_sms: int | None
 ) -> list[jax.Array]:
-    """Bind ``passing_dot_p``."""
     return bind(passing_dot_p, rows, d, sizes, num_sms=num_sms)
 
 

@@ -202,13 +202,8 @@ def _turned(x: jax.Array) -> jax.Array:
 def encode_experts(
     w: jax.Array, *, k_axis: int = -2, turned: bool = True, plain: bool = True
 ) -> QuantizedExperts:
-    """Quantize weights by squares.
-
-    Args:
-      w: [*B, L, K, N], or [*B, L, K, 2, I] with ``k_axis=-3``.
-      turned: False to leave out ``values``.
-      plain: False to leave out ``transposed``.
-    """
+    """Quantize weights as ``encode_squares_p`` does. Without ``turned``, the result has no
+    ``values``. Without ``plain``, it has no ``transposed``."""
     scales, *parts = _encode_squares(w, k_axis=k_axis, turned=turned, plain=plain)
     values = parts.pop(0) if turned else None
     return QuantizedExperts(values, scales, *parts)

@@ -67,10 +67,10 @@ def accumulate_grads(loss: Callable[..., Any], *, has_aux: bool = False) -> Call
             tied = [_tied(*each, str(i)) for i, each in enumerate(zip(leaves, zeros, strict=True))]
             out = loss(tree.unflatten(tied), *args, **kwargs)
             value, aux = out if has_aux else (out, None)
-            found = [x for x in jax.tree.leaves(aux, is_leaf=_is_totals) if _is_totals(x)]
-            aux = jax.tree.map(lambda x: None if _is_totals(x) else x, aux, is_leaf=_is_totals)
-            # Other totals belong to a part of the experts, to a batch, or to weights that were
-            # cast.
+            is_totals = lambda x: isinstance(x, Totals)
+            found = [x for x in jax.tree.leaves(aux, is_leaf=is_totals) if is_totals(x)]
+            aux = jax.tree.map(lambda x: None if is_totals(x) else x, aux, is_leaf=is_totals)
+            # Other totals belong to some of the experts, to a batch, or to weights that were cast.
             whole = (x for x in found if _types(x) == _types(x.of(given[int(x.name)])))
             return (value, {x.name: x for x in whole}), aux
 
@@ -88,17 +88,12 @@ def accumulate_grads(loss: Callable[..., Any], *, has_aux: bool = False) -> Call
 
 
 def _tied(weights: Any, zeros: Any, name: str) -> Any:
-    """Return the parameters in a form whose gradients flow to ``zeros``. Experts get totals of this
-    name."""
+    """Return parameters whose gradients flow to ``zeros``. Experts get totals of this name."""
     totals = jax.tree.map(total_of, weights, zeros)
     tied = jax.tree.map(lambda w, total: with_total(lax.stop_gradient(w), total), weights, totals)
     if not isinstance(tied, Experts) or isinstance(tied.w_in, QuantizedExperts):
         return tied
     return dataclasses.replace(tied, totals=Totals(totals.w_in, totals.w_out, name))
-
-
-def _is_totals(x: object) -> bool:
-    return isinstance(x, Totals)
 
 
 def _types(totals: Totals) -> list[Any]:

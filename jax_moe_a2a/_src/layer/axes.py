@@ -43,5 +43,4 @@ AxesLike: TypeAlias = Axes | GroupOrAxes
 
 
 def as_axes(axes: Any) -> Axes:
-    """Return ``Axes``, or raise an error."""
     return axes if isinstance(axes, Axes) else Axes(axes)

@@ -55,14 +55,15 @@ class Weighing(NamedTuple):
     """The function from chosen values to weights."""
 
     renormalizes: bool
-    """Weights are the softmax of the values, or of their log-sigmoids; otherwise the values."""
+    """True if weights are the softmax of the values, or of the log-sigmoids of the values. False if
+    weights are the values."""
     is_sigmoid: bool
     scale: float
     """Multiplies the weights."""
 
     def __call__(self, chosen: jax.Array, counts: jax.Array | None = None) -> jax.Array:
-        """Return the weights of values [..., K]. Choices that ``counts`` excludes are not part of a
-        token's sum."""
+        """Return the weights of values [..., K]. The softmax leaves out choices whose ``counts`` is
+        False."""
         if not self.renormalizes:
             return chosen * self.scale
         logs = jax.nn.log_sigmoid(chosen) if self.is_sigmoid else chosen

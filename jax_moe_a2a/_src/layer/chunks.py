@@ -40,9 +40,9 @@ class LayerWeights(NamedTuple):
     """The weights of a rank, in the form of ``flat``."""
 
     experts: Experts
-    """Weights of its experts, or of all its slots."""
+    """Weights of the rank's experts, or of all its slots."""
     fetched: Experts | None = None
-    """Weights of spare slots, if they are already here."""
+    """Weights of spare slots, if they are already fetched."""
     shared: Experts | None = None
     """Weights of a shared expert."""
 
@@ -100,7 +100,7 @@ def in_chunks(
     first = _map_floats(total_of, weights)
     if not jax.tree.leaves(totals) and not weights.experts.has_lora:
         totals = totals.of(first.experts.map_weights(_floats))
-    # Gradients are added through the totals.
+    # Only the totals receive gradients.
     fixed = _map_floats(lax.stop_gradient, weights)
 
     def step(totals: Totals, chunk: dict[str, jax.Array]) -> tuple[Totals, Result]:

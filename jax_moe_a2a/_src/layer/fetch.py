@@ -92,7 +92,6 @@ def fetch_experts(w: PyTree, placement: Placement, *, group: GroupOrAxes) -> PyT
 
 @scopes.placement
 def fetch(arrays: list[jax.Array], placement: Placement, group: Group) -> list[jax.Array]:
-    """Return the weights of spare slots."""
     num_experts, num_ranks = placement.num_experts, group.size
     check_placement(placement, num_ranks).check_home()
     placement = jax.tree.map(jnp.asarray, placement)
@@ -106,8 +105,7 @@ def fetch(arrays: list[jax.Array], placement: Placement, group: Group) -> list[j
     if not spare or not arrays or not max(sizes):
         return [jnp.zeros((spare, *x.shape[1:]), x.dtype) for x in arrays]
     num_pieces = 1 << max(0, (max(sizes) // PIECE_ELEMENTS).bit_length() - 1)
-    own = own_rank(group)
-    routing = _in_pieces(_routing_of_experts(placement, own, num_ranks), num_pieces)
+    routing = _in_pieces(_routing_of_experts(placement, own_rank(group), num_ranks), num_pieces)
     tokens = [_pieces_of(x, num_pieces) for x in arrays]
     # Gradients of several slots of a rank travel as one sum.
     is_wide = any(x.dtype == jnp.float64 for x in tokens)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -47,24 +47,13 @@ from .lora import add_product
 from .placed import Rows
 from .weights import Activation, Experts, Totals
 
-
-class Form(Protocol):
-    """How a rank applies its experts. Fields of ``weights`` may be tuples of home and spare
-    weights, unless the weights are trained in FP8."""
-
-    def __call__(
-        self, rows: Rows, weights: Experts, sizes: jax.Array, totals: Totals, /
-    ) -> tuple[jax.Array, Totals]: ...
+Form: TypeAlias = Callable[[Rows, Experts, jax.Array, Totals], tuple[jax.Array, Totals]]
+"""How a rank applies its experts. Fields of ``Experts`` may be tuples of home and spare weights,
+unless the weights are trained in FP8."""
 
 
 def choose_form(weights: Experts, activation: Activation, tail: Tail) -> Form:
-    """Return the form for experts.
-
-    Args:
-      weights: in the form of ``flat``.
-      activation: the activation of the experts.
-      tail: the tail of the dispatch.
-    """
+    """Return the form for weights that ``flat`` returned. ``tail`` is the tail of the dispatch."""
     width, intermediate = weights.w_in.shape[-1], weights.w_out.shape[-2]
     # A listed activation replaces the user's function on all paths, because its derivatives exist
     # in every supported JAX.
@@ -100,7 +89,6 @@ def choose_form(weights: Experts, activation: Activation, tail: Tail) -> Form:
 def _fused(
     rows: Rows, weights: Experts, sizes: jax.Array, totals: Totals, *, activation: FusedActivation
 ) -> tuple[jax.Array, Totals]:
-    """Apply experts by kernels that apply the activation."""
     given = tuple(jax.tree.leaves(totals))
     if weights.is_trained_in_fp8:
         weights = weights.map_weights(encode_source)
@@ -120,12 +108,8 @@ def _composed(
     multiply: Callable[..., tuple[jax.Array, jax.Array | None]],
     activate: Callable[[jax.Array, Rows, jax.Array], Any],
 ) -> tuple[jax.Array, Totals]:
-    """Apply experts by two products.
-
-    Args:
-      multiply: a function like ``_multiply``.
-      activate: maps first products, rows and sizes to rows for the second product.
-    """
+    """Apply experts by two products. ``multiply`` is a function like ``_multiply``. ``activate``
+    maps first products, rows and sizes to rows for the second product."""
 
     def dot(rows: Any, w: Any) -> jax.Array:
         return unspecified_dot(floats_of(rows), w, sizes, None)
@@ -158,14 +142,9 @@ def _multiply(
 
 
 def _frozen(activate: Callable[..., jax.Array], fused: FusedActivation | None, tail: Tail) -> Form:
-    """Return the form for ``RowsInFp8`` and frozen weights.
-
-    Args:
-      activate: maps products, weights of rows, and whether rows have a token, to activations times
-        weights. Rows without a token are zeros in the result.
-      fused: the same activation, to apply and quantize in one pass over the rows in use, or None.
-      tail: of the products, as in ``grouped_dot``.
-    """
+    """Return the form for ``RowsInFp8`` and frozen weights. ``activate`` is ``_activate`` for one
+    activation. If ``fused`` is the same activation, one pass over the rows in use applies it and
+    quantizes the result."""
 
     def multiply(rows: Any, w: Any, sizes: jax.Array, _: object) -> tuple[jax.Array, None]:
         return dot_of_frozen(rows, w, sizes, tail=tail), None

@@ -54,7 +54,7 @@ def draw_lora(
 def add_product(
     product: jax.Array, rows: Any, lora: LoRA | None, dot: Callable[..., jax.Array]
 ) -> jax.Array:
-    """Add the product of rows and an adapter. ``dot`` multiplies rows by a part of an adapter."""
+    """Add the product of rows and an adapter. ``dot`` multiplies rows by ``a`` or ``b``."""
     return product if lora is None else product + dot(dot(rows, lora.a) * lora.scale, lora.b)
 
 
@@ -91,7 +91,7 @@ def check_lora(name: str, lora: Any, w: Any, num_lead: int, x: Any) -> LoRA:
 
 
 def spec_of(lora: LoRA | None, weights: P, num_lead: int) -> LoRA | None:
-    """Return the placement of the adapter of weights with a placement."""
+    """Return the placement of an adapter, from the placement of its weights."""
     if lora is None:
         return None
     lead, k, columns = weights[:num_lead], weights[num_lead], weights[num_lead + 1 :]

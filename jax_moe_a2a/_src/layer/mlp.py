@@ -39,7 +39,7 @@ from ..routing.types import RouteOptions
 from .chunks import LayerWeights, Tokens, check_one_global_scale, in_chunks
 from .dispatch_rows import dispatch_in_fp8, dispatch_rows
 from .forms import choose_form
-from .placed import Rows, apply_to_both, fetch_all, num_fetched, to_slots
+from .placed import Rows, apply_to_both, fetch_all, to_slots
 from .weights import (
     Activation,
     Experts,
@@ -81,13 +81,9 @@ def moe_mlp(
     For the backward pass, the call keeps the rows [C, H] and the first products [C, I']. If no
     kernel applies the activation (``explain`` says why), it also keeps the weighted activations
     [C, I]. The backward pass computes the activation again, and never needs the second products.
-    Under ``jax.checkpoint``, a policy that saves the names ``ROWS_CHECKPOINT_NAME`` and
-    ``ROUTING_CHECKPOINT_NAME`` avoids a third exchange in the backward pass, and a second routing.
-    A policy that saves ``PRODUCTS_CHECKPOINT_NAME`` avoids a second first product.
-
-    With ``QuantizedExperts``, products are in FP8 (docs/fp8.md). The first product reads rows that
-    arrive in ``BlockwiseFp8`` as they are. Frozen weights have no gradient. Weights to train have
-    the gradients of their source.
+    Policies of ``jax.checkpoint`` can save the names ``ROWS_CHECKPOINT_NAME``,
+    ``ROUTING_CHECKPOINT_NAME`` and ``PRODUCTS_CHECKPOINT_NAME``. With ``QuantizedExperts``,
+    products are in FP8 (docs/fp8.md).
 
     To read how many rows were dropped, pass a ``Routing`` in place of the ids: a ``Routing`` has
     ``num_dropped``, and ``expert_load`` accepts it.
@@ -186,8 +182,7 @@ def moe_mlp(
 def with_fetched(
     weights: LayerWeights, route_arguments: RouteArguments, placement: Placement | None
 ) -> LayerWeights:
-    """Return the weights of a layer in chunks. Include the weights of spare slots if the layer
-    would otherwise fetch them for each chunk."""
+    """Add the weights of spare slots to weights, if each chunk would otherwise fetch them."""
     if not isinstance(placement, Placement) or route_arguments.group is None:
         return weights  # whose checks raise errors
     group, given = check_scope(route_arguments.group), weights.experts
@@ -229,13 +224,8 @@ def mlp_and_routing(
     weights: LayerWeights,
     totals: Totals,
 ) -> tuple[jax.Array, AnyRouting, Totals]:
-    """Return the result of ``moe_mlp``, the routing of its tokens, and totals.
-
-    With a placement, the routing is a routing of slots.
-
-    Args:
-      totals: the totals of the weights that the call shares with other calls.
-    """
+    """Return the result of ``moe_mlp``, the routing of its tokens, and the totals of the weights.
+    With a placement, the routing is a routing of slots."""
     activation, placement, weigh_input = layer_options
     x, topk_ids, topk_weights = tokens[:3]
     given, hidden = weights.experts, x.shape[1]
@@ -266,10 +256,10 @@ def mlp_and_routing(
         arguments = arguments._replace(options=kept)
     options, tail = arguments.route_options, arguments.options.tail
     _warn_of_few_rows(exchange, options, x.shape[0])
-    local, spare = options.num_local_experts, 0  # slots whose weights are not given
-    if placement is not None:
-        spare = num_fetched(given.w_in.shape, options, placement)
-    _check_num_experts(given, options, local - spare)
+    num_given, spare = given.w_in.shape[0], 0  # slots whose weights are not given
+    if placement is not None and num_given == placement.num_experts // options.group.size:
+        spare = options.num_local_experts - num_given
+    _check_num_experts(given, options, options.num_local_experts - spare)
     form = choose_form(given, activation, tail)
     recv = dispatch_in_fp8(arguments) if is_frozen else dispatch_rows(arguments)
     rows = _weighted_rows(recv, accumulation_dtype(x.dtype))
@@ -337,8 +327,8 @@ def _warn_of_few_rows(given: Exchange, options: RouteOptions, num_tokens: int) -
 
 
 def _weighted_rows(recv: Recv, dtype: jnp.dtype) -> Rows:
-    """Return the rows of a rank with their weights: 0 for padding, any value after the last group,
-    1 for other rows without router weights."""
+    """Return the rows of a rank with their weights. Without router weights, rows with a token have
+    the weight 1. Padding has the weight 0. Rows after the last group have any weight."""
     has_token = recv.routing.row_rank >= 0
     weights = has_token if recv.weights is None else recv.weights
     return Rows(recv.rows, weights.astype(dtype), has_token)

@@ -357,8 +357,8 @@ def _open_gates(x: jax.Array, output_gate: jax.Array) -> jax.Array:
 
 
 def _biased_once(experts: Experts, tensor: str | None) -> Experts:
-    """Return experts whose last biases are added only once when the parts over the tensor axis are
-    summed."""
+    """Return experts with ``b_out`` on one index of the tensor axis only, because partial sums are
+    added over this axis."""
     if experts.b_out is None or tensor is None:
         return experts
     return experts.replace(b_out=jnp.where(lax.axis_index(tensor) == 0, experts.b_out, 0))
@@ -418,7 +418,7 @@ def _experts(
 
 def _warn_of_repeated_work(scope: _Scope, x: jax.Array) -> None:
     """Warn if axes that no argument names divide tokens [..., H], or may divide them."""
-    named = scope.of_tokens
+    named = (*scope.data, *scope.group.axes)
     if math.prod(x.shape[:-1]) < 2 * scope.size(named):
         return  # too few tokens for one more axis
     explicit, auto = map(scope.axes_of_type, (AxisType.Explicit, AxisType.Auto))
@@ -532,17 +532,10 @@ class _Scope:
         """Return the further axes over which tokens are divided."""
         return names_of(self.axes.data)
 
-    @property
-    def of_tokens(self) -> tuple[str, ...]:
-        """Return the axes over which tokens are divided."""
-        return (*self.data, *self.group.axes)
-
     def size(self, axes: tuple[str, ...]) -> int:
-        """Return the number of indices of some axes together."""
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
     def axes_of_type(self, *types: AxisType) -> set[str]:
-        """Return the axes of these types."""
         every = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
         return {name for name, of_axis in every if of_axis in types}
 
@@ -658,10 +651,7 @@ def _check_experts(
     num_outputs: int | None,
 ) -> tuple[int, Experts]:
     """Return the number of experts and their weights with JAX arrays, or raise an error.
-
-    Args:
-      num_outputs: the number of experts that the router requires, or None.
-    """
+    ``num_outputs`` is the number of experts that the router requires, or None."""
     found = check_weights(experts, x)
     num = num_weights = found.w_in.shape[0]
     if num_outputs is not None:

@@ -214,7 +214,6 @@ def _compiled(config: MoEConfig, axes: AxesLike | None) -> Any:
 
 
 def _draw(config: MoEConfig, key: jax.Array) -> dict[str, Any]:
-    """Draw the parameters of a layer."""
     hidden, width, num_experts = config.hidden, config.expert_hidden, config.num_experts
     dtype = config.dtype
     draw_matrix = config.initializer or lecun_normal()

@@ -30,7 +30,6 @@ from ..placement.choice import choose_slots
 from ..placement.types import Placement, check_placement
 from ..routing.checks import RouteArguments, check_scope
 from ..routing.two_level import AnyRouting
-from ..routing.types import RouteOptions
 from .fetch import fetch
 from .weights import Experts, paired
 
@@ -74,13 +73,6 @@ def to_slots(
     rank = None if given.exchange.replicated else own_rank(group)
     slots = choose_slots(topk_ids, placement, rank=rank, num_ranks=group.size)
     return slots, given._replace(num_experts=placement.num_slots)
-
-
-def num_fetched(shape: tuple[int, ...], options: RouteOptions, placement: Placement) -> int:
-    """Return how many slots of a rank have no weights in an array of this shape. If the first axis
-    is not that of the home experts, return 0."""
-    home = placement.num_experts // options.group.size
-    return options.num_local_experts - home if shape and shape[0] == home else 0
 
 
 def apply_to_both(
@@ -139,7 +131,7 @@ def _keeps_all_but_fetched(primitive: compat.Primitive, *_: object, **__: object
 
 
 def _only(rows: Rows, is_kept: jax.Array) -> Rows:
-    """Return rows, of which only some are used. Rows that are not used have zero gradients."""
+    """Return rows of which only the kept ones are used. All other rows have zero gradients."""
     floats = _with_gradients_of(floats_of(rows.rows), is_kept)
     in_fp8 = isinstance(rows.rows, RowsInFp8)
     return Rows(

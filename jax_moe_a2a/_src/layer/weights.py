@@ -274,8 +274,7 @@ def returned_totals(experts: Experts, totals: Totals) -> Totals | None:
 
 
 def paired(home: Experts, spare: Experts) -> Experts:
-    """Return experts whose fields are pairs: the field of the home experts and the field of the
-    spare experts."""
+    """Return experts each of whose fields is a tuple of a home field and a spare field."""
     pair = lambda name: (getattr(home, name), getattr(spare, name))
     biases = (None if getattr(home, name) is None else pair(name) for name in BIASES)
     lora: Any = (jax.tree.map(lambda *arrays: arrays, *pair(name)) for name in ADAPTERS)
@@ -406,12 +405,10 @@ def check_weights(
 
 
 def activation_of(experts: Experts) -> Activation:
-    """Return the activation of experts."""
     return gated(jax.nn.silu) if experts.activation is None else experts.activation
 
 
 def check_type(experts: object, name: str) -> None:
-    """Raise an error if an argument is not ``Experts``."""
     if not isinstance(experts, Experts):
         got = short(experts) if hasattr(experts, "shape") else type(experts).__name__
         raise TypeError(f"{name} must be ma.Experts(w_in, w_out); got {got}")
@@ -464,7 +461,6 @@ def _check_fp8(name: str, found: dict[str, QuantizedExperts], x: Any) -> None:
 
 
 def _short(w: object) -> str:
-    """Return dtype and shape of weights for a message."""
     if isinstance(w, QuantizedExperts):
         return f"QuantizedExperts{list(w.shape)}"
     return short(w)

@@ -85,7 +85,13 @@ class Placement:
         """
         num_experts = check_int("num_experts", num_experts, least=1)
         num_ranks = check_int("num_ranks", num_ranks, least=1)
-        table = concrete("slot_experts", slot_experts)
+        given = as_array(slot_experts)
+        if isinstance(given, jax.core.Tracer):
+            raise TypeError(
+                f"slot_experts must be known when the program is traced; got {short(given)}. Make "
+                "the placement outside jax.jit, and pass it as an argument"
+            )
+        table = np.asarray(given)
         if not np.issubdtype(table.dtype, np.integer):
             raise TypeError(f"slot_experts must hold integers; got {short(table)}")
         num_slots = table.shape[-1] if table.ndim else 0
@@ -234,14 +240,3 @@ def home_experts(num_experts: int, num_ranks: int) -> np.ndarray:
             f"num_experts must be a multiple of num_ranks={num_ranks}; got {num_experts}"
         )
     return np.arange(num_experts).reshape(num_ranks, -1)
-
-
-def concrete(name: str, value: ArrayLike) -> np.ndarray:
-    """Return an array that is known outside ``jax.jit`` as a NumPy array, or raise an error."""
-    array = as_array(value)
-    if isinstance(array, jax.core.Tracer):
-        raise TypeError(
-            f"{name} must be known when the program is traced; got {short(array)}. Make the "
-            "placement outside jax.jit, and pass it as an argument"
-        )
-    return np.asarray(array)
