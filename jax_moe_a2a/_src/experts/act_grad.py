@@ -41,7 +41,7 @@ def bind_act_grad(
     sizes: jax.Array,
     *,
     activation: FusedActivation,
-    num_sms: int | None,
+    num_sms: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, Quantized]:
     """Bind ``act_grad_p``. I is a multiple of 128."""
     params = dict(activation=activation, num_sms=num_sms)

@@ -15,8 +15,6 @@ from jax import lax
 from ..ad import accumulation_dtype
 from ..checks import check_factor, short
 
-Function = Callable[[jax.Array], jax.Array]
-
 
 @dataclasses.dataclass(frozen=True)
 class Gated:
@@ -138,7 +136,7 @@ def squared_relu(x: jax.Array) -> jax.Array:
 
 
 # The order is that of Activation in cuda/gemm (tests/test_layout.py compares them).
-KINDS: dict[str, Function] = {
+KINDS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": lambda x: x * _normal_cdf(x),
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),

@@ -72,7 +72,7 @@ from ..grouped.primitives import sum_of as _sum
 from ..grouped.quantized import bind_dot_fp8
 from ..grouped.reference import arrays_of, scaled
 from ..grouped.straight_through import dot_in_fp8
-from ..grouped.totals import bind_add_outer, bind_passing
+from ..grouped.totals import bind_add_outer, passing_dot_p
 from ..grouped.weights import QuantizedExperts, from_bits
 from . import lowering as lowered
 from .act_grad import bind_act_grad, gradients
@@ -171,22 +171,20 @@ def _is_full(*, tree: jax.tree_util.PyTreeDef, **_: object) -> list[bool]:
 
 
 def bind_experts(
-    operands: ExpertOperands, *, activation: FusedActivation, num_sms: int | None = None
+    operands: ExpertOperands, *, activation: FusedActivation
 ) -> tuple[jax.Array, list[jax.Array]]:
     """Bind ``experts_p``. Return the results of the primitive, and the totals if totals are given.
     With totals, the tangents of w_in and w_out are ignored, and no weights are tuples."""
-    y, *totals = _bind(experts_p, operands, activation=activation, num_sms=num_sms)
+    y, *totals = _bind(experts_p, operands, activation=activation)
     return y, totals
 
 
-def _dot(
-    rows: Any, w: Any, sizes: jax.Array, num_sms: int | None, *, transposed: bool = False
-) -> jax.Array:
+def _dot(rows: Any, w: Any, sizes: jax.Array, *, transposed: bool = False) -> jax.Array:
     """Return products of rows and weights, unspecified after the last group. If the weights are in
     FP8, so are the products."""
     if isinstance(w, QuantizedExperts):
         return dot_in_fp8(rows, w, sizes, transposed=transposed)
-    return unspecified_dot(rows, w, sizes, num_sms, transposed=transposed)
+    return unspecified_dot(rows, w, sizes, transposed=transposed)
 
 
 def _floats(x: Any) -> Any:
@@ -198,20 +196,18 @@ def _bind_dot_act(o: ExpertOperands, **params: object) -> list[jax.Array]:
     return _bind(dot_act_p, Product(o.rows, o.w_in, o.b_in, o.weights, o.sizes), **params)
 
 
-def _bind_dot_bias(h: jax.Array, o: ExpertOperands, num_sms: int | None) -> jax.Array:
+def _bind_dot_bias(h: jax.Array, o: ExpertOperands) -> jax.Array:
     """Bind ``dot_bias_p``, or the grouped product alone without a bias."""
     if o.b_out is None:
-        return _dot(h, o.w_out, o.sizes, num_sms)
+        return _dot(h, o.w_out, o.sizes)
     operands = Product(h, o.w_out, o.b_out, o.weights, o.sizes)
-    return _bind(dot_bias_p, operands, num_sms=num_sms)
+    return _bind(dot_bias_p, operands)
 
 
 # Compositions of grouped products and jnp: the meaning of the primitives
 
 
-def bias_of_rows(
-    bias: Any, scale: jax.Array, sizes: jax.Array, num_sms: int | None = None
-) -> jax.Array:
+def bias_of_rows(bias: Any, scale: jax.Array, sizes: jax.Array) -> jax.Array:
     """Return the bias [*B, L, N] of each row's expert times the row's scale [*B, C]: [*B, C, N].
 
     A grouped product computes it, because the gradient of ``bias[experts]`` would add rows in an
@@ -224,16 +220,14 @@ def bias_of_rows(
 
     rows = scale.astype(arrays_of(bias)[0].dtype)
     padded_bias = jax.tree.map(lambda x: padded(x, -2), bias)
-    return _dot(padded(rows, -1), padded_bias, sizes, num_sms)
+    return _dot(padded(rows, -1), padded_bias, sizes)
 
 
-def _pre(
-    rows: Any, w: Any, bias: jax.Array | None, sizes: jax.Array, num_sms: int | None
-) -> jax.Array:
-    pre = _dot(rows, w, sizes, num_sms)
+def _pre(rows: Any, w: Any, bias: jax.Array | None, sizes: jax.Array) -> jax.Array:
+    pre = _dot(rows, w, sizes)
     if bias is None:
         return pre
-    return pre + bias_of_rows(bias, jnp.ones(pre.shape[:-1], pre.dtype), sizes, num_sms)
+    return pre + bias_of_rows(bias, jnp.ones(pre.shape[:-1], pre.dtype), sizes)
 
 
 @of_operands
@@ -242,11 +236,10 @@ def _dot_act(
     *,
     activation: FusedActivation,
     keep: bool,
-    num_sms: int | None,
     selects: bool = True,
 ) -> list[jax.Array]:
     rows, w, bias, weights, sizes = o
-    pre = _pre(rows, w, bias, sizes, num_sms)
+    pre = _pre(rows, w, bias, sizes)
     h = scaled(activation(pre), weights, selects).astype(rows.dtype)
     return [h, pre] if keep else [h]
 
@@ -256,30 +249,29 @@ def _experts(o: ExpertOperands, **params: Any) -> list[jax.Array]:
     if isinstance(o.w_out, QuantizedExperts):
         return [_products_in_fp8(o, **params)[1], *o.totals]
     (h,) = _bind_dot_act(o, keep=False, **params)
-    return [_bind_dot_bias(h, o, params["num_sms"]), *o.totals]
+    return [_bind_dot_bias(h, o), *o.totals]
 
 
 def _products_in_fp8(o: ExpertOperands, **params: Any) -> tuple[jax.Array, jax.Array]:
     """Return pre and the result of experts in FP8."""
-    num_sms = params["num_sms"]
-    pre = _pre(o.rows, o.w_in, o.b_in, o.sizes, num_sms)
+    pre = _pre(o.rows, o.w_in, o.b_in, o.sizes)
     y = _bind(act_dot_p, Product(pre, o.w_out, None, o.weights, o.sizes), **params)
     if o.b_out is not None:
-        y += bias_of_rows(o.b_out, o.weights, o.sizes, num_sms)
+        y += bias_of_rows(o.b_out, o.weights, o.sizes)
     return pre, y
 
 
 @of_operands
-def _act_dot(o: Product, *, activation: FusedActivation, num_sms: int | None) -> jax.Array:
-    h = bind_act_encode(o.rows, o.weights, o.sizes, activation=activation, num_sms=num_sms)
-    of_dot: dict[str, Any] = dict(dtype=o.rows.dtype, tail="unspecified", num_sms=num_sms)
-    return bind_dot_fp8(h, from_bits(o.w.values, o.w.scales), o.sizes, **of_dot)
+def _act_dot(o: Product, *, activation: FusedActivation) -> jax.Array:
+    h = bind_act_encode(o.rows, o.weights, o.sizes, activation=activation)
+    w = from_bits(o.w.values, o.w.scales)
+    return bind_dot_fp8(h, w, o.sizes, dtype=o.rows.dtype, tail="unspecified")
 
 
 @of_operands
-def _dot_bias(o: Product, *, num_sms: int | None) -> jax.Array:
+def _dot_bias(o: Product) -> jax.Array:
     h, w_out, b_out, weights, sizes = o
-    return _dot(h, w_out, sizes, num_sms) + bias_of_rows(b_out, weights, sizes, num_sms)
+    return _dot(h, w_out, sizes) + bias_of_rows(b_out, weights, sizes)
 
 
 @of_operands
@@ -288,13 +280,12 @@ def _act_dot_tangent(
     *,
     activation: FusedActivation,
     passes: bool,
-    num_sms: int | None,
     selects: bool = True,
 ) -> list[jax.Array]:
     d_rows, d_pre, d_weights, d_w_out, pre, weights, w_in, w_out, sizes = o
     act, terms = None, []
     if d_rows is not None:
-        of_rows = _dot(d_rows, _floats(w_in), sizes, num_sms)
+        of_rows = _dot(d_rows, _floats(w_in), sizes)
         d_pre = of_rows if d_pre is None else d_pre + of_rows
     if d_pre is not None:
         act, d_act = jax.jvp(activation, (pre,), (d_pre,))
@@ -306,19 +297,19 @@ def _act_dot_tangent(
     out = []
     if terms:
         d_h = sum(terms[1:], terms[0]).astype(pre.dtype)
-        out.append(_dot(d_h, _floats(w_out), sizes, num_sms))
+        out.append(_dot(d_h, _floats(w_out), sizes))
     if d_w_out is not None:
         h = scaled(act, weights, selects).astype(pre.dtype)
-        out.append(_dot(h, d_w_out, sizes, num_sms))
+        out.append(_dot(h, d_w_out, sizes))
     return [sum(out[1:], out[0]), *([d_w_out] if passes else [])]
 
 
 @of_operands
 def _act_dot_grad(
-    o: Gradient, *, activation: FusedActivation, num_sms: int | None, selects: bool = True
+    o: Gradient, *, activation: FusedActivation, selects: bool = True
 ) -> list[jax.Array]:
     ct, pre, weights, w_out, sizes = o
-    ct_h = _dot(ct, w_out, sizes, num_sms, transposed=True)
+    ct_h = _dot(ct, w_out, sizes, transposed=True)
     return gradients(ct_h, pre, weights, activation=activation, selects=selects)
 
 
@@ -351,7 +342,7 @@ def _experts_jvp(
     tree: jax.tree_util.PyTreeDef,
     **params: Any,
 ) -> Any:
-    o, d, num_sms = tree.unflatten(primals), _tangents(tree, tangents), params["num_sms"]
+    o, d = tree.unflatten(primals), _tangents(tree, tangents)
     rows = _floats(o.rows)
     passes, in_fp8 = bool(o.totals), isinstance(o.w_out, QuantizedExperts)
     d_w_in, d_w_out = d.totals or (d.w_in, d.w_out)
@@ -359,18 +350,18 @@ def _experts_jvp(
         pre, y = _products_in_fp8(o, **params)
     else:
         h, pre = _bind_dot_act(o, keep=True, **params)
-        y = _bind_dot_bias(h, o, num_sms)
+        y = _bind_dot_bias(h, o)
     pre = named(pre, PRODUCTS_CHECKPOINT_NAME)
     terms = []
     d_rows = d.rows if in_fp8 and not is_zero(d.rows) else None
     if not (in_fp8 or is_zero(d.rows)):
-        terms.append(_dot(d.rows, o.w_in, o.sizes, num_sms))
+        terms.append(_dot(d.rows, o.w_in, o.sizes))
     if not is_zero(d_w_in):
-        term, d_w_in = _dot_of(rows, d_w_in, o.sizes, num_sms, passes)
+        term, d_w_in = _dot_of(rows, d_w_in, o.sizes, passes)
         terms.append(term)
     if o.b_in is not None and not is_zero(d.b_in):
         ones = jnp.ones(rows.shape[:-1], rows.dtype)
-        terms.append(bias_of_rows(d.b_in, ones, o.sizes, num_sms))
+        terms.append(bias_of_rows(d.b_in, ones, o.sizes))
     d_y = []
     if terms or d_rows is not None or not is_zero(d.weights) or (in_fp8 and not is_zero(d_w_out)):
         d_pre = sum(terms[1:], terms[0]) if terms else None
@@ -383,28 +374,26 @@ def _experts_jvp(
         (d_w_out,) = passed or [d_w_out]
         d_y.append(term)
     elif not is_zero(d_w_out):
-        term, d_w_out = _dot_of(h, d_w_out, o.sizes, num_sms, passes)
+        term, d_w_out = _dot_of(h, d_w_out, o.sizes, passes)
         d_y.append(term)
     if o.b_out is not None:
-        d_y += _bias_terms(o.b_out, d.b_out, o.weights, d.weights, o.sizes, num_sms)
+        d_y += _bias_terms(o.b_out, d.b_out, o.weights, d.weights, o.sizes)
     return [y, *o.totals], [_sum(y, d_y), *([d_w_in, d_w_out] if passes else [])]
 
 
-def _dot_of(
-    rows: jax.Array, d_w: Any, sizes: jax.Array, num_sms: int | None, passes: bool
-) -> Sequence[Any]:
+def _dot_of(rows: jax.Array, d_w: Any, sizes: jax.Array, passes: bool) -> Sequence[Any]:
     """Return the product of rows and a tangent of weights, and the tangent for the next product."""
     if passes:
-        return bind_passing(rows, d_w, sizes, num_sms)
-    return _dot(rows, d_w, sizes, num_sms), d_w
+        return bind(passing_dot_p, rows, d_w, sizes)
+    return _dot(rows, d_w, sizes), d_w
 
 
 def _bias_terms(
-    bias: Any, d_bias: Any, scale: jax.Array, d_scale: Any, sizes: jax.Array, num_sms: int | None
+    bias: Any, d_bias: Any, scale: jax.Array, d_scale: Any, sizes: jax.Array
 ) -> list[jax.Array]:
     """Return the terms of the tangent of ``bias_of_rows``."""
     moving = [(d_bias, scale), (bias, d_scale)]
-    return [bias_of_rows(*pair, sizes, num_sms) for pair in moving if not any(map(is_zero, pair))]
+    return [bias_of_rows(*pair, sizes) for pair in moving if not any(map(is_zero, pair))]
 
 
 def _tangents(tree: jax.tree_util.PyTreeDef, tangents: compat.Tangents) -> Any:
@@ -421,14 +410,13 @@ def _dot_bias_jvp(
     tangents: compat.Tangents,
     *,
     tree: jax.tree_util.PyTreeDef,
-    num_sms: int | None,
 ) -> Any:
     h, w_out, b_out, weights, sizes = tree.unflatten(primals)
     d_h, d_w_out, d_b_out, d_weights, _ = _tangents(tree, tangents)
-    y = bind(dot_bias_p, *primals, tree=tree, num_sms=num_sms)
+    y = bind(dot_bias_p, *primals, tree=tree)
     moving = [(d_h, w_out), (h, d_w_out)]
-    terms = [_dot(*pair, sizes, num_sms) for pair in moving if not any(map(is_zero, pair))]
-    terms += _bias_terms(b_out, d_b_out, weights, d_weights, sizes, num_sms)
+    terms = [_dot(*pair, sizes) for pair in moving if not any(map(is_zero, pair))]
+    terms += _bias_terms(b_out, d_b_out, weights, d_weights, sizes)
     return y, _sum(y, terms)
 
 
@@ -438,7 +426,6 @@ def _tangent_transpose(
     tree: jax.tree_util.PyTreeDef,
     activation: FusedActivation,
     passes: bool,
-    num_sms: int | None,
 ) -> list[Any]:
     ct, *passed = cts
     o = tree.unflatten(operands)
@@ -450,28 +437,27 @@ def _tangent_transpose(
     if passes:
         found[3] = passed
     if not is_zero(ct):
-        params: dict[str, Any] = dict(activation=activation, num_sms=num_sms)
         ct_pre: Any = None
         encoded = ct_weights = None
         if all(d is None for d in moving):
             h = scaled(activation(o.pre), o.weights, True).astype(o.pre.dtype)
         elif isinstance(o.w_out, QuantizedExperts):
-            ct_h = _dot(ct, o.w_out, o.sizes, num_sms, transposed=True)
+            ct_h = _dot(ct, o.w_out, o.sizes, transposed=True)
             known = o.pre, o.weights, o.sizes
-            ct_pre, h, ct_weights, encoded = bind_act_grad(ct_h, *known, **params)
+            ct_pre, h, ct_weights, encoded = bind_act_grad(ct_h, *known, activation=activation)
         else:
             gradient = Gradient(ct, o.pre, o.weights, o.w_out, o.sizes)
-            ct_pre, h, ct_weights = _bind(act_dot_grad_p, gradient, **params)
+            ct_pre, h, ct_weights = _bind(act_dot_grad_p, gradient, activation=activation)
         if passes:
-            found[3] = [bind_add_outer(found[3][0], h, ct, o.sizes, num_sms)]
+            found[3] = [bind_add_outer(found[3][0], h, ct, o.sizes)]
             # The product by w_in comes next, when h and ct are no longer needed.
             ct_pre, encoded, found[3] = lax.optimization_barrier((ct_pre, encoded, found[3]))
         elif of_w:
-            of_tail = dict(tail="unspecified", num_sms=num_sms)
-            found[3] = outers_like(d_w_out, h, ct, o.sizes, ct, **of_tail)
+            of_outer = dict(tail="unspecified", num_sms=None)
+            found[3] = outers_like(d_w_out, h, ct, o.sizes, ct, **of_outer)
         if moving[0] is not None:
             rows = ct_pre if encoded is None else RowsInFp8(encoded, ct_pre)
-            found[0] = _dot(rows, o.w_in, o.sizes, num_sms, transposed=True)
+            found[0] = _dot(rows, o.w_in, o.sizes, transposed=True)
         found[1:3] = (None if d is None else x for x, d in zip((ct_pre, ct_weights), moving[1:]))
     of_linear: list[Any] = []
     for x, d in zip(found, o[:4], strict=True):
@@ -576,8 +562,7 @@ def _dot_act_dce(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
             eqn = eqn.replace(outvars=eqn.outvars[:1], params=dict(eqn.params, keep=False))
         return [True] * len(eqn.invars), eqn
     w, *spare = arrays_of(w)
-    num_sms = eqn.params["num_sms"]
-    params = dict(transposed=False, dtype=rows.aval.dtype, tail="unspecified", num_sms=num_sms)
+    params = dict(transposed=False, dtype=rows.aval.dtype, tail="unspecified", num_sms=None)
     dot = dict(primitive=grouped_dot_p, invars=[rows, w, sizes, *spare], params=params)
     return [var is not weights for var in eqn.invars], eqn.replace(outvars=eqn.outvars[1:], **dot)
 

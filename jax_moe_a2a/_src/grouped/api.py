@@ -79,7 +79,7 @@ def grouped_dot(
         x, weights = pair.values, experts.values
     else:
         x, weights = as_array(rows), as_array(w)
-        check_arrays(x, weights)
+        _check_arrays(x, weights)
         if preferred_element_type is not None:
             raise ValueError(
                 "preferred_element_type must be None for arrays that are not quantized; got "
@@ -112,20 +112,19 @@ def grouped_dot(
     return bind_dot(*arrays, clipped, transposed=False, dtype=x.dtype, **params)
 
 
-def check_arrays(rows: Any, w: Any, name: str = "w") -> None:
-    """Raise an error if ``rows`` [C, K] and the weights of that name [L, K, N] do not fit."""
-    for each, array in (("rows", rows), (name, w)):
+def _check_arrays(rows: Any, w: Any) -> None:
+    for each, array in (("rows", rows), ("w", w)):
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise TypeError(f"{each} must have a floating dtype; got {short(array)}")
     if rows.dtype != w.dtype:
         raise TypeError(
-            f"{name} must have the dtype of rows, {rows.dtype}; got {short(w)}: cast one of them"
+            f"w must have the dtype of rows, {rows.dtype}; got {short(w)}: cast one of them"
         )
     if len(rows.shape) != 2:
         raise ValueError(f"rows must have the shape [C, K]; got {short(rows)}")
     if len(w.shape) != 3 or w.shape[1] != rows.shape[1]:
         raise ValueError(
-            f"{name} must have the shape [L, {rows.shape[1]}, N], because rows are {short(rows)}; "
+            f"w must have the shape [L, {rows.shape[1]}, N], because rows are {short(rows)}; "
             f"got {short(w)}"
         )
 

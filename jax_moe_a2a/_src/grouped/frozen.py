@@ -80,7 +80,7 @@ def _dot(
         return bind_dot(rows, home, sizes, *spare, transposed=not transposed, **params)
     if transposed:
         weights = tuple(map(transposed_experts, weights))
-    encoded = bind_act_encode(rows, None, sizes, num_sms=params["num_sms"])
+    encoded = bind_act_encode(rows, None, sizes)
     return bind_dot_fp8(encoded, weights, sizes, **params)
 
 

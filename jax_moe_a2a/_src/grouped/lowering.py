@@ -232,16 +232,14 @@ def kernel_outer(
     return found
 
 
-def add_outer(
-    total: jax.Array, x: jax.Array, y: jax.Array, sizes: jax.Array, *, num_sms: int | None
-) -> jax.Array:
+def add_outer(total: jax.Array, x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:
     """Add the products to the total, in the memory of the total."""
     batch = x.shape[:-2]
     groups = table(sizes, batch, x.shape[-2], (*batch, sizes.shape[-1]), has_tail=False)
     flat_total = flat(total, 3)
     out = jax.ShapeDtypeStruct(flat_total.shape, total.dtype)
     operands = flat(x, 2), flat(y, 2), groups, flat_total
-    (found,) = call(TARGET, [out], operands, num_sms, {3: 0}, product=WEIGHT_GRADIENT)
+    (found,) = call(TARGET, [out], operands, None, {3: 0}, product=WEIGHT_GRADIENT)
     return found.reshape(total.shape)
 
 

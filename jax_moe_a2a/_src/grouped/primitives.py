@@ -58,7 +58,6 @@ def unspecified_dot(
     rows: jax.Array,
     w: Any,
     sizes: jax.Array,
-    num_sms: int | None,
     *parts: Any,
     transposed: bool = False,
     primitive: compat.Primitive = grouped_dot_p,
@@ -68,7 +67,7 @@ def unspecified_dot(
     tuple of home and spare weights, each of at least one matrix. ``params`` are more parameters of
     the primitive."""
     tail = check_tail("unspecified")
-    params.update(transposed=transposed, dtype=rows.dtype, tail=tail, num_sms=num_sms)
+    params.update(transposed=transposed, dtype=rows.dtype, tail=tail, num_sms=None)
     w, *spare = (x.astype(rows.dtype) for x in reference.arrays_of(w))
     return bind(primitive, rows, w, sizes, *spare, *parts, **params)
 

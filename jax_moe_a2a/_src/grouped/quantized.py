@@ -173,7 +173,7 @@ def bind_dot_fp8(
     *,
     dtype: Any,
     tail: Tail,
-    num_sms: int | None,
+    num_sms: int | None = None,
 ) -> jax.Array:
     """Bind ``grouped_dot_fp8_p``. ``w`` may be a tuple of home and spare weights."""
     home, *spare = ((jnp.asarray(x.values), jnp.asarray(x.scales)) for x in arrays_of(w))

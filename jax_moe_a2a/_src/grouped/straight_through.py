@@ -73,7 +73,7 @@ def dot_in_fp8(
     params = dict(transposed=transposed, quantizes=quantizes, encoded=encoded is not None)
     parts = jax.tree.leaves((encoded, w.values, w.scales, w.transposed))
     return unspecified_dot(
-        floats_of(rows), w.source, sizes, None, *parts, primitive=straight_through_dot_p, **params
+        floats_of(rows), w.source, sizes, *parts, primitive=straight_through_dot_p, **params
     )
 
 
@@ -99,7 +99,7 @@ def _dot(
     if encoded:
         of_rows = Quantized(*parts[:2])
     else:
-        of_rows = bind_act_encode(rows, None, sizes, num_sms=params["num_sms"])
+        of_rows = bind_act_encode(rows, None, sizes)
     return bind_dot_fp8(of_rows, quantized, sizes, **params)
 
 

@@ -109,7 +109,7 @@ def _summing_dot_jvp(primals: Any, tangents: Any) -> Any:
     if not isinstance(d_rows, SymbolicZero):
         terms.append(_dot(d_rows, w, sizes, quantizes=False))
     if not isinstance(d_total, SymbolicZero):
-        term, d_total = bind_passing(floats_of(rows), d_total, sizes, None)
+        term, d_total = bind(passing_dot_p, floats_of(rows), d_total, sizes)
         terms.append(term)
     return outs, (sum(terms[1:], terms[0]) if terms else jnp.zeros_like(outs[0]), d_total)
 
@@ -117,74 +117,63 @@ def _summing_dot_jvp(primals: Any, tangents: Any) -> Any:
 def _dot(rows: Any, w: Any, sizes: jax.Array, *, quantizes: bool) -> jax.Array:
     if isinstance(w, QuantizedExperts):
         return dot_in_fp8(rows, w, sizes, quantizes=quantizes)
-    return unspecified_dot(rows, w, sizes, None)
+    return unspecified_dot(rows, w, sizes)
 
 
-def bind_passing(
-    rows: jax.Array, d: jax.Array | ad.Zero, sizes: jax.Array, num_sms: int | None
-) -> list[jax.Array]:
-    return bind(passing_dot_p, rows, d, sizes, num_sms=num_sms)
-
-
-def bind_add_outer(total: Any, x: Any, y: Any, sizes: jax.Array, num_sms: int | None) -> jax.Array:
+def bind_add_outer(total: Any, x: Any, y: Any, sizes: jax.Array) -> jax.Array:
     """Bind ``add_outer_p``. ``total`` may be an ``ad.Zero``."""
     if isinstance(total, ad.Zero):
         aval: Any = total.aval
         total = jnp.zeros(aval.shape, aval.dtype)
-    return bind(add_outer_p, total, x, y, sizes, num_sms=num_sms)
+    return bind(add_outer_p, total, x, y, sizes)
 
 
-def _passing_dot(
-    rows: jax.Array, d: jax.Array | ad.Zero, sizes: jax.Array, *, num_sms: int | None
-) -> list[Any]:
-    return [unspecified_dot(rows, d, sizes, num_sms), d]
+def _passing_dot(rows: jax.Array, d: jax.Array | ad.Zero, sizes: jax.Array) -> list[Any]:
+    return [unspecified_dot(rows, d, sizes), d]
 
 
-def _passing_dot_jvp(primals: compat.Primals, tangents: Any, *, num_sms: int | None) -> Any:
+def _passing_dot_jvp(primals: compat.Primals, tangents: Any) -> Any:
     (rows, d, sizes), (d_rows, d_d, _) = primals, tangents
-    outs = bind_passing(rows, d, sizes, num_sms)
+    outs = bind(passing_dot_p, rows, d, sizes)
     terms = []
     if not is_zero(d_rows):
-        terms.append(unspecified_dot(d_rows, d, sizes, num_sms))
+        terms.append(unspecified_dot(d_rows, d, sizes))
     if not is_zero(d_d):
-        term, d_d = bind_passing(rows, d_d, sizes, num_sms)
+        term, d_d = bind(passing_dot_p, rows, d_d, sizes)
         terms.append(term)
     return outs, [sum_of(outs[0], terms), d_d]
 
 
-def _passing_dot_transpose(
-    cts: Any, rows: Any, d: Any, sizes: Any, *, num_sms: int | None
-) -> list[Any]:
+def _passing_dot_transpose(cts: Any, rows: Any, d: Any, sizes: Any) -> list[Any]:
     ct, total = cts
     if not is_zero(ct):
-        total = bind_add_outer(total, rows, ct.astype(rows.dtype), sizes, num_sms)
+        total = bind_add_outer(total, rows, ct.astype(rows.dtype), sizes)
     return [None, total, None]
 
 
-def _add_outer(
-    total: jax.Array, x: jax.Array, y: jax.Array, sizes: jax.Array, **params: Any
-) -> jax.Array:
+def _add_outer(total: jax.Array, x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:
     parts = (total.shape[:-2],)
-    return total + reference.outer(x, y, sizes, parts=parts, dtype=total.dtype, **params)[0]
+    return total + reference.outer(x, y, sizes, parts=parts, dtype=total.dtype)[0]
 
 
 def _add_outer_by_product(
-    total: jax.Array, x: jax.Array, y: jax.Array, sizes: jax.Array, **params: object
+    total: jax.Array, x: jax.Array, y: jax.Array, sizes: jax.Array
 ) -> jax.Array:
     """Add products that are already rounded, because paths without the kernel have no float32
     results."""
-    lead, dtype = total.shape[:-3], x.dtype
-    outer = bind_outer(x, y, sizes, lead=lead, dtype=dtype, tail="unspecified", **params)
+    params: dict[str, Any] = dict(lead=total.shape[:-3], dtype=x.dtype)
+    params.update(tail="unspecified", num_sms=None)
+    outer = bind_outer(x, y, sizes, **params)
     return total + outer.astype(total.dtype)
 
 
-def _add_outer_jvp(primals: Any, tangents: Any, *, num_sms: int | None) -> Any:
+def _add_outer_jvp(primals: Any, tangents: Any) -> Any:
     (total, x, y, sizes), (d_total, d_x, d_y, _) = primals, tangents
-    params = dict(lead=total.shape[:-3], dtype=total.dtype, tail="unspecified", num_sms=num_sms)
+    params = dict(lead=total.shape[:-3], dtype=total.dtype, tail="unspecified", num_sms=None)
     pairs = [pair for pair in ((d_x, y), (x, d_y)) if not any(map(is_zero, pair))]
     terms = [bind_outer(*pair, sizes, **params) for pair in pairs]
     terms += [] if is_zero(d_total) else [d_total]
-    out = bind_add_outer(total, x, y, sizes, num_sms)
+    out = bind_add_outer(total, x, y, sizes)
     return out, sum_of(out, terms)
 
 

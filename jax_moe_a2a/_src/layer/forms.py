@@ -112,7 +112,7 @@ def _composed(
     maps first products, rows and sizes to rows for the second product."""
 
     def dot(rows: Any, w: Any) -> jax.Array:
-        return unspecified_dot(floats_of(rows), w, sizes, None)
+        return unspecified_dot(floats_of(rows), w, sizes)
 
     product, of_in = multiply(rows.rows, weights.w_in, sizes, totals.w_in)
     product = add_product(product, rows.rows, weights.lora_in, dot)
@@ -135,7 +135,7 @@ def _multiply(
     if total is not None:
         return summing_dot(rows, w, total, sizes)
     if isinstance(w, tuple):
-        return unspecified_dot(rows, w, sizes, None), None
+        return unspecified_dot(rows, w, sizes), None
     if isinstance(w, QuantizedExperts):
         return dot_in_fp8(rows, w, sizes), None
     return grouped_dot(rows, w, sizes, tail="unspecified"), None
