@@ -41,7 +41,6 @@ class Layer:
         return jax.eval_shape(lambda key: self._draw(key, None), jax.random.key(0))
 
     def specs(self) -> dict[str, P]:
-        """Return the placement of the parameters."""
         return named(ma.moe_partition_specs(self.shapes(), self.axes))
 
     def experts(self, arrays: Mapping[str, jax.Array]) -> ma.Experts:

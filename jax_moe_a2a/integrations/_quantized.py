@@ -26,13 +26,8 @@ Tensor = TypeVar("Tensor", bound=Any)  # ``_Tensor`` of ``transformers.py``
 def in_fp8(
     tensors: dict[str, Tensor], params: dict[str, Any], names: Collection[str]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors and the parameters of a block whose experts may be in FP8.
-
-    Args:
-      tensors: the tensors of a block of floats, by name.
-      params: the parameters of a block of floats, as shapes.
-      names: names of tensors or of parameters. These names say which weights are in FP8.
-    """
+    """Return the tensors and the parameters of a block whose experts may be in FP8. The arguments
+    are those of a block of floats. Weights are in FP8 if ``names`` has their scales or values."""
     given = {*names}
     weights = {x.param for n, x in tensors.items() if {n + _SCALES, x.param + ".values"} & given}
     found, quantized = dict(tensors), dict(params)

@@ -47,8 +47,7 @@ class _RoutedMoE(Protocol):
 
 
 _KERNELS = "w0_kernel w1_kernel wo_kernel w0_bias w1_bias wo_bias"
-# The version of MaxText that ``enable`` supports, and the parameters of methods that it replaces or
-# calls.
+# The version of MaxText that ``enable`` supports, and the parameters of methods that it uses.
 _VERSION = "0.2.5"
 _SIGNATURES = {
     "_logical_to_mesh_axes": "logical_name",
@@ -369,7 +368,6 @@ def _moe_body(
 
 
 def _block(layer: _RoutedMoE) -> str:
-    """Return the name of the kind of decoder layer."""
     block = layer.config.decoder_block
     return str(getattr(block, "value", block))
 
@@ -394,7 +392,6 @@ def _capacity_factor(layer: _RoutedMoE) -> float | None:
 
 
 def _has_loss(layer: _RoutedMoE) -> bool:
-    """Return True if the layer has a loss for balance."""
     return layer.config.load_balance_loss_weight > 0 and not layer.is_hash_routing
 
 

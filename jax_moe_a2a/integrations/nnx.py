@@ -90,12 +90,11 @@ class MoE(nnx.Module):
 
         Args:
           x: floats [..., H].
-          **options: arguments of ``moe``: ``mask``, ``router_input`` or
-            ``placement``, in the home form, because parameters have E experts. Further arguments:
-            ``replay``, ids of the experts to use, as in ``Router.replay``. ``per_token`` and
-            ``whole``, arrays for a function ``choose``, as in ``Router``. ``experts``, in
-            ``dtype``, to use in place of the module's experts. To quantize only once for several
-            calls, pass ``ma.quantize_experts(model.experts, trainable=True)``.
+          **options: ``mask``, ``router_input`` and ``placement`` of ``moe`` (the placement in the
+            home form, because parameters have E experts); ``per_token`` and ``whole`` of a
+            ``Router``; ``replay``, the ids of ``Router.replay``; and ``experts``, in ``dtype``, to
+            use in place of the module's experts. To quantize only once for several calls, pass
+            ``experts=ma.quantize_experts(model.experts, trainable=True)``.
 
         Returns:
           Weighted sums in ``dtype`` with the shape of ``x``; and ``MoEStatistics`` with the losses,
@@ -105,5 +104,4 @@ class MoE(nnx.Module):
         return self.layer(self._arrays(), x, select_bias=bias, **options)
 
     def _arrays(self) -> dict[str, jax.Array]:
-        """Return the parameters by name."""
         return {name: p[...] for name, p in vars(self).items() if isinstance(p, nnx.Param)}

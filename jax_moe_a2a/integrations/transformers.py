@@ -302,7 +302,6 @@ def _field(config: Config, *names: str, default: float | None = None) -> Any:
 
 
 def _family_of(config: Config) -> _Family:
-    """Return the family of the model of a configuration, or raise an error."""
     kind = _field(config, "model_type")
     if kind in _FAMILIES:
         return _FAMILIES[kind]
@@ -313,7 +312,6 @@ def _family_of(config: Config) -> _Family:
 
 
 def _top_k(config: Config, family: _Family) -> ma.TopK:
-    """Return how the router of a model chooses experts."""
     has_groups = family.top_in_group > 0 and _field(config, "n_group", default=1) > 1
     has_groups = has_groups and _value(config, "topk_method") != "greedy"
     groups: dict[str, int] = {}
@@ -360,18 +358,15 @@ def _name_of(path: jax.tree_util.KeyPath) -> str:
 
 
 class _Tensor(NamedTuple):
-    """The place of a tensor's values among the parameters."""
+    """A tensor of a file: its parameter, its shape, and its place in the parameter."""
 
     param: str
-    """Name of the parameter."""
     shape: tuple[int, ...]
-    """Shape of the tensor."""
     view: Callable[[np.ndarray], np.ndarray]
     """Returns a view of the parameter. The tensor is this view with some axes merged."""
 
 
 def _tensors(family: _Family, sizes: ma.MoEConfig, per_expert: bool) -> dict[str, _Tensor]:
-    """Return all tensors of a block by name."""
     e, h, i, s = sizes.num_experts, sizes.hidden, sizes.expert_hidden, sizes.shared_hidden
     swapped, whole, every = lambda w: w.swapaxes(-1, -2), lambda w: w, slice(None)
     gate, up, down = (f"{name}.weight" for name in family.projections)
@@ -434,7 +429,6 @@ def _block(
 
 
 def _matrix(*index: int | slice) -> Callable[[np.ndarray], np.ndarray]:
-    """Return a function that returns a transposed matrix of an array."""
     return lambda array: array[index].T
 
 
@@ -484,7 +478,6 @@ def _checked(
 
 
 def _check_names(argument: str, names: Iterable[str], expected: Iterable[str], remedy: str) -> None:
-    """Raise an error unless the names are the expected names."""
     missing, unexpected = sorted({*expected} - {*names}), sorted({*names} - {*expected})
     if not missing and not unexpected:
         return

@@ -314,7 +314,6 @@ def _act_dot_grad(
 
 
 def _product_of(rows: Any, w: Any) -> Any:
-    """Return the type of the product of rows and weights."""
     return rows_like(rows, arrays_of(w)[0].shape[-1])
 
 

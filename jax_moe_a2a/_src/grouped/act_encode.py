@@ -54,8 +54,7 @@ def bind_act_encode(
 
 
 def why_no_act_encode(num_rows: int, num_groups: int, width: int) -> str:
-    """Return why no kernel activates and quantizes a product [num_rows, width] on the GPUs of this
-    process, or ''."""
+    """Return why no kernel activates and quantizes a product [num_rows, width], or ''."""
     return lowered.why_no_call(num_rows, num_groups, width)
 
 

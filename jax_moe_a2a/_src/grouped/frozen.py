@@ -46,11 +46,7 @@ def dot_of_frozen(
 
     Only the derivatives of the floats are used, so a compiled program does not compute the floats.
     The gradient of rows is a product in FP8 if N is a multiple of 128. It reads the transposed
-    values, or transposes the values.
-
-    Args:
-      w: weights without a source, or a tuple of home and spare weights.
-      tail: the tail of the product and of its derivatives, as in ``grouped_dot``.
+    values, or transposes the values. ``tail`` is also the tail of the derivatives.
     """
     params: dict[str, Any] = dict(dtype=rows.floats.dtype, tail=tail, num_sms=None)
     product = bind_dot_fp8(rows.encoded, w, sizes, **params)

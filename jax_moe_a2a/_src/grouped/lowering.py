@@ -1,8 +1,8 @@
 """Lower grouped products on NVIDIA GPUs to the kernel, cuBLASLt, or ``lax.ragged_dot``.
 
-``why_no_kernel`` returns why a product does not run the kernel. The kernel computes all leading
-axes of a product in one launch. The rows of all leading axes are then one array. A table has the
-first row, the number of rows and the index of the weights of each group.
+The kernel computes all leading axes of a product in one launch. The rows of all leading axes are
+then one array. A table has the first row, the number of rows and the index of the weights of each
+group.
 """
 
 from __future__ import annotations
@@ -244,8 +244,7 @@ def add_outer(total: jax.Array, x: jax.Array, y: jax.Array, sizes: jax.Array) ->
 
 
 def flat(x: jax.Array, num_axes: int) -> jax.Array:
-    """Return an array whose leading axes are merged into the first of its last ``num_axes``
-    axes."""
+    """Merge the leading axes of an array into the first of its last ``num_axes`` axes."""
     return x.reshape(-1, *x.shape[x.ndim - num_axes + 1 :])
 
 

@@ -139,7 +139,6 @@ def encode_rows(rows: jax.Array, name: str) -> Quantized:
 
 
 def check_dtype(dtype: DTypeLike | None) -> Any:
-    """Return the dtype of a product of quantized arrays, or raise an error."""
     found = jnp.dtype(jnp.bfloat16 if dtype is None else dtype)
     if found not in RESULT_DTYPES:
         raise TypeError(

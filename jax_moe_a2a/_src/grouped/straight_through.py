@@ -64,7 +64,6 @@ def dot_in_fp8(
         128.
       w: weights whose source has the dtype of ``rows``. N is a multiple of 128. Without values,
         they are quantized once for this product and its gradients.
-      sizes: int32 [L].
       transposed: True to multiply rows [C, N] by the transposed weights.
       quantizes: False to multiply rows and source, as the derivative does.
     """

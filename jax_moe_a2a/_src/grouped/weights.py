@@ -170,8 +170,7 @@ def check_squares(name: str, values: Any, scales: Any, shape: tuple[int, ...]) -
 
 
 def check_scales(name: str, scales: Any) -> None:
-    """Raise a ValueError if the scales of the argument ``name`` are known, and one is not
-    finite."""
+    """Raise a ValueError if a known scale of the argument ``name`` is not finite."""
     if not is_known(scales):
         return
     bad = np.argwhere(~np.isfinite(np.asarray(scales)))
@@ -210,10 +209,9 @@ def encode_experts(
 
 
 def encode_source(w: QuantizedExperts) -> QuantizedExperts:
-    """Return weights to train, together with their values: the given values, or else the quantized
-    source. The source is read once for both orientations, and a policy of ``jax.checkpoint`` can
-    save them by their name. Values are integers (``as_bits``), which ``from_bits`` converts
-    back."""
+    """Return weights to train with their values: the given values, or the quantized source, read
+    once for both orientations. A policy of ``jax.checkpoint`` can save these values by their name.
+    Values are integers (``as_bits``), which ``from_bits`` converts back."""
     if w.values is not None:
         found = jax.tree.map(as_bits, dataclasses.replace(w, source=None))
     else:

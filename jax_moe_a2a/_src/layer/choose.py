@@ -90,17 +90,9 @@ def choose(
     groups: Groups | None,
     weighing: Weighing,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the experts with the highest keys, and their weights.
-
-    Args:
-      keys: floats [..., E]. They have no gradient.
-      values: floats [..., E], from which ``weighing`` computes weights.
-      mask: booleans [...], False for tokens that choose no expert; or None.
-      k: K, at most the number of experts in ``groups.top_groups`` groups.
-
-    Returns:
-      Ids [..., K], the best expert first, and weights [..., K].
-    """
+    """Return the experts with the highest keys [..., E], as ids [..., K] with the best expert
+    first, and their weights [..., K]. ``weighing`` computes weights from the values [..., E]. Keys
+    have no gradient. The mask [...] is False for tokens that choose no expert."""
     operands = (lax.stop_gradient(keys), values, *([] if mask is None else [mask]))
     ids, weights, _ = bind(choose_p, *operands, k=k, groups=groups, weighing=weighing)
     return ids, weights

@@ -70,15 +70,10 @@ def in_chunks(
     Args:
       layer: returns a pytree of arrays for a chunk, and the totals that the products of this chunk
         returned. It runs under ``jax.checkpoint``.
-      num_chunks: number of chunks of equal size.
       tokens: arrays [T, ...], which are divided. Numbers and None are passed to all chunks.
       weights: JAX arrays. Their gradients are summed over the chunks in float32. Values and scales
         of ``QuantizedExperts`` have no gradient.
       totals: the totals of the experts, or a value without arrays.
-
-    Raises:
-      TypeError: if an argument is a routing of all tokens.
-      ValueError: if the chunks cannot have equal sizes.
     """
     divided = {}
     for name, value in tokens._asdict().items():

@@ -37,7 +37,6 @@ def router_logits(x: jax.Array, router: jax.Array, router_bias: jax.Array | None
 
 
 def _sum_dtype(a: jax.Array, b: jax.Array) -> Any:
-    """Return the dtype of sums of products."""
     return max(map(accumulation_dtype, (a.dtype, b.dtype)), key=lambda dtype: dtype.itemsize)
 
 

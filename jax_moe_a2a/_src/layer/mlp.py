@@ -294,7 +294,6 @@ def format_in_fp8(fmt: TokenFormat | None, *, is_frozen: bool, travels: bool) ->
 
 
 def _check_num_experts(experts: Experts, options: RouteOptions, expected: int) -> None:
-    """Raise an error unless the weights belong to this number of experts."""
     num = experts.w_in.shape[0]
     if num == expected:
         return

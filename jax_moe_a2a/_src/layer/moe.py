@@ -478,17 +478,13 @@ def _divide_tokens(scope: _Scope, x: jax.Array, replicated: bool | None) -> _Tok
     home = scope.spec_of(x)
     if home is not None and num_tokens and scope.divides(home, axes):
         return _Tokens(P(*home[:-1]), axes, replicated, sizes, (0,) * len(sizes), home)
-
-    # If there are no tokens, each rank gets at least one that chooses no expert: XLA of jax 0.11.2
-    # crashes on the gradient if an argument of shard_map has no elements.
-    def padding(divisors: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(-size % by if size else by for size, by in zip(sizes, divisors))
-
     choices = []
     for first in range(len(axes), -1 if len(sizes) > 1 else len(axes) - 1, -1):
         parts = (axes[:first], axes[first:])[: len(sizes)]
         divisors = (*map(scope.size, parts), *(1,) * (len(sizes) - len(parts)))
-        more = padding(divisors)
+        # If there are no tokens, each rank gets at least one that chooses no expert: XLA of jax
+        # 0.11.2 crashes on the gradient if an argument of shard_map has no elements.
+        more = tuple(-size % by if size else by for size, by in zip(sizes, divisors))
         padded = math.prod(size + n for size, n in zip(sizes, more))
         choices.append((padded, -first, P(*(part or None for part in parts)), more))
     _, _, spec, more = min(choices, key=lambda choice: choice[:2])
@@ -701,7 +697,6 @@ def _check_router_input(value: object, x: jax.Array) -> jax.Array:
 
 
 def _check_outputs(outputs: object, router: RouterLike) -> None:
-    """Raise an error if ``outputs`` names something that the layer does not have."""
     if not isinstance(outputs, tuple) or any(name not in OUTPUTS for name in outputs):
         raise ValueError(f"outputs must be a tuple of the names {OUTPUTS}; got {outputs!r}")
     if "logits" in outputs and isinstance(router, RouterChoices):

@@ -112,11 +112,9 @@ def apply_to_both(
 def fetch_all(home: Experts, placement: Placement, group: Group) -> Experts:
     """Return the weights of spare slots, from the weights of home experts. Transposed values do not
     travel, because the backward pass can transpose the values."""
-
-    def without_transposed(w: Any) -> Any:
-        return dataclasses.replace(w, transposed=None) if isinstance(w, QuantizedExperts) else w
-
-    given, treedef = jax.tree.flatten(home.map_weights(without_transposed))
+    in_fp8 = lambda w: isinstance(w, QuantizedExperts)
+    cut = lambda w: dataclasses.replace(w, transposed=None) if in_fp8(w) else w
+    given, treedef = jax.tree.flatten(home.map_weights(cut))
     return jax.tree.unflatten(treedef, fetch(given, placement, group))
 
 

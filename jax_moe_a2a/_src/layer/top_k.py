@@ -259,14 +259,10 @@ class TopK:
                 f"k of TopK must be at most the number of experts, {num_experts}; got {self.k} for "
                 f"logits {short(logits)}. The last axis of logits is the axis of experts"
             )
-        self._check_groups(num_experts)
         mask = None if mask is None else check_mask(mask, logits)
-        return _kept(mask, logits), mask
-
-    def _check_groups(self, num_experts: int) -> None:
-        """Raise an error if the groups do not divide this number of experts."""
+        logits = _kept(mask, logits)
         if self.num_groups is None or self.top_groups is None:
-            return
+            return logits, mask
         size, rest = divmod(num_experts, self.num_groups)
         if rest or size < self.top_in_group:
             raise ValueError(
@@ -280,6 +276,7 @@ class TopK:
                 f"{size} experts hold k={self.k} experts, and at most num_groups="
                 f"{self.num_groups}; got {self.top_groups}"
             )
+        return logits, mask
 
     def _scores(self, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return scores, and scores that are divided by their sum for each token."""
