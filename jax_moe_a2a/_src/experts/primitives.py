@@ -29,12 +29,10 @@ source. With these weights:
   (``act_grad.py``) quantizes ct_pre in the pass that computes it.
 
 Operands are as in ``grouped/primitives.py``: rows [*B, C, K], w_in [*B, L, K, N'], b_in [*B, L,
-N'], weights [*B, C] in the dtype of sums, w_out [*B, L, I, H], sizes [*B, L]. A leading axis of
-w_in, b_in, w_out or sizes is 1 if the batch shares the array. Results after the last group are
-unspecified. The parameter ``tree`` says which operands are given (``ExpertOperands``, ``Product``,
-``TangentOperands``, ``Gradient``). Each array of weights or biases may be a tuple of a home and a
-spare array, like the operands ``w`` and ``spare`` of ``grouped_dot_p``. Either all of these arrays
-are tuples, or none is.
+N'], weights [*B, C] in the dtype of sums, w_out [*B, L, I, H], sizes [*B, L]. Results after the
+last group are unspecified. The parameter ``tree`` says which operands are given (``Product``, ...).
+Each array of weights or biases may be a tuple of a home and a spare array, like the operands ``w``
+and ``spare`` of ``grouped_dot_p``. Either all arrays of weights and biases are tuples, or none is.
 
 A row without a token has the weight 0. A row of weight 0 has exact zeros in h and ct_pre, whatever
 pre and ct_y hold. The derivative with respect to a weight is computed even if the weight is 0. In

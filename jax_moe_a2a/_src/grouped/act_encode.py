@@ -3,10 +3,9 @@
 ``act_encode_p`` has the operands rows [*B, C, P] and sizes [*B, L]. Its results are values
 [*B, C, I] and scales [*B, C, I / 128]. With an ``activation``, the last operand holds the weights
 of rows, float32 [*B, C]; ``h = weights * act(rows)`` is then rounded to the dtype of the rows and
-quantized. Without an activation, the rows themselves are quantized, and I = P. As in
-``primitives.py``, a leading axis of sizes is 1 if the batch shares the array. The results of a row
+quantized. Without an activation, the rows themselves are quantized, and I = P. The results of a row
 with weight 0 are exact zeros, whatever the row holds. Rows after the last group are unspecified.
-The other parameter is ``num_sms``.
+The leading axes ``B`` and the parameter ``num_sms`` are as in ``primitives.py``.
 
 The primitive has no derivatives, because a float8 array cannot hold a gradient.
 """

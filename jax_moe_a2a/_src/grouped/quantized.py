@@ -2,9 +2,8 @@
 
 The operands of ``grouped_dot_fp8_p`` are the values and scales of rows [*B, C, K] and [*B, C,
 K / 128]; of weights [*B, L, N, K] and [*B, L, N / 128 rounded up, K / 128]; sizes [*B, L]; and the
-values and scales of spare weights, if the last groups have them. As in ``primitives.py``, batching
-adds the leading axes ``B``, and a leading axis of weights or sizes is 1 if the batch shares the
-array. Parameters are ``dtype`` of the result, ``tail`` and ``num_sms``.
+values and scales of spare weights, if the last groups have them. The leading axes ``B`` are as in
+``primitives.py``. Parameters are ``dtype`` of the result, ``tail`` and ``num_sms``.
 
 docs/fp8.md defines the arithmetic. The primitive has no derivatives, because a float8 array cannot
 hold a gradient.

@@ -1,8 +1,6 @@
 """Define grouped products with jnp and lax: the meaning of the primitives, and the fallback.
 
-Shapes are ``[*B, C, K]`` for rows, ``[*B, L, K, N]`` for weights and ``[*B, L]`` for sizes. The
-leading axes ``B`` broadcast: a leading axis of weights or sizes is 1 if the batch shares them. Rows
-have all leading axes in full.
+Operands are as in ``primitives.py``.
 """
 
 from __future__ import annotations

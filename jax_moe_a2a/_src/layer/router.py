@@ -151,9 +151,6 @@ def check_router(router: RouterLike, tokens: Any, num_experts: int) -> RouterLik
     own = router.router if isinstance(router, Replay) else router
     kernel = as_array(own.kernel)
     check_floats("kernel of the router", kernel, "Cast it")
-    bias = own.bias
-    if bias is not None:
-        bias = check_bias("bias of the router", bias, kernel.shape[1])
     is_function = not isinstance(own.choose, TopK)
     if is_function and not callable(own.choose):
         raise TypeError(f"choose of the router must be a TopK or a function; got {own.choose!r}")
@@ -164,16 +161,17 @@ def check_router(router: RouterLike, tokens: Any, num_experts: int) -> RouterLik
                 f"{name} of the router must be None with choose={own.choose!r}, which does not "
                 f"read it; got {getattr(own, name)!r}. {remedy}"
             )
-    select_bias = own.select_bias
-    if select_bias is not None:
-        select_bias = check_bias("select_bias", select_bias, kernel.shape[1])
+    biases = {}
+    for field, label in {"bias": "bias of the router", "select_bias": "select_bias"}.items():
+        if (bias := getattr(own, field)) is not None:
+            biases[field] = check_bias(label, bias, kernel.shape[1])
     for path, leaf in jax.tree_util.tree_leaves_with_path(own.per_token):
         if jnp.shape(leaf)[: len(leading)] != leading:
             raise ValueError(
                 f"per_token{jax.tree_util.keystr(path)} of the router must have the leading axes "
                 f"of the tokens, {list(leading)}; got {short(as_array(leaf))}"
             )
-    own = jax.tree.map(jnp.asarray, own.replace(bias=bias, select_bias=select_bias))
+    own = jax.tree.map(jnp.asarray, own.replace(**biases))
     if not isinstance(router, Replay):
         return own
     if is_function:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
 
@@ -236,10 +236,7 @@ def flat(experts: Experts) -> Experts:
     lead = len(experts.w_out.shape) - 2
 
     def merged(array: Any, axis: int) -> Any:
-        """Return an array with two of its axes merged into one. None stays None."""
-        shape = () if array is None else array.shape
-        sizes = (*shape[:axis], math.prod(shape[axis : axis + 2]), *shape[axis + 2 :])
-        return None if array is None else jnp.reshape(array, sizes)
+        return None if array is None else lax.collapse(array, axis, axis + 2)
 
     w_in, b_in, lora_in = experts.w_in, experts.b_in, experts.lora_in
     if len(w_in.shape) == lead + 3:
