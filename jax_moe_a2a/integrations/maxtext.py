@@ -101,7 +101,7 @@ class _Options:
 
 
 _replaced: dict[str, Any] = {}
-"""The methods of MaxText's class by their names, while others are in their places."""
+"""The methods of MaxText's class that ``enable`` has replaced, by their names."""
 
 
 def enable(
@@ -373,7 +373,7 @@ def _block(layer: _RoutedMoE) -> str:
 
 
 def _activation(layer: _RoutedMoE) -> Callable[[jax.Array], jax.Array]:
-    """Return the activation of the experts, of gate and up side by side."""
+    """Return the activation of the experts, for gate and up side by side."""
     config, block = layer.config, _block(layer)
     limit = config.mlp_activations_limit
     if block == "gpt_oss" and config.mlp_activations[0] == "sigmoid":
@@ -404,7 +404,7 @@ def _is_loss_of_sequences(layer: _RoutedMoE) -> bool:
 def _balance_loss(
     layer: _RoutedMoE, scores: jax.Array, ids: jax.Array, num_chunks: int, axes: tuple[str, ...]
 ) -> jax.Array | None:
-    """Return the mean loss of all tokens' chunks, or None if the layer does not compute it here."""
+    """Return the mean balance loss of all chunks of tokens, or None without a loss of tokens."""
     if not _has_loss(layer) or _is_loss_of_sequences(layer):
         return None
     probabilities = jax.nn.softmax(scores.astype(jnp.float32), axis=-1).astype(layer.dtype)
@@ -414,8 +414,7 @@ def _balance_loss(
 
 
 def _bias_updates(layer: _RoutedMoE, ids: jax.Array, axes: tuple[str, ...]) -> jax.Array | None:
-    """Return the updates of the router's bias by loss-free balancing, or None without such a
-    bias."""
+    """Return the updates of the router's selection bias, or None without such a bias."""
     if not layer.should_update_load_balance():
         return None
     config = layer.config

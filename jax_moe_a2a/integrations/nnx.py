@@ -16,7 +16,7 @@ from ._flax import AxesLike, Fp8, Layer, mesh_in_scope
 
 
 class SelectBias(nnx.Variable):
-    """The variable of a router's selection bias, which is no parameter: it has no gradient."""
+    """A router's selection bias. It is no ``nnx.Param``, because it has no gradient."""
 
 
 class MoE(nnx.Module):
@@ -53,7 +53,7 @@ class MoE(nnx.Module):
 
     Raises:
       TypeError: if ``config`` is not a ``MoEConfig``.
-      ValueError: if ``fp8`` is something else. A call raises the errors of ``moe``.
+      ValueError: if ``fp8`` has another value. A call raises the errors of ``moe``.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class MoE(nnx.Module):
     ):
         self.layer = Layer(config, axes, exchange, outputs, dtype, fp8)
         specs = self.layer.specs()
-        # Without a mesh in scope, the placement is metadata only.
+        # Without a mesh in scope, Flax must not place the parameters.
         options = {} if mesh_in_scope() else {"eager_sharding": False}
         for name, param in self.layer.init(rngs.params()).items():
             # Flax removes the axis of layers from metadata, but adds none to metadata without axes.

@@ -40,13 +40,14 @@ class _Family:
     router: str = "gate"
     score: Literal["softmax", "sigmoid"] = "softmax"
     renormalize: bool | str = "norm_topk_prob"
-    """True if the weights of a token are divided by their sum, or the field that says so."""
+    """True if the weights of a token are divided by their sum, or the name of a field with this
+    bool."""
     scale: str | None = None
     """The field with a factor of the weights."""
     top_in_group: int = 0
     """As in ``TopK``, or 0 for a router without groups."""
     select_bias: tuple[str, str] | None = None
-    """Its name with tensors of all experts, and with tensors of each expert."""
+    """Two names of the bias: with a tensor of all experts, and with a tensor for each expert."""
     shared: str | None = None
     """A shared expert."""
     shared_width: tuple[str, ...] = ()
@@ -55,7 +56,7 @@ class _Family:
     """The gate of the shared expert."""
     weigh_input: bool = False
     inputs_first: bool = False
-    """True for tensors [inputs, outputs], which are always those of all experts."""
+    """True for tensors [E, inputs, outputs]. Such a block never has a tensor for each expert."""
     is_gpt_oss: bool = False
     """True for biases, a clamped activation, and tensors in which gate and up alternate."""
 
@@ -128,8 +129,8 @@ def from_state_dict(
     """Return the parameters of one block of a model. The page of this module lists the supported
     families.
 
-    A block may have one tensor for all experts, as in transformers 5, or one for each expert, as in
-    transformers 4 and in published files. Values are copied. Values and dtypes do not change.
+    A block may have one tensor for all experts, as in transformers 5, or a tensor for each expert,
+    as in transformers 4 and in published files. Values are copied, and keep their bits and dtypes.
 
     For FP8 files like those of DeepSeek-V3, with ``weight_scale_inv`` for squares of 128 x 128
     weights, the returned experts are in FP8. MXFP4 of GPT-OSS is decoded to bfloat16, as by
@@ -253,7 +254,7 @@ def to_torch(state_dict: Mapping[str, np.ndarray]) -> dict[str, Any]:
 
 
 def moe_config(config: Config) -> ma.MoEConfig:
-    """Return sizes, router and activation of a model's block: ``config`` of the Flax modules.
+    """Return sizes, router and activation of a model's block, for example for the Flax modules.
 
     Noise on tokens, which Mixtral and MiniMax-M2 can have in training, is not included.
 
@@ -420,7 +421,7 @@ def _block(
     which weights are in FP8."""
     family = _family_of(config)
     tensors = _tensors(family, sizes, per_expert)
-    # Shapes in place of arrays. Dtypes have no meaning.
+    # Only the structure and the shapes matter, not the dtypes.
     params = jax.eval_shape(lambda key: ma.init_moe(key, sizes), jax.random.key(0))
     if family.select_bias is not None:
         bias = jax.ShapeDtypeStruct((sizes.num_experts,), jnp.float32)
@@ -461,7 +462,7 @@ def _as_numpy(name: str, value: object) -> np.ndarray:
 def _checked(
     name: str, value: object, shape: tuple[int, ...], sizes: ma.MoEConfig, param: str
 ) -> np.ndarray:
-    """Return an array as a numpy array, or raise an error unless it has this shape."""
+    """Return an array as a numpy array. Raise an error if it does not have this shape."""
     value = _quantized.as_numpy(value)
     array = np.asarray(value) if param.endswith(".values") else _as_numpy(name, value)
     if param.endswith((".values", ".scales")):

@@ -43,7 +43,7 @@ def bind_act_grad(
     activation: FusedActivation,
     num_sms: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, Quantized]:
-    """Bind ``act_grad_p``. I is a multiple of 128."""
+    """Bind ``act_grad_p``, where I is a multiple of 128."""
     params = dict(activation=activation, num_sms=num_sms)
     *floats, values, scales = bind(act_grad_p, ct_h, pre, weights, sizes, **params)
     return (*floats, Quantized(values, scales))
@@ -119,7 +119,7 @@ def _kernel(
             ct_h.reshape(*flat, columns),
         ),
         # h overwrites ct_h, because a lane reads its numbers before it writes them. ct_pre does not
-        # overwrite pre: XLA would copy pre, because the forward pass also reads it.
+        # overwrite pre, because XLA would then copy pre, which the forward pass also reads.
         {3: 3},
         num_sms=num_sms or 0,
         **activation.attributes,

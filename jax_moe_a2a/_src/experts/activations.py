@@ -76,7 +76,7 @@ class FusedActivation:
         return act(x.astype(accumulation_dtype(x.dtype))).astype(x.dtype)
 
     def _clamped_swiglu(self, gate: jax.Array, up: jax.Array) -> jax.Array:
-        # Exactly at a limit, the derivative is the same as inside the limits.
+        # Exactly at a limit, the derivative is the derivative inside the limits.
         limit = jnp.asarray(self.limit, gate.dtype)
         gate = jnp.where(gate > limit, limit, gate)
         up = jnp.where(up > limit, limit, jnp.where(up < -limit, -limit, up))
@@ -135,14 +135,14 @@ def squared_relu(x: jax.Array) -> jax.Array:
     return jnp.square(jax.nn.relu(x))
 
 
-# The order is that of Activation in cuda/gemm (tests/test_layout.py compares them).
+# Activation in cuda/gemm has the same order (tests/test_layout.py compares them).
 KINDS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": lambda x: x * _normal_cdf(x),
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
     "relu": jax.nn.relu,
     "squared_relu": squared_relu,
-    CLAMPED_SWIGLU: lambda x: x,  # has two arguments: see FusedActivation
+    CLAMPED_SWIGLU: lambda x: x,  # FusedActivation computes it
 }
 
 
@@ -166,9 +166,8 @@ def clamped_swiglu(limit: float = 7.0, alpha: float = 1.702) -> FusedActivation:
 
 
 def recognize(activation: Any) -> FusedActivation | None:
-    """Return the activation that the kernels compute if a function is one of ``KINDS``, ``gated``
-    or not, and None for any other function. ``gelu`` may be a ``functools.partial`` with
-    ``approximate``."""
+    """Return the ``FusedActivation`` that equals a function, or None. The function may be in
+    ``gated``, and ``gelu`` may be a ``functools.partial`` with ``approximate``."""
     if isinstance(activation, FusedActivation):
         return activation
     is_gated = isinstance(activation, Gated)

@@ -17,7 +17,7 @@ from ..grouped.lowering import FORWARD, FORWARD_FEW, call, flat, sizes_of, table
 from ..grouped.reference import arrays_of
 from .activations import KINDS, FusedActivation
 
-SCALED_BIAS = len(KINDS)  # not an activation: the kernel multiplies the bias by the row's weight
+SCALED_BIAS = len(KINDS)  # instead of an activation, the kernel adds the bias times the weight
 
 
 def _sizes(rows: jax.Array, w: jax.Array, sizes: jax.Array) -> tuple[int, int, int, int]:
@@ -119,7 +119,7 @@ def act_dot_grad(operands: Any, *, activation: FusedActivation) -> list[jax.Arra
         aliases={3: 0},  # a warp reads its elements before it writes them
         **activation.attributes,
     )
-    # This sum adds in the order of columns. XLA cannot change this order.
+    # A chain of additions fixes the order of the sum, which XLA could change in ``sum``.
     ct_weights = functools.reduce(operator.add, (partial[i] for i in range(num_dots)))
     return [
         ct_pre.reshape(pre.shape),

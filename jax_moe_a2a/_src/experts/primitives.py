@@ -37,7 +37,7 @@ and ``spare`` of ``grouped_dot_p``. Either all arrays of weights and biases are 
 A row without a token has the weight 0. A row of weight 0 has exact zeros in h and ct_pre, whatever
 pre and ct_y hold. The derivative with respect to a weight is computed even if the weight is 0. In
 rows without a token, this derivative may have any value: the caller selects the weights of rows
-with a token, and the transpose of this select drops the value.
+with a token, so the value is not used.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def _bind(primitive: compat.Primitive, operands: Any, **params: object) -> Any:
 
 
 def _places(tree: jax.tree_util.PyTreeDef) -> Any:
-    """Return the structure of the operands, with the index of each operand in its place."""
+    """Return the operands, with the index of each array in place of the array."""
     return tree.unflatten(range(tree.num_leaves))
 
 
@@ -171,22 +171,22 @@ def _is_full(*, tree: jax.tree_util.PyTreeDef, **_: object) -> list[bool]:
 def bind_experts(
     operands: ExpertOperands, *, activation: FusedActivation
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """Bind ``experts_p``. Return the results of the primitive, and the totals if totals are given.
-    With totals, the tangents of w_in and w_out are ignored, and no weights are tuples."""
+    """Bind ``experts_p``. Return y and the given totals. With totals, the tangents of w_in and
+    w_out are ignored, and weights must not be tuples."""
     y, *totals = _bind(experts_p, operands, activation=activation)
     return y, totals
 
 
 def _dot(rows: Any, w: Any, sizes: jax.Array, *, transposed: bool = False) -> jax.Array:
-    """Return products of rows and weights, unspecified after the last group. If the weights are in
-    FP8, so are the products."""
+    """Return products of rows and weights, unspecified after the last group. Weights in FP8 are
+    multiplied in FP8."""
     if isinstance(w, QuantizedExperts):
         return dot_in_fp8(rows, w, sizes, transposed=transposed)
     return unspecified_dot(rows, w, sizes, transposed=transposed)
 
 
 def _floats(x: Any) -> Any:
-    """Return weights or rows as floats, or the tangents of the floats."""
+    """Return weights or rows as floats."""
     return x.source if isinstance(x, QuantizedExperts) else floats_of(x)
 
 
@@ -251,7 +251,7 @@ def _experts(o: ExpertOperands, **params: Any) -> list[jax.Array]:
 
 
 def _products_in_fp8(o: ExpertOperands, **params: Any) -> tuple[jax.Array, jax.Array]:
-    """Return pre and the result of experts in FP8."""
+    """Return pre and y of experts in FP8."""
     pre = _pre(o.rows, o.w_in, o.b_in, o.sizes)
     y = _bind(act_dot_p, Product(pre, o.w_out, None, o.weights, o.sizes), **params)
     if o.b_out is not None:
@@ -447,7 +447,7 @@ def _tangent_transpose(
             ct_pre, h, ct_weights = _bind(act_dot_grad_p, gradient, activation=activation)
         if passes:
             found[3] = [bind_add_outer(found[3][0], h, ct, o.sizes)]
-            # The product by w_in comes next, when h and ct are no longer needed.
+            # The barrier frees h and ct before the product with w_in starts.
             ct_pre, encoded, found[3] = lax.optimization_barrier((ct_pre, encoded, found[3]))
         elif of_w:
             of_outer = dict(tail="unspecified", num_sms=None)
@@ -539,7 +539,7 @@ def _jvp_of(fn: Callable[..., Any], primals: compat.Primals, tangents: compat.Ta
 def _grad_transpose(
     cts: compat.Tangents, *operands: Any, tree: jax.tree_util.PyTreeDef, **params: object
 ) -> list[Any]:
-    """Compute the transpose in ct, which is the tangent primitive again."""
+    """Compute the transpose in ct with ``act_dot_tangent_p``."""
     ct_pre, _, ct_weights = (None if is_zero(c) else c for c in cts)
     ct, pre, weights, w_out, sizes = tree.unflatten(operands)
     found: Any = ad.Zero(ct.aval)

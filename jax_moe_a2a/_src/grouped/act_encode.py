@@ -78,8 +78,8 @@ def _composition(
 def batch_and_table(
     rows: jax.Array, sizes: jax.Array
 ) -> tuple[tuple[int, ...], tuple[int, int], jax.Array]:
-    """Return the leading axes of rows, (B, C) for these axes as one, and the table of groups that
-    a kernel reads. The product before or after has the same table, so XLA computes it once."""
+    """Return the leading axes of rows, the sizes (B, C) with one leading axis, and the table of
+    groups. The product before or after has an equal table, so XLA computes the table once."""
     lead, num_rows = rows.shape[:-2], rows.shape[-2]
     ones = (1,) * len(lead)
     table = lowered.table(sizes, lead, num_rows, (*ones, sizes.shape[-1]), has_tail=False)

@@ -11,7 +11,8 @@ tangents and cotangents: ``r W`` or, with the parameter ``quantizes``, ``Q(r) W`
 
 The operands of ``frozen_dot_p`` are rows [*B, C, K], sizes [*B, L], and the leaves of a tuple of
 ``QuantizedExperts``: the home weights, and the spare weights if the last groups have spare weights.
-The parameter ``tree`` has their structure. The other parameters are those of ``grouped_dot_p``.
+The parameter ``tree`` is the structure of this tuple. The other parameters are those of
+``grouped_dot_p``.
 """
 
 from __future__ import annotations

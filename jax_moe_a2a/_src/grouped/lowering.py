@@ -1,8 +1,8 @@
 """Lower grouped products on NVIDIA GPUs to the kernel, cuBLASLt, or ``lax.ragged_dot``.
 
 The kernel computes all leading axes of a product in one launch. The rows of all leading axes are
-then one array. A table has the first row, the number of rows and the index of the weights of each
-group.
+then one array. For each group, a table has the first row, the number of rows and the index of the
+weights.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ FORWARD, FORWARD_FEW, TRANSPOSED, WEIGHT_GRADIENT = range(4)
 # Largest mean number of rows per group for which tiles of few rows are faster.
 FEW_ROWS = native.tuning("GEMM_FEW_ROWS")
 CAPABILITY = "9.0"  # kGemmCapability in cuda/gemm/grouped_gemm.h
-# The first version of cuBLAS whose grouped products are used on GPUs of a major compute capability,
-# and the first version that is not used. Release notes and users of cuBLAS report that other
-# versions return wrong results: before 13.3, gradients of groups without rows; from 13.7 on,
-# products on Blackwell.
+# By major compute capability: the first version of cuBLAS whose grouped products are used, and the
+# first later version whose products are not used. Release notes and users report wrong results of
+# other versions: before 13.3, gradients of groups without rows; from 13.7 on, products on Blackwell.
 LIBRARY_VERSIONS = {"10": ((13, 3), (13, 7))}
-NO_WEIGHTS = -1  # in the table of groups: the results are zeros
+NO_WEIGHTS = -1  # in the table of groups, for a group whose results are zeros
 
 
 def why_no_kernel(dtype: jnp.dtype, num_rows: int, num_groups: int, k: int, n: int) -> str:
@@ -152,8 +151,8 @@ def by_kernel(
     composition: Callable[..., Any],
     what: str = "not fused",
 ) -> Callable[..., Choice]:
-    """Return a chooser that calls ``native.choose_kernel``. ``why_not`` returns the reason against
-    the kernel, from the types of the operands and the parameters."""
+    """Return a chooser of paths for ``paths.lowering``. ``why_not`` maps the types of the operands
+    and the parameters to the reason why the kernel does not run, or ''."""
 
     def choose(ctx: compat.Context, *operands: compat.Value, **params: object) -> Choice:
         why = why_not(*ctx.avals_in, **params)
@@ -297,7 +296,7 @@ def call(
     counters: int = 1,
     **attributes: Any,
 ) -> list[jax.Array]:
-    """Call a kernel, and return its results except the last one, the counters."""
+    """Call a kernel, and return its results without the last one, which holds counters."""
     all_results = [*results, jax.ShapeDtypeStruct((counters,), jnp.int32)]
     attributes["num_sms"] = num_sms or 0
     return native.call_product(target, all_results, operands, aliases, **attributes)[:-1]

@@ -14,7 +14,7 @@ axis of ``w``, ``sizes`` or ``spare`` is 1 if the batch shares the array.
 Both primitives have the parameters ``dtype`` (of the result; today the dtype of the operands), and
 ``tail`` and ``num_sms`` of ``grouped_dot``. With ``transposed``, ``grouped_dot_p`` maps rows [*B,
 C, N] to [*B, C, K]. ``parts`` of ``grouped_outer_p`` has the leading axes and the number of groups
-of each result. A result is summed over its leading axes of size 1.
+of each result. If a leading axis of a result has the size 1, the result is summed over this axis.
 """
 
 from __future__ import annotations
@@ -176,16 +176,15 @@ def _dot_jvp(primals: Any, tangents: compat.Tangents, **params: object) -> Any:
 
 
 def all_or_none(d: Any) -> Any:
-    """Return the tangents of a tuple of arrays with arrays in place of symbolic zeros, or one
-    symbolic zero if all tangents are symbolic zeros. Return the tangent of a single array
-    unchanged."""
+    """Return the tangents of a tuple of arrays, with arrays in place of symbolic zeros; or one
+    symbolic zero if all are symbolic zeros. A single tangent stays unchanged."""
     if not isinstance(d, tuple):
         return d
     return d[0] if all(map(is_zero, d)) else tuple(map(ad.instantiate_zeros, d))
 
 
 def sum_of(like: Any, terms: Sequence[Any]) -> Any:
-    """Return the sum of the terms of a tangent of ``like``."""
+    """Return the sum of terms, or the zero tangent of ``like`` if there are none."""
     return sum(terms[1:], terms[0]) if terms else zero_tangent(like)
 
 
@@ -238,9 +237,8 @@ def _outer_transpose(
 def _with_batch(
     args: Sequence[jax.Array], dims: Sequence[int | None], is_full: Sequence[bool]
 ) -> tuple[list[Any], int]:
-    """Return operands with the batch as a leading axis, and the size of the batch. The whole batch
-    then runs in one launch. If ``is_full`` has no bool for an operand, all elements of the batch
-    may share this operand."""
+    """Return operands with the batch as a leading axis, and the size of the batch. If ``is_full``
+    has no bool for an operand, the elements of the batch may share this operand."""
     (size,) = {arg.shape[dim] for arg, dim in zip(args, dims) if dim is not None}
 
     def with_axis(arg: Any, dim: int | None, is_full: bool) -> Any:

@@ -153,8 +153,8 @@ def _array(x: Any) -> Any:
 
 @jax.custom_jvp
 def without_gradient(x: jax.Array) -> jax.Array:
-    """Return an array. Its derivative raises a TypeError, because the derivative of encoding alone
-    would silently be zero."""
+    """Return ``x``, whose derivative raises a TypeError. Without the error, the derivative would
+    silently be zero."""
     return x
 
 
@@ -189,7 +189,7 @@ def refusing_jvp(
     tangents: compat.Tangents,
     **params: object,
 ) -> Any:
-    """Compute the jvp of a primitive without a gradient."""
+    """Compute the jvp of a primitive that has no gradient: zeros, or a TypeError."""
     if not all(map(is_zero, tangents)):
         raise TypeError(NO_GRADIENT)
     out = primitive.bind(*primals, **params)
@@ -239,8 +239,7 @@ def _kernel(
 ) -> jax.Array:
     num_rows, columns = values.shape[-2], w_values.shape[-2]
     few = num_rows <= FEW_ROWS * sizes.shape[-1]
-    # The batch may share only the values or only the scales of weights, but a kernel reads both
-    # with the same index of a group.
+    # The batch may share only the values or only the scales, but a kernel reads both at one index.
     pairs = _pairs(w_values, w_scales, *spare)
     leads, flat_values, flat_scales = zip(*(lowered.aligned(*pair, 3) for pair in pairs))
     groups = lowered.table(sizes, values.shape[:-2], num_rows, *leads, has_tail=tail == "zero")

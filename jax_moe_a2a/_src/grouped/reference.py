@@ -19,8 +19,7 @@ from ..ad import accumulation_dtype
 def groups_of(sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
     """Return two arrays, int32 [..., L]: the first row of each group, and its number of rows.
 
-    A negative size counts as 0. All groups lie within the rows, whatever the sizes are, because
-    kernels rely on it.
+    A negative size counts as 0. Groups are cut at ``num_rows``, because kernels do not check it.
     """
     sizes = jnp.clip(sizes, 0, num_rows)
     ends = jnp.clip(jnp.cumsum(sizes, axis=-1, dtype=jnp.int32), 0, num_rows)
@@ -29,7 +28,7 @@ def groups_of(sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
 
 
 def arrays_of(w: Any) -> tuple[Any, ...]:
-    """Return the arrays of weights, which are one array, or a tuple of home and spare weights."""
+    """Return a tuple (home, spare) unchanged, and a single array as a tuple."""
     return w if isinstance(w, tuple) else (w,)
 
 
@@ -37,10 +36,10 @@ def ragged_dot(
     rows: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bool, dtype: jnp.dtype
 ) -> jax.Array:
     """Multiply rows [C, K] by w [L, K, N], or rows [C, N] by the transposed weights. Rows after the
-    last group must be zero. The results of these rows may be any values.
+    last group must be zero, and may have any results.
 
     ``lax.ragged_dot`` may multiply zeros by the weights of groups without rows. Zeros replace these
-    weights, because they may hold NaN, as in an empty slot whose weights were never written."""
+    weights, because weights of an empty slot, which were never written, may hold NaN."""
     w = jnp.where((sizes > 0)[:, None, None], w, jnp.zeros_like(w))
     w = jnp.swapaxes(w, -1, -2) if transposed else w
     out = lax.ragged_dot(rows, w, sizes, preferred_element_type=accumulation_dtype(dtype))
@@ -108,9 +107,9 @@ def outer(
     dtype: jnp.dtype,
     **_: object,
 ) -> list[jax.Array]:
-    """Return for each group the sum of the outer products of its rows. Each of ``parts``, which
-    consists of leading axes and a number of groups, has a result [*part, K, N]. This result is also
-    summed over the leading axes of size 1."""
+    """Return for each group the sum of the outer products of its rows. Each of ``parts``, leading
+    axes and a number of groups, has a result [*part, K, N], which is also summed over leading axes
+    of size 1."""
     found, first = [], 0
     for *lead, num in parts:
         shape = (*x.shape[:-2], num, x.shape[-1], y.shape[-1])
@@ -135,8 +134,7 @@ def outer(
 
 
 def sum_lead(x: jax.Array, lead: tuple[int, ...]) -> jax.Array:
-    """Return the sum over the leading axes that are 1 in ``lead``. The result has these axes with
-    size 1."""
+    """Sum over the leading axes that are 1 in ``lead``, and keep these axes with size 1."""
     axes = tuple(i for i, size in enumerate(lead) if size != x.shape[i])
     if not axes:
         return x

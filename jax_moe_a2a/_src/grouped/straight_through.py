@@ -93,7 +93,7 @@ def _dot(
     else:
         quantized = encode_experts(w, turned=not transposed, plain=transposed)
     if transposed:
-        # A program that was differentiated after ``_dce`` has no ``transposed``.
+        # ``_dce`` may have removed the transposed values before the program was differentiated.
         quantized = transposed_experts(quantized)
     if encoded:
         of_rows = Quantized(*parts[:2])
@@ -136,7 +136,7 @@ def _jvp(primals: compat.Primals, tangents: compat.Tangents, **params: Any) -> A
     params.update(quantizes=False, encoded=False)
     if not is_zero(d_rows):
         terms.append(bind(straight_through_dot_p, d_rows, w, sizes, *parts, **params))
-    if not is_zero(d_w):  # whose transpose must not read the numbers of w in FP8
+    if not is_zero(d_w):  # the transpose in d_w must not read w in FP8
         terms.append(bind(straight_through_dot_p, rows, d_w, sizes, **params))
     return out, sum_of(out, terms)
 

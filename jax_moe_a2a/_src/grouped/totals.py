@@ -48,17 +48,16 @@ passing_dot_p.multiple_results = True
 
 
 def total_of(w: jax.Array, given: jax.Array | None = None) -> jax.Array:
-    """Return the total of weights of any shape. A ``given`` total adds its tangent to the tangent
-    of the weights."""
+    """Return the total of weights of any shape. Its tangent is the sum of the tangents of the
+    weights and of a ``given`` total."""
     zeros = jnp.zeros(w.shape, accumulation_dtype(w.dtype)) if given is None else given
     total, w = compat.align_varying([zeros, w], ())
     return _total_of(_batched_with(total, w), w)
 
 
 def _batched_with(x: jax.Array, other: jax.Array) -> jax.Array:
-    """Return x, which becomes batched under ``vmap`` if the other array is batched. A traced
-    ``custom_jvp`` needs results that are batched like their tangents (jax 0.12.0). XLA removes the
-    selection."""
+    """Return x, batched under ``vmap`` if the other array is batched. A traced ``custom_jvp`` needs
+    results that are batched like their tangents (jax 0.12.0). XLA removes the selection."""
     return lax.select(False, other.astype(x.dtype), x)
 
 

@@ -34,7 +34,7 @@ VALUE_DTYPE = jnp.dtype(BlockwiseFp8.value_dtype)
 SCALE_DTYPE = jnp.dtype(BlockwiseFp8.scale_dtype)
 TARGET = "moe_a2a_encode_squares"
 QUANTIZED_CHECKPOINT_NAME = "moe_a2a_quantized"
-"""Checkpoint name, a str, of the numbers in FP8 of the weights of ``Experts.in_fp8``.
+"""Checkpoint name, a str, of the quantized weights of ``Experts.in_fp8``.
 
 If a policy saves this name, which takes up to two bytes for each weight, the backward pass of
 ``jax.checkpoint`` does not quantize the weights again."""
@@ -129,7 +129,7 @@ def quantize_weights(
 def decode_experts(values: jax.Array, scales: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Return the weights of ``QuantizedExperts`` [..., N, K], rounded to a dtype."""
     (*lead, rows, columns), (n, k) = scales.shape, values.shape[-2:]
-    # Over Explicit mesh axes, JAX places the result of a reshape that merges one axis.
+    # Two reshapes, because JAX places a result over Explicit axes only if one axis is merged.
     squares = jnp.broadcast_to(scales[..., :, None, :, None], (*lead, rows, BLOCK, columns, BLOCK))
     numbers = squares.reshape(*lead, rows, BLOCK, k).reshape(*lead, rows * BLOCK, k)
     return (values.astype(SCALE_DTYPE) * numbers[..., :n, :]).astype(dtype)
@@ -228,7 +228,7 @@ def from_bits(values: jax.Array, scales: jax.Array, *transposed: jax.Array) -> Q
 
 def _encode_squares(w: jax.Array, **params: Any) -> list[jax.Array]:
     if any(axis is not None for axis in jax.typeof(w).sharding.spec):
-        return _composition(w, **params)  # which JAX places over Explicit mesh axes
+        return _composition(w, **params)  # JAX places its results over Explicit mesh axes
     return bind(encode_squares_p, w, **params)
 
 
@@ -238,7 +238,7 @@ def _composition(w: jax.Array, *, k_axis: int, turned: bool, plain: bool) -> lis
     n, k_axis = w.shape[-1], k_axis + w.ndim
     w = _in_whole_squares(w, (k_axis, w.ndim - 1))
     padded = jnp.pad(w, [(0, 0)] * (w.ndim - 1) + [(0, -n % BLOCK)])
-    # Over Explicit mesh axes, JAX places the result of a reshape that divides or merges one axis.
+    # JAX places the result of a reshape over Explicit axes only if it changes one axis.
     by_rows = _divided(padded, k_axis)
     squares = _divided(by_rows, w.ndim)
     values, scales = BlockwiseFp8().encode_blocks(squares, (k_axis + 1, w.ndim + 1))

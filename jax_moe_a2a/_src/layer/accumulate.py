@@ -76,7 +76,7 @@ def accumulate_grads(loss: Callable[..., Any], *, has_aux: bool = False) -> Call
 
         zeros = jax.tree.map(jnp.zeros_like, given)
         (value, returned), transpose, aux = jax.vjp(of, zeros, has_aux=True)
-        # The last products of the loss add to these totals, and the gradient is the sum.
+        # The products add their gradients to these totals.
         ends = {name: x.of(given[int(name)]) for name, x in returned.items()}
         (found,) = transpose((jnp.ones_like(value), ends))
         sums = jax.tree.map(jnp.add, given, found)
@@ -101,7 +101,7 @@ def _types(totals: Totals) -> list[Any]:
 
 
 def _check(path: Any, param: Any, total: Any) -> None:
-    """Raise an error if a total is not like its parameter."""
+    """Raise an error if a total has another shape or dtype than its parameter needs."""
     name, dtype = jax.tree_util.keystr(path), accumulation_dtype(param.dtype)
     if not jnp.issubdtype(param.dtype, jnp.floating):
         raise TypeError(f"params{name} must be floats; got {short(param)}")

@@ -40,8 +40,8 @@ def load_balancing_loss(
     ``select_bias``.
 
     ``load_balancing_loss_func`` of Mixtral, Qwen3-MoE and GPT-OSS in transformers counts ``f`` per
-    token, and over the tokens of all layers together. For scores and ids with an axis of layers,
-    that function therefore returns ``top_k`` times this loss. Switch in transformers returns the
+    token, and over the tokens of all layers together. It therefore returns ``top_k`` times this
+    loss of scores and ids with an axis of layers. Switch in transformers returns the
     mean of this loss over sequences.
 
     A token takes part if at least one of its ids is valid. If all scores of a token are 0, they are
@@ -124,7 +124,8 @@ def shares_of(scores: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @scopes.losses
 def balance_loss_of(sums: jax.Array, num_tokens: jax.Array, counts: jax.Array) -> jax.Array:
-    """Return the balance loss from the sums of shares [E], tokens [] and choices [E]."""
+    """Return the balance loss. ``sums`` [E] are the sums of ``shares_of``, and ``counts`` [E] are
+    the numbers of choices."""
     num_choices = jnp.maximum(counts.sum(), 1).astype(sums.dtype)
     scale = counts.size / (num_choices * jnp.maximum(num_tokens, 1))
     return jnp.sum(counts.astype(sums.dtype) * sums) * scale
@@ -186,7 +187,8 @@ def z_columns(logits: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, jax
 
 
 def sum_of_columns(first: jax.Array, *others: jax.Array) -> jax.Array:
-    """Return the sums over all leading axes of [..., E] and of arrays [...] as one array.
+    """Return one array [E + n]: the sums of an array [..., E] and of n arrays [...] over all
+    leading axes.
 
     XLA computes the columns while it adds them. If the columns were concatenated, XLA would write
     them to an array.
@@ -275,7 +277,7 @@ def update_select_bias(
 def quantile_select_bias(
     bias: ArrayLike, histogram: ArrayLike, k: int, *, axis_name: AxisNames = None
 ) -> jax.Array:
-    """Return the next ``select_bias``: the one that gives each expert its share of the batch.
+    """Return the next ``select_bias``, with which each expert would have had an equal load.
 
     The method is quantile balancing (Su, https://kexue.fm/archives/11619), as in Kimi K3 (technical
     report, section 2.3.3, equations 13 and 14, and appendix D), Megatron-LM, TransformerEngine and

@@ -52,7 +52,7 @@ class Groups(NamedTuple):
 
 
 class Weighing(NamedTuple):
-    """The function from chosen values to weights."""
+    """The function that computes weights from chosen values."""
 
     renormalizes: bool
     """True if weights are the softmax of the values, or of the log-sigmoids of the values. False if
@@ -103,15 +103,14 @@ def best(keys: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
     index is first."""
     # XLA orders -0.0 before 0.0, and removes an addition of 0.0.
     values, ids = lax.top_k(jnp.where(keys == 0, 0.0, keys), number)
-    # If the only result of a program over Auto axes on GPUs or TPUs is the ids, it would return
-    # zeros (https://github.com/openxla/xla/issues/49005). The minimum, which changes no id,
-    # prevents it.
+    # On GPUs and TPUs, a program over Auto axes whose only result is the ids would return zeros
+    # (https://github.com/openxla/xla/issues/49005). The minimum changes no id, and prevents it.
     return values, jnp.minimum(ids, keys.shape[-1] - 1)
 
 
 def at(values: jax.Array, ids: jax.Array) -> jax.Array:
-    """Return ``values[..., ids]`` [..., K], as a sum; 0 for ids outside [0, E). The transpose of a
-    gather would be a scatter, and with Explicit axes a gather needs a sharding."""
+    """Return ``values[..., ids]`` [..., K], with 0 for ids outside [0, E). A sum replaces the
+    gather, whose transpose is a scatter, and which needs a sharding over Explicit axes."""
     chosen = one_hot(ids, values.shape[-1])
     return jnp.where(chosen, values[..., None, :], 0).sum(axis=-1)
 
@@ -127,7 +126,7 @@ def _only_best_groups(keys: jax.Array, groups: Groups) -> jax.Array:
     num_groups, top_groups, top_in_group = groups
     grouped = keys.reshape(*keys.shape[:-1], num_groups, keys.shape[-1] // num_groups)
     highest = best(grouped, top_in_group)[0]
-    # From high to low, as the kernel adds them.
+    # The kernel also adds the keys from high to low.
     values = functools.reduce(operator.add, (highest[..., i] for i in range(top_in_group)))
     is_best = one_hot(best(values, top_groups)[1], num_groups).any(axis=-2)
     return jnp.where(is_best[..., None], grouped, -jnp.inf).reshape(keys.shape)

@@ -37,7 +37,7 @@ class Tokens(NamedTuple):
 
 
 class LayerWeights(NamedTuple):
-    """The weights of a rank, in the form of ``flat``."""
+    """The weights of a rank, as ``flat`` returns them."""
 
     experts: Experts
     """Weights of the rank's experts, or of all its slots."""
@@ -106,12 +106,12 @@ def in_chunks(
     # After a chunk, totals also vary over the mesh axes of the tokens.
     axes = frozenset().union(*map(compat.varying_axes, divided.values()))
     totals = jax.tree.map(lambda total: compat.align_varying([total], axes)[0], totals)
-    # The loop already keeps XLA from merging the forward computation of a chunk and its repetition.
+    # ``prevent_cse`` is not needed, because XLA does not merge computations of different loops.
     return lax.scan(jax.checkpoint(step, prevent_cse=False), totals, divided)
 
 
 def _floats(w: Any) -> Any:
-    """Return the array of weights that has their gradients, or None."""
+    """Return the float array of weights, which has the gradients, or None."""
     return w.source if isinstance(w, QuantizedExperts) else w
 
 

@@ -1,8 +1,9 @@
 """Move the weights of replicas from the ranks of their experts to the spare slots.
 
-An expert's weights are cut into pieces of equal size, which are the tokens of one dispatch. The
-spare slots are its experts. All ranks know the placement, so each rank computes its routing alone.
-The transpose is a combine, which sums the gradients of replicas at the home rank.
+An expert's weights are cut into pieces of equal size, which are the tokens of one dispatch. In this
+dispatch, the spare slots take the place of experts. All ranks know the placement, so each rank
+computes its routing alone. The transpose is a combine, which sums the gradients of replicas at the
+home rank.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def fetch(arrays: list[jax.Array], placement: Placement, group: Group) -> list[j
     num_pieces = 1 << max(0, (max(sizes) // PIECE_ELEMENTS).bit_length() - 1)
     routing = _in_pieces(_routing_of_experts(placement, own_rank(group), num_ranks), num_pieces)
     tokens = [_pieces_of(x, num_pieces) for x in arrays]
-    # Gradients of several slots of a rank travel as one sum.
+    # With replicas in several slots of a rank, the rank sends one sum of their gradients.
     is_wide = any(x.dtype == jnp.float64 for x in tokens)
     options = Options(wire_dtype=None if is_wide else jnp.dtype(jnp.float32))
     params: dict[str, Any] = dict(num_leaves=len(tokens), num_choice_arrays=0, options=options)
@@ -133,7 +134,7 @@ def _routing_of_experts(placement: Placement, rank: jax.Array, num_ranks: int) -
     num_experts, num_slots = placement.num_experts, placement.num_slots
     per_rank, slots_of_rank = num_experts // num_ranks, num_slots // num_ranks
     spare = slots_of_rank - per_rank
-    # The first slot of an expert is its home slot. [R, L, K]: each choice is a spare slot.
+    # The first slot of an expert is its home slot. The other slots, [R, L, K], are its choices.
     slots = placement.expert_slots[:, 1:].reshape(num_ranks, per_rank, -1)
     choice_rank = jnp.where(slots >= 0, quotient(slots, slots_of_rank), -1)
     row = slots - choice_rank * slots_of_rank - per_rank

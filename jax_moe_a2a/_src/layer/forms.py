@@ -55,8 +55,8 @@ unless the weights are trained in FP8."""
 def choose_form(weights: Experts, activation: Activation, tail: Tail) -> Form:
     """Return the form for weights that ``flat`` returned. ``tail`` is the tail of the dispatch."""
     width, intermediate = weights.w_in.shape[-1], weights.w_out.shape[-2]
-    # A listed activation replaces the user's function on all paths, because its derivatives exist
-    # in every supported JAX.
+    # The function of ``KINDS`` replaces the user's activation on all paths, because some versions
+    # of JAX lack derivatives of the user's function.
     known = recognize(activation)
     if known is not None and known.width(intermediate) != width:
         known = None
@@ -75,7 +75,7 @@ def choose_form(weights: Experts, activation: Activation, tail: Tail) -> Form:
         why = "no kernel computes the derivative of an activation that is quantized"
     else:
         why = "jax_debug_nans must not see the rows that the kernels leave unwritten"
-    # Keep only the operands of the activation. The backward pass computes it again.
+    # Keep only the operands of the activation. The backward pass computes the activation again.
     activate = jax.checkpoint(partial(_activate, known or activation, intermediate, why))
     if isinstance(weights.w_in, QuantizedExperts) and not in_training:
         return _frozen(activate, fused, tail)
@@ -193,11 +193,10 @@ def _activate(
     """Return the activations of rows, times their weights: [C, I] like ``product``.
 
     Rows without a token, and their weights, hold unspecified values. None of these values may reach
-    a gradient. The activation may read an array of the enclosing function, whose gradient adds 0 *
-    act'(row) for each row without a token. To zero these rows before the activation is not enough,
-    because act' may be infinite at zero or at any other fixed value. Before the activation, each
-    row without a token therefore gets the values of a row that has a token. After the activation,
-    the row becomes zero.
+    a gradient. If the activation reads an array of the enclosing function, each row without a token
+    adds 0 * act'(row) to the gradient of that array. It is not enough to zero these rows before the
+    activation, because act' may be infinite at any fixed value. Therefore each row without a token
+    gets the values of a row with a token before the activation, and becomes zero after it.
     """
     has_token = is_row[:, None]
     # If any row holds a token, the first row does. Otherwise use 0.5, which most functions accept.

@@ -90,7 +90,7 @@ def _pieces(x: jax.Array) -> list[jax.Array]:
 def _matmul(a: jax.Array, b: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Multiply arrays of 16 bits. Sums are in float32."""
     result = dtype if dtype == a.dtype else jnp.float32
-    precision = lax.Precision.DEFAULT  # whatever the caller's default is
+    precision = lax.Precision.DEFAULT  # does not depend on the caller's default
     return jnp.matmul(a, b, precision=precision, preferred_element_type=result).astype(dtype)
 
 
@@ -110,7 +110,7 @@ def _transpose(ct: Any, a: Any, b: Any, *, dtype: jnp.dtype) -> list[Any]:
 
 
 def _batch(args: Any, dims: Any, *, dtype: jnp.dtype) -> tuple[jax.Array, int]:
-    """Batch the product. The batch becomes rows or columns if it shares an operand."""
+    """Batch the product. If only one operand is batched, the batch becomes rows or columns."""
     (a, b), (i, j) = args, dims
     dot = partial(bind, router_dot_p, dtype=dtype)
     if j is None:

@@ -74,7 +74,7 @@ def merge(w: Any, lora: LoRA | None, num_lead: int) -> jax.Array:
 
 
 def check_lora(name: str, lora: Any, w: Any, num_lead: int, x: Any) -> LoRA:
-    """Return an adapter of weights, for tokens x, with JAX arrays, or raise an error."""
+    """Return an adapter with JAX arrays. Raise an error if it does not fit w or the tokens x."""
     if not isinstance(lora, LoRA):
         raise TypeError(f"{name} must be a LoRA or None; got {type(lora).__name__}")
     check_factor(f"the scale of {name}", lora.scale)

@@ -85,8 +85,8 @@ def moe_mlp(
     ``ROUTING_CHECKPOINT_NAME`` and ``PRODUCTS_CHECKPOINT_NAME``. With ``QuantizedExperts``,
     products are in FP8 (docs/fp8.md).
 
-    To read how many rows were dropped, pass a ``Routing`` in place of the ids: a ``Routing`` has
-    ``num_dropped``, and ``expert_load`` accepts it.
+    To read how many rows were dropped, pass a ``Routing`` in place of the ids, and read its
+    ``num_dropped``, or call ``expert_load``.
 
     Args:
       x: tokens, floats [T, H] of 16 bits or more.
@@ -182,9 +182,9 @@ def moe_mlp(
 def with_fetched(
     weights: LayerWeights, route_arguments: RouteArguments, placement: Placement | None
 ) -> LayerWeights:
-    """Add the weights of spare slots to weights, if each chunk would otherwise fetch them."""
+    """Fetch the weights of spare slots once, if each chunk would otherwise fetch them."""
     if not isinstance(placement, Placement) or route_arguments.group is None:
-        return weights  # whose checks raise errors
+        return weights  # ``mlp_and_routing`` raises the errors
     group, given = check_scope(route_arguments.group), weights.experts
     home = placement.num_experts // group.size
     if placement.num_slots == placement.num_experts or given.w_in.shape[0] != home:
@@ -233,7 +233,7 @@ def mlp_and_routing(
     is_frozen = in_fp8 and not given.is_trained_in_fp8
     exchange = route_arguments.exchange
     if in_fp8:
-        if given.w_in.k > hidden:  # pad before tokens travel: there are more rows than tokens
+        if given.w_in.k > hidden:  # pad tokens here, because there are more rows than tokens
             x = jnp.pad(x, ((0, 0), (0, given.w_in.k - hidden)))
         group = topk_ids.group if isinstance(topk_ids, AnyRouting) else route_arguments.group
         travels = group is None or check_scope(group).size > 1
@@ -251,7 +251,7 @@ def mlp_and_routing(
     decode = exchange.token_format is not None and not is_frozen
     arguments = check_dispatch(*arrays, route_arguments, decode=decode, tail="unspecified")
     if decode and given.is_trained_in_fp8 and isinstance(exchange.token_format, BlockwiseFp8):
-        # The first product reads the rows in FP8. The gradient of its weights reads the floats.
+        # The first product reads rows in FP8. The gradient of w_in reads the same rows as floats.
         kept = arguments.options._replace(keeps_encoded=True)
         arguments = arguments._replace(options=kept)
     options, tail = arguments.route_options, arguments.options.tail
@@ -281,8 +281,8 @@ def mlp_and_routing(
 
 
 def format_in_fp8(fmt: TokenFormat | None, *, is_frozen: bool, travels: bool) -> TokenFormat | None:
-    """Return the format in which tokens travel if the products are in FP8, or raise an error.
-    Tokens that do not travel to another rank remain floats until the products quantize them."""
+    """Return the format of tokens for products in FP8, or raise an error. Tokens that do not travel
+    to another rank may stay floats, which the products quantize."""
     if not is_frozen:
         return BlockwiseFp8() if fmt is None and travels else fmt
     if not isinstance(fmt, BlockwiseFp8 | None):
@@ -335,7 +335,7 @@ def _weighted_rows(recv: Recv, dtype: jnp.dtype) -> Rows:
 
 @scopes.activation
 def _weighted_inputs(rows: Rows) -> Rows:
-    """Return rows times their weights, with weights of 1 for their outputs."""
+    """Multiply rows by their weights, and replace the weights by 1."""
     weights = rows.weights[:, None]
 
     def scaled(x: jax.Array) -> jax.Array:

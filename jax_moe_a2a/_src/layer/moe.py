@@ -1,4 +1,4 @@
-"""Define the whole layer on global arrays: router, losses, experts, and where arrays must be."""
+"""Define the whole layer on global arrays: router, losses, experts, and placements of arrays."""
 
 from __future__ import annotations
 
@@ -417,10 +417,10 @@ def _experts(
 
 
 def _warn_of_repeated_work(scope: _Scope, x: jax.Array) -> None:
-    """Warn if axes that no argument names divide tokens [..., H], or may divide them."""
+    """Warn if tokens [..., H] are divided, or may be divided, over axes that no argument names."""
     named = (*scope.data, *scope.group.axes)
     if math.prod(x.shape[:-1]) < 2 * scope.size(named):
-        return  # too few tokens for one more axis
+        return  # there are too few tokens to divide them over one more axis
     explicit, auto = map(scope.axes_of_type, (AxisType.Explicit, AxisType.Auto))
     spec = scope.spec_of(x) if explicit else None
     is_traced = isinstance(x, jax.core.Tracer)
@@ -458,11 +458,11 @@ class _Tokens(NamedTuple):
     padding: tuple[int, ...]
     """The number of indices that are added to each leading axis."""
     home: P | None
-    """Placement of the caller's tokens over Explicit axes, which the result has, too."""
+    """Placement of the caller's tokens and of the result over Explicit axes."""
 
     @property
     def unpadded(self) -> P:
-        """Return the placement while padding is added and removed. Padded axes are not divided."""
+        """Return the placement in which padding is added and removed: padded axes are whole."""
         spec = (*self.spec, *(None,) * (len(self.padding) - len(self.spec)))
         return P(*(None if more else axes for axes, more in zip(spec, self.padding)))
 
@@ -482,8 +482,8 @@ def _divide_tokens(scope: _Scope, x: jax.Array, replicated: bool | None) -> _Tok
     for first in range(len(axes), -1 if len(sizes) > 1 else len(axes) - 1, -1):
         parts = (axes[:first], axes[first:])[: len(sizes)]
         divisors = (*map(scope.size, parts), *(1,) * (len(sizes) - len(parts)))
-        # If there are no tokens, each rank gets at least one that chooses no expert: XLA of jax
-        # 0.11.2 crashes on the gradient if an argument of shard_map has no elements.
+        # An empty axis gets one token of padding for each part, because XLA of jax 0.11.2 crashes
+        # on the gradient if an argument of shard_map has no elements.
         more = tuple(-size % by if size else by for size, by in zip(sizes, divisors))
         padded = math.prod(size + n for size, n in zip(sizes, more))
         choices.append((padded, -first, P(*(part or None for part in parts)), more))
@@ -521,7 +521,7 @@ class _Scope:
     group: Group
     axes: Axes
     in_context: bool
-    """True if the mesh is in scope, and not only the mesh of the group."""
+    """True if the mesh is in scope. False if only the group has this mesh."""
 
     @property
     def data(self) -> tuple[str, ...]:
@@ -565,7 +565,7 @@ class _Scope:
 
 
 def _check_scope(axes: Axes) -> _Scope:
-    """Return the mesh in scope with the axes of a call, or raise an error."""
+    """Return the mesh of a call and the roles of its axes, or raise an error."""
     group = axes.experts
     of_group = group.mesh if isinstance(group, Group) else None
     of_devices = of_group if isinstance(of_group, Mesh) else compat.mesh_in_context()

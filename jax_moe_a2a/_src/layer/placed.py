@@ -1,10 +1,9 @@
 """Apply experts with replicas: a rank's home experts, and the experts in its spare slots, whose
 weights are fetched.
 
-No array holds the weights of both: products read home weights and spare weights as two arrays.
-Products that quantize the weights themselves read only one array. With such products, the experts
-are applied twice: the home weights to all rows, and the spare weights to the rows of the spare
-slots and all later rows.
+Products read home weights and spare weights as two arrays. Products that quantize the weights read
+only one array. In this case, the experts are applied twice: first the home experts, then the
+experts in the spare slots.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def to_slots(
             given = given._replace(num_experts=placement.num_slots)
         return topk_ids, given
     if given.group is None:
-        return topk_ids, given  # whose check raises the error
+        return topk_ids, given  # ``check_dispatch`` raises the error
     group = check_scope(given.group)
     check_placement(placement, group.size, or_none=True)
     if given.num_experts not in (None, placement.num_experts):
@@ -118,8 +117,8 @@ def fetch_all(home: Experts, placement: Placement, group: Group) -> Experts:
     return jax.tree.unflatten(treedef, fetch(given, placement, group))
 
 
-# The primitives that only move or rearrange fetched weights: to keep their results would keep the
-# weights. Numbers of weights in FP8 must not be kept either (``named``).
+# The primitives that only move or rearrange fetched weights. The backward pass must keep neither
+# their results nor weights that are quantized after they were fetched (``named``).
 _OF_FETCHED = {DISPATCH.primitive, compat.name_p, lax.reshape_p, lax.slice_p}
 _OF_FETCHED |= {encode_squares_p, lax.bitcast_convert_type_p}
 

@@ -112,8 +112,8 @@ RouterLike: TypeAlias = Router | Replay | RouterChoices
 
 
 def map_arrays(router: Any, per_token: Callable[[Any], Any], whole: Callable[[Any], Any]) -> Any:
-    """Return a ``RouterLike`` whose arrays with leading axes of tokens are results of
-    ``per_token``, and whose other arrays are results of ``whole``."""
+    """Apply ``per_token`` to the arrays of a ``RouterLike`` that have the leading axes of tokens,
+    and ``whole`` to all other arrays."""
     if isinstance(router, RouterChoices):
         return jax.tree.map(per_token, router)
     if isinstance(router, Replay):
@@ -186,8 +186,7 @@ def check_router(router: RouterLike, tokens: Any, num_experts: int) -> RouterLik
 def check_choices(
     name: str, choices: object, leading: tuple[int, ...], num_experts: int
 ) -> RouterChoices:
-    """Return choices as JAX arrays, or raise an error unless they belong to tokens with these
-    leading axes."""
+    """Return choices as JAX arrays. Raise an error if they do not have these leading axes."""
     if not isinstance(choices, RouterChoices):
         raise TypeError(f"{name} must be RouterChoices; got {choices!r}")
     ids = check_ids(f"ids of {name}", choices.ids, leading, num_experts)
@@ -212,8 +211,8 @@ def check_choices(
 def choose_experts(
     router: RouterLike, tokens: jax.Array, num_experts: int, mask: jax.Array | None
 ) -> tuple[RouterChoices, jax.Array | None]:
-    """Return the choices of a rank's tokens [T, H] and their logits [T, E], or None for the logits
-    if ``router`` holds choices. ``router`` is checked, and has arrays of this rank's tokens."""
+    """Return the choices of a rank's tokens [T, H] and their logits [T, E]. If ``router`` is
+    ``RouterChoices``, the logits are None. The arrays of ``router`` belong to these tokens."""
     if isinstance(router, RouterChoices):
         return _without_masked(router, mask), None
     own = router.router if isinstance(router, Replay) else router
@@ -224,7 +223,7 @@ def choose_experts(
         return own.choose(logits, select_bias=own.select_bias, mask=mask), logits
 
     def kept(array: jax.Array) -> jax.Array:
-        """Return an array with zeros in masked tokens, whose content must not reach a gradient."""
+        """Zero an array in masked tokens, because their values must not reach a gradient."""
         if mask is None or not jnp.issubdtype(array.dtype, jnp.floating):
             return array
         axes = (1,) * (array.ndim - 1)

@@ -190,7 +190,7 @@ class TopK:
         scores, probs = self._scores(logits)
         ids = _kept(mask, ids, -1)
         is_choice = (ids >= 0) & (ids < logits.shape[-1])
-        # Without a choice, a sum of exponentials would be 0.
+        # If a token has no choice, count all its ids: a sum of no exponentials would be 0.
         counts = is_choice | ~is_choice.any(axis=-1, keepdims=True)
         values = logits if self._weighing.renormalizes else scores
         weights = self._weighing(at(values, ids), counts)
@@ -297,7 +297,7 @@ def _kept(mask: jax.Array | None, array: jax.Array, other: int = 0) -> jax.Array
 
 
 def _for_tokens(bias: jax.Array, scores: jax.Array) -> jax.Array:
-    """Return a bias [E] with the axes and the dtype of scores, and without derivatives."""
+    """Return a bias [E] with the number of axes and the dtype of scores, without derivatives."""
     bias = lax.stop_gradient(bias).astype(scores.dtype)
     return bias.reshape((1,) * (scores.ndim - 1) + bias.shape)
 
@@ -316,7 +316,7 @@ def check_logits(value: object, name: str = "logits") -> jax.Array:
             f"{name} must be an array [..., num_experts] with at least one expert; got "
             f"{short(array)}"
         )
-    array = jnp.asarray(array)  # without a warning if it holds float64, which JAX has not enabled
+    array = jnp.asarray(array)  # unlike astype, it does not warn of float64 that is not enabled
     return array.astype(accumulation_dtype(array.dtype))
 
 

@@ -78,7 +78,7 @@ class Experts:
     b_in: Any = None
     """Biases of the first product, [E, 2, I], or [E, I] without a gate; or None."""
     b_out: Any = None
-    """Biases of the second product, [E, H], or None. Weights of outputs multiply them."""
+    """Biases of the second product, [E, H], or None. The weights of choices multiply them."""
     output_gate: Any = None
     """[H], only of a shared expert of ``moe``: ``sigmoid(x @ output_gate)`` multiplies its outputs,
     as in Qwen2-MoE. None means that the expert has no gate."""
@@ -271,7 +271,7 @@ def returned_totals(experts: Experts, totals: Totals) -> Totals | None:
 
 
 def paired(home: Experts, spare: Experts) -> Experts:
-    """Return experts each of whose fields is a tuple of a home field and a spare field."""
+    """Return experts whose fields are tuples (home, spare)."""
     pair = lambda name: (getattr(home, name), getattr(spare, name))
     biases = (None if getattr(home, name) is None else pair(name) for name in BIASES)
     lora: Any = (jax.tree.map(lambda *arrays: arrays, *pair(name)) for name in ADAPTERS)
@@ -316,8 +316,8 @@ def check_weights(
     *,
     name: str = "experts",
 ) -> Experts:
-    """Return experts with JAX arrays for tokens [..., H], or raise an error. ``lead`` has the size
-    E, or nothing for a shared expert; None means any E."""
+    """Return experts with JAX arrays for tokens [..., H], or raise an error. ``lead`` is (E,), or
+    () for a shared expert. None allows any E."""
     check_type(experts, name)
     if experts.has_lora:
         experts = experts.map_weights(partial(jax.tree.map, fixed)).replace(totals=None)
@@ -423,7 +423,7 @@ def _check_quantized(name: str, w: object, *, may_be_pairs: bool) -> QuantizedEx
 
 
 def _decoded(name: str, w: object, dtype: Any) -> jax.Array:
-    """Return the numbers of a shared expert's weights in FP8, or raise an error."""
+    """Decode the weights of a shared expert, or raise an error."""
     found = _check_quantized(name, w, may_be_pairs=True)
     if found.source is not None or found.shape[0] != 1:
         raise ValueError(
@@ -434,8 +434,7 @@ def _decoded(name: str, w: object, dtype: Any) -> jax.Array:
 
 
 def _check_fp8(name: str, found: dict[str, QuantizedExperts], x: Any) -> None:
-    """Raise an error if products in FP8, or the products of their gradients, do not support the
-    weights."""
+    """Raise an error if products in FP8, or their gradients, do not support the weights."""
     if x.dtype not in RESULT_DTYPES:
         raise TypeError(
             f"x must be bfloat16 or float32 with products in FP8; got {short(x)}. Cast it"

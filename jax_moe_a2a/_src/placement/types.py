@@ -44,7 +44,7 @@ class Placement:
     """[..., P]: expert of each slot, -1 for an empty slot."""
     expert_slots: Any
     """[..., E, M]: slots of each expert, -1 after the last one. They are sorted by their position
-    on their rank, then by rank, so in the home form the first one is the slot at home."""
+    on their rank, then by rank. In the home form, the first one is therefore the home slot."""
     num_replicas: Any
     """[..., E]: number of slots of each expert, from 1 to M."""
     share_ends: Any
@@ -180,8 +180,7 @@ def placement_of(
 ) -> Placement:
     """Return the placement of a valid table of slots, int32 [R, P / R]. The shares of the slots of
     an expert are proportional to ``slot_rows``; if all of them are zero, the first slot has all
-    rows.
-    """
+    rows."""
     num_slots = slot_experts.size
     experts = xp.arange(num_experts, dtype=np.int32)
     num_replicas = (slot_experts.reshape(1, -1) == experts[:, None]).sum(-1, dtype=np.int32)
