@@ -90,8 +90,7 @@ _REMEDIES = dict(
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Options:
+class _Options(NamedTuple):
     """The arguments of ``enable``."""
 
     fp8: bool
@@ -317,7 +316,7 @@ def _moe_body(
     if choice[1] is not None:  # for MaxText, any id outside the range means no expert
         ids = jnp.where((ids >= 0) & (ids < layer.num_experts), ids, -1)
 
-    # MaxText divides tokens only in this mode.
+    # MaxText divides tokens into chunks only with ``use_ring_of_experts``.
     num_chunks = config.num_moe_token_chunks if config.use_ring_of_experts else 1
     scores = gate_logits if pre_bias_logits is None else pre_bias_logits
     loss = _balance_loss(layer, scores, ids, num_chunks, axes.divided)

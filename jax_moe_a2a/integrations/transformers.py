@@ -1,7 +1,4 @@
-"""Convert weights of mixture-of-experts blocks of Hugging Face transformers, in both directions.
-
-The module needs neither PyTorch nor transformers.
-"""
+"""Convert weights of mixture-of-experts blocks of Hugging Face transformers, in both directions."""
 
 from __future__ import annotations
 
@@ -114,7 +111,6 @@ _FAMILIES = {
     ),
 }
 _NUM_EXPERTS = "num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts"
-_TOP_K = "num_experts_per_tok", "moe_k"
 _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
@@ -324,7 +320,7 @@ def _top_k(config: Config, family: _Family) -> ma.TopK:
         )
     is_sum_one = family.renormalize
     return ma.TopK(
-        _field(config, *_TOP_K),
+        _field(config, "num_experts_per_tok", "moe_k"),
         score=family.score,
         renormalize=_field(config, is_sum_one) if isinstance(is_sum_one, str) else is_sum_one,
         scale=1.0 if family.scale is None else _field(config, family.scale),

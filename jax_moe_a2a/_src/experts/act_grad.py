@@ -30,7 +30,6 @@ from .activations import FusedActivation
 
 act_grad_p = compat.Primitive("moe_a2a_act_grad")
 act_grad_p.multiple_results = True
-TARGET = "moe_a2a_act_grad"
 
 
 @scopes.activation
@@ -104,7 +103,7 @@ def _kernel(
     result = lambda dtype, *columns: jax.ShapeDtypeStruct((*flat, *columns), dtype)
     columns = ct_h.shape[-1]
     values, scales, *floats = native.call_product(
-        TARGET,
+        "moe_a2a_act_grad",
         [
             result(jnp.float8_e4m3fn, width),
             result(jnp.float32, width // BLOCK),

@@ -87,15 +87,10 @@ class FusedActivation:
         return 2 * intermediate if self.gated else intermediate
 
     @property
-    def code(self) -> int:
-        """Return the number that stands for the kind of activation in the kernels."""
-        return list(KINDS).index(self.kind)
-
-    @property
     def attributes(self) -> dict[str, Any]:
-        """Return the attributes of a call of a kernel."""
+        """Return the attributes by which a call of a kernel names the activation."""
         return dict(
-            activation=self.code,
+            activation=list(KINDS).index(self.kind),
             gated=int(self.gated),
             alpha=float(self.alpha),
             limit=float(self.limit),

@@ -23,15 +23,14 @@ from . import reference
 from .reference import groups_of, sum_lead
 
 TARGET = "moe_a2a_grouped_gemm"
-LIBRARY_TARGET = "moe_a2a_library_gemm"
-# GroupedProduct in cuda/gemm/grouped_gemm.h (tests/test_layout.py compares).
+# The values of GroupedProduct in cuda/gemm/grouped_gemm.h (tests/test_layout.py compares them).
 FORWARD, FORWARD_FEW, TRANSPOSED, WEIGHT_GRADIENT = range(4)
 # Largest mean number of rows per group for which tiles of few rows are faster.
 FEW_ROWS = native.tuning("GEMM_FEW_ROWS")
 CAPABILITY = "9.0"  # kGemmCapability in cuda/gemm/grouped_gemm.h
 # By major compute capability: the first version of cuBLAS whose grouped products are used, and the
 # first later version whose products are not used. Release notes and users report wrong results of
-# other versions: before 13.3, gradients of groups without rows; from 13.7 on, products on Blackwell.
+# other versions: before 13.3, gradients of groups without rows; from 13.7, products on Blackwell.
 LIBRARY_VERSIONS = {"10": ((13, 3), (13, 7))}
 NO_WEIGHTS = -1  # in the table of groups, for a group whose results are zeros
 
@@ -196,8 +195,8 @@ def _gemm(
     rows, _, groups, *_ = operands
     num_groups = groups.shape[1]
     attributes: dict[str, Any] = dict(product=product, mean_rows=-(-rows.shape[0] // num_groups))
-    counters = native.library_scratch(num_groups)
-    return call(LIBRARY_TARGET, [out], operands, num_sms, counters=counters, **attributes)[0]
+    attributes["counters"] = native.library_scratch(num_groups)
+    return call("moe_a2a_library_gemm", [out], operands, num_sms, **attributes)[0]
 
 
 def kernel_outer(

@@ -166,8 +166,8 @@ def _for_each(
 
 def scaled(x: jax.Array, weights: jax.Array, selects: bool) -> jax.Array:
     """Return rows times their weights, in the dtype of sums. With ``selects``, rows of weight 0
-    become zeros, whatever they hold. Derivatives are computed without this selection, because it
-    makes the derivative with respect to a weight of 0 also 0."""
+    become zeros, whatever they hold. Derivatives are computed without ``selects``, because the
+    selection would make the derivative with respect to a weight of 0 also 0."""
     weights = weights[..., None]
     scaled = x.astype(weights.dtype) * weights
     return jnp.where(weights != 0, scaled, 0) if selects else scaled

@@ -32,7 +32,6 @@ from .primitives import bind, register
 BLOCK = BlockwiseFp8.group_size
 VALUE_DTYPE = jnp.dtype(BlockwiseFp8.value_dtype)
 SCALE_DTYPE = jnp.dtype(BlockwiseFp8.scale_dtype)
-TARGET = "moe_a2a_encode_squares"
 QUANTIZED_CHECKPOINT_NAME = "moe_a2a_quantized"
 """Checkpoint name, a str, of the quantized weights of ``Experts.in_fp8``.
 
@@ -300,7 +299,7 @@ def _kernel(w: jax.Array, *, k_axis: int, turned: bool, plain: bool) -> list[jax
     shapes = (num, n, k) if turned else (0,), (num, k, n) if plain else (0,)
     results = [jax.ShapeDtypeStruct(shape, VALUE_DTYPE) for shape in shapes]
     squares = jax.ShapeDtypeStruct((num, n // BLOCK, k // BLOCK), SCALE_DTYPE)
-    *values, scales = native.call_product(TARGET, [*results, squares], [matrices])
+    *values, scales = native.call_product("moe_a2a_encode_squares", [*results, squares], [matrices])
     outs = [scales, *[values[0]] * turned, *[values[1]] * plain]
     avals = _abstract(jax.typeof(w), k_axis=k_axis, turned=turned, plain=plain)
     return [x.reshape(a.shape) for x, a in zip(outs, avals)]

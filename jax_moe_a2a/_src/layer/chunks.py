@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,6 @@ from ..grouped.weights import QuantizedExperts
 from ..routing.two_level import TwoLevelRouting
 from ..routing.types import Routing
 from .weights import Experts, Totals
-
-Result = TypeVar("Result")
 
 
 class Tokens(NamedTuple):
@@ -59,12 +57,12 @@ def check_one_global_scale(fmt: TokenFormat | None, reason: str, remedy: str) ->
 
 
 def in_chunks(
-    layer: Callable[[Tokens, LayerWeights, Totals], tuple[Result, Totals]],
+    layer: Callable[[Tokens, LayerWeights, Totals], tuple[Any, Totals]],
     num_chunks: int,
     tokens: Tokens,
     weights: LayerWeights,
     totals: Totals,
-) -> tuple[Totals, Result]:
+) -> tuple[Totals, Any]:
     """Return totals, and the layer's results for all chunks, a pytree of arrays [num_chunks, ...].
 
     Args:
@@ -98,7 +96,7 @@ def in_chunks(
     # Only the totals receive gradients.
     fixed = _map_floats(lax.stop_gradient, weights)
 
-    def step(totals: Totals, chunk: dict[str, jax.Array]) -> tuple[Totals, Result]:
+    def step(totals: Totals, chunk: dict[str, jax.Array]) -> tuple[Totals, Any]:
         own = _map_floats(with_total, fixed, first)
         result, found = layer(tokens._replace(**chunk), own, totals)
         return found, result

@@ -421,8 +421,7 @@ def _warn_of_repeated_work(scope: _Scope, x: jax.Array) -> None:
     named = (*scope.data, *scope.group.axes)
     if math.prod(x.shape[:-1]) < 2 * scope.size(named):
         return  # there are too few tokens to divide them over one more axis
-    explicit, auto = map(scope.axes_of_type, (AxisType.Explicit, AxisType.Auto))
-    spec = scope.spec_of(x) if explicit else None
+    auto, spec = scope.axes_of_type(AxisType.Auto), scope.spec_of(x)
     is_traced = isinstance(x, jax.core.Tracer)
     if auto and not is_traced:
         spec = getattr(x.sharding, "spec", None)

@@ -61,8 +61,8 @@ class Experts:
     """The weights of experts. Each expert is a network of two products.
 
     Expert e maps a token to ``activation(x @ w_in[e] + b_in[e]) @ w_out[e] + b_out[e]``. The arrays
-    are leaves of a pytree, and the activation is static. A shared expert, which all tokens have, is
-    the same without the axis E. In ``jax.shard_map``, E is the number L of experts of the rank.
+    are leaves of a pytree, and the activation is static. The arrays of a shared expert, which all
+    tokens have, lack the axis E. In ``jax.shard_map``, E is the number L of experts of the rank.
 
     The weights of both products are either arrays with the dtype of the tokens, or
     ``QuantizedExperts``, whose products are in FP8 (docs/fp8.md). Tokens are then bfloat16 or
