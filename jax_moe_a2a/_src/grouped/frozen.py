@@ -46,8 +46,8 @@ def dot_of_frozen(
     """Multiply rows [C, K] by frozen weights [L, K, N]. The result has the dtype of the floats.
 
     Only the derivatives of the floats are used, so a compiled program does not compute the floats.
-    The gradient of rows is a product in FP8 if N is a multiple of 128. It reads the transposed
-    values, or transposes the values. ``tail`` is also the tail of the derivatives.
+    The gradient of rows is a product in FP8 if N is a multiple of 128. This product reads the
+    transposed values, or transposes the values. ``tail`` is also the tail of the derivatives.
     """
     params: dict[str, Any] = dict(dtype=rows.floats.dtype, tail=tail, num_sms=None)
     product = bind_dot_fp8(rows.encoded, w, sizes, **params)

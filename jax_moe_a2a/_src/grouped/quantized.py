@@ -246,7 +246,7 @@ def _kernel(
     rows2 = lowered.flat(values, 2)
     out = jax.ShapeDtypeStruct((rows2.shape[0], columns), dtype)
     product = lowered.FORWARD_FEW if few else lowered.FORWARD
-    # The kernel has one array of scales, which are small.
+    # The kernel reads one array of scales. To join small arrays is cheap.
     scales3 = jnp.concatenate(flat_scales) if spare else flat_scales[0]
     w3, *spare3 = flat_values
     operands = rows2, w3, groups, lowered.flat(scales, 2), scales3, *spare3

@@ -1,5 +1,4 @@
-"""Multiply rows by weights that are used several times, and sum the gradients of the weights in
-order.
+"""Multiply rows by weights that are used several times, and sum their gradients in one array.
 
 A *total* is an array of zeros like the weights, in the dtype of sums, whose tangent is the tangent
 of the weights. A product takes the total and returns it, for the next product with these weights.

@@ -208,8 +208,8 @@ def encode_experts(
 
 
 def encode_source(w: QuantizedExperts) -> QuantizedExperts:
-    """Return weights to train with their values: the given values, or the quantized source, read
-    once for both orientations. A policy of ``jax.checkpoint`` can save these values by their name.
+    """Return weights to train with values. If the values are not given, quantize the source, which
+    is read once for both orientations, and name the values for policies of ``jax.checkpoint``.
     Values are integers (``as_bits``), which ``from_bits`` converts back."""
     if w.values is not None:
         found = jax.tree.map(as_bits, dataclasses.replace(w, source=None))

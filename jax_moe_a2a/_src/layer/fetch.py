@@ -28,7 +28,8 @@ from ..routing.checks import GroupOrAxes, check_scope
 FETCHED_CHECKPOINT_NAME = "moe_a2a_fetched"
 """Checkpoint name, a str, of the weights that ``fetch_experts`` returns.
 
-If a policy of ``jax.checkpoint`` does not save this name, the backward pass fetches them again."""
+If a policy of ``jax.checkpoint`` does not save this name, the backward pass fetches the weights
+again."""
 
 # The most elements of a piece. More pieces keep more SMs busy, but the arrays of the routing have
 # an entry for each piece, rank and replica.

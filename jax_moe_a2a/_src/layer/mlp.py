@@ -199,8 +199,8 @@ def quantized_once(
     weights: LayerWeights,
     totals: Totals,
 ) -> tuple[Totals, Any]:
-    """Return the result of ``in_chunks``. Weights to train in FP8 are quantized once for both
-    passes of all chunks."""
+    """Return the result of ``in_chunks``. Each of the two passes quantizes weights to train in FP8
+    once for all chunks."""
     experts = weights.experts
     is_done = not experts.is_trained_in_fp8 or experts.w_in.values is not None
     if is_done or weights.fetched is not None:

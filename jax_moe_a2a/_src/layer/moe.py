@@ -455,7 +455,7 @@ class _Tokens(NamedTuple):
     sizes: tuple[int, ...]
     """The leading sizes without padding."""
     padding: tuple[int, ...]
-    """The number of indices that are added to each leading axis."""
+    """The padding of each leading axis."""
     home: P | None
     """Placement of the caller's tokens and of the result over Explicit axes."""
 

@@ -16,7 +16,8 @@ from ..plan.plan import count_and_number, running_sum
 from ..routing.checks import as_int32, check_ids
 from .types import ALL, SHARE_BITS, Placement, check_placement
 
-# Multiples of this odd number, modulo ALL, are spread evenly: it is close to ALL / 1.618.
+# Multiples of this odd number, modulo ALL, are spread evenly, because it is about ALL / 1.618 (the
+# golden ratio).
 STRIDE = 20253
 
 

@@ -36,8 +36,8 @@ def move_experts(
         than ``source``. Placements have no leading axes, and may have any form.
 
     Returns:
-      [N', ...] like ``w``, where N' is the number of slots of ``target``, or E. Empty slots hold
-      zeros.
+      [N', ...] like ``w``, where N' is the number of slots of ``target``, or E without ``target``.
+      Empty slots hold zeros.
 
     Raises:
       TypeError: if a placement has the wrong type or leading axes.
