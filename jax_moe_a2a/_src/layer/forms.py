@@ -199,7 +199,7 @@ def _activate(
     gets the values of a row with a token before the activation, and becomes zero after it.
     """
     has_token = is_row[:, None]
-    # If any row holds a token, the first row does. Without tokens, 0.5 suits most functions.
+    # The first row holds a token if any row does. If none does, most functions are finite at 0.5.
     first = jnp.where(has_token[:1], unfused_p.bind(product[:1], why=why), 0.5)
     act = activation(jnp.where(has_token, product, first))
     expected = (product.shape[0], intermediate)

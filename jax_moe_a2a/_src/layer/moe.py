@@ -68,8 +68,8 @@ class MoEStatistics(NamedTuple):
     logits: jax.Array | None = None
     """[..., E] floats with the leading axes of the tokens, if ``outputs`` has ``"logits"``."""
     choices: RouterChoices | None = None
-    """Ids [..., K] and weights [..., K] of the tokens, if ``outputs`` has ``"choices"``. They are
-    -1 and 0 in masked tokens."""
+    """Ids [..., K] and weights [..., K] of the tokens, if ``outputs`` has ``"choices"``. In masked
+    tokens, ids are -1 and weights are 0."""
     totals: Totals | None = None
     """``experts.totals`` for the next use of the experts (``accumulate_grads``)."""
 
