@@ -123,7 +123,7 @@ def test_a_product_with_a_total_has_the_derivatives_of_the_product(in_fp8):
             elif in_fp8:
                 rows = dot_in_fp8(rows, ma.QuantizedExperts(source=w), sizes)
             else:
-                rows = totals.unspecified_dot(rows, w, sizes, None)
+                rows = totals.unspecified_dot(rows, w, sizes)
             rows = jnp.sin(cut(rows))
         return rows
 
@@ -144,7 +144,7 @@ def test_the_kernel_adds_where_the_total_is(monkeypatch):
     monkeypatch.setattr(native, "register_targets", lambda: None)
     aval = lambda *shape, dtype="bfloat16": jax.ShapeDtypeStruct(shape, dtype)
     avals = aval(5, 16, 8, dtype="float32"), aval(24, 16), aval(24, 8), aval(5, dtype="int32")
-    fn = functools.partial(totals.bind_add_outer, num_sms=None)
+    fn = totals.bind_add_outer
     text = jax.jit(fn).trace(*avals).lower(lowering_platforms=("cuda",)).as_text()
     (call,) = re.findall(r"@moe_a2a_grouped_gemm.*", text)
     assert "output_tuple_indices = [0], operand_index = 3" in call

@@ -167,7 +167,7 @@ def test_rows_of_weight_zero_are_exact_zeros_whatever_they_hold():
     rows = rows.at[1].set(jnp.nan).at[5].set(jnp.inf)
     weights = weights.at[5].set(0)
     sizes = jnp.array(SIZES, jnp.int32)
-    params = dict(activation=SWIGLU, num_sms=None)
+    params = dict(activation=SWIGLU)
     product = experts.Product(rows, w_in, b_in, weights, sizes)
     h, pre = experts._bind(experts.dot_act_p, product, keep=True, **params)
     ct = jnp.ones((ROWS, HIDDEN)).at[5].set(jnp.nan)
@@ -185,7 +185,7 @@ def test_gradients_of_router_weights_are_summed_in_float32():
     x = jnp.full((1, 1), 129 / 128, "bfloat16")
     sizes, ones = jnp.ones(1, jnp.int32), jnp.ones(1, jnp.float32)
     gradient = experts.Gradient(x, x, ones, jnp.ones((1, 1, 1), x.dtype), sizes)
-    params = dict(activation=FusedActivation("relu"), num_sms=None)
+    params = dict(activation=FusedActivation("relu"))
     found = experts._bind(experts.act_dot_grad_p, gradient, **params)
     assert found[2].tolist() == [(129 / 128) ** 2]
 

@@ -267,10 +267,8 @@ def test_gradients_of_weights_are_added_to_totals(path, case, dtype):
     is_empty = np.array(sizes, int) == 0
     if path in ("kernel", "table"):
         total[is_empty] = np.nan
-    add = functools.partial(totals.bind_add_outer, num_sms=None)
-    found = np.asarray(
-        jax.jit(add, donate_argnums=0)(jnp.asarray(total), rows, ct, np.int32(sizes))
-    )
+    add = jax.jit(totals.bind_add_outer, donate_argnums=0)
+    found = np.asarray(add(jnp.asarray(total), rows, ct, np.int32(sizes)))
     np.testing.assert_array_equal(found[is_empty], total[is_empty])
     if not is_empty.all():
         right = (total + outer64(rows, ct, sizes))[~is_empty]

@@ -396,7 +396,7 @@ update_of = functools.partial(dict, bias=BIAS, counts=BIAS)
 counting = functools.partial(dict, logits=LOGITS, select_bias=BIAS)
 quantile_of = functools.partial(dict, bias=BIAS, histogram=np.zeros((EXPERTS, 9), np.int32), k=2)
 OF_OTHERS = (
-    (ma.load_balancing_loss, balance_of(ids=IDS[:4]), (r"ids must .* \[24\]", r"int32\[4,4\]")),
+    (ma.load_balancing_loss, balance_of(ids=IDS[:4]), (r"ids must .* \[24, K\]", r"int32\[4,4\]")),
     (ma.load_balancing_loss, balance_of(scores=IDS), ("scores must hold floats", "int32", "Cast")),
     (ma.load_balancing_loss, balance_of(ids=LOGITS), ("ids must hold integers", "float32")),
     (ma.load_balancing_loss, balance_of(counts=IDS[0]), (r"counts must .* \[16\]", r"int32\[4\]")),
