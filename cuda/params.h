@@ -20,9 +20,8 @@ struct RankView {
   uint64_t timeout_ns;
   uint64_t first_timeout_ns;  // for a peer that this workspace has never seen; at least timeout_ns
   uint64_t signature;         // of this call; equal on all ranks
-  // Id of the program's execution, equal on all ranks. 0 if the call was captured in a graph, or if
-  // the domain spans processes.
-  uint64_t run;
+  uint64_t
+      run;  // id of the execution, equal on all ranks; 0: unknown (docs/protocol.md, section 9)
   uint64_t launch;  // not 0; identifies a launch among those that overlap on this rank
   Operation operation;
 };
@@ -34,19 +33,16 @@ struct FailureFill {
   uint8_t byte;  // 0xFF or 0x80 (NaN in the array's dtype) for floats, 0 for integers
 };
 
-// Lists of fields whose order is the same on host, on device and in Python. MOE_A2A_...(each)
-// defines a list once; the struct and the names follow from it.
+// MOE_A2A_...(each) defines a list of fields, from which a struct and the names follow.
 #define MOE_A2A_NAME(name) #name,
 
-// Integer arrays of the routing that the exchanges read, in the order of a call's operands. The
-// lowering in Python has the same order, which tests/test_layout.py checks.
-// clang-format off
-#define MOE_A2A_ROUTING_ARRAYS(each)                      \
-  each(token_slot)   /* [num_tokens, num_ranks] */        \
-  each(slot_token)   /* [num_ranks, num_tokens] */        \
-  each(choice_rank)  /* [num_tokens, top_k] */            \
-  each(slot_rows)    /* [num_ranks, num_tokens, top_k] */ \
-  each(row_slot)     /* [capacity]; kPaddingRow or kTailRow if the row has no token */
+// The routing arrays that kernels read, in the order of a call's operands (tests/test_layout.py).
+#define MOE_A2A_ROUTING_ARRAYS(each)                         \
+  each(token_slot)      /* [num_tokens, num_ranks] */        \
+      each(slot_token)  /* [num_ranks, num_tokens] */        \
+      each(choice_rank) /* [num_tokens, top_k] */            \
+      each(slot_rows)   /* [num_ranks, num_tokens, top_k] */ \
+      each(row_slot)    /* [capacity]; kPaddingRow or kTailRow if the row has no token */
 // clang-format on
 
 struct RoutingView {
@@ -59,27 +55,16 @@ struct RoutingView {
 };
 constexpr const char* kRoutingArrayNames[] = {MOE_A2A_ROUTING_ARRAYS(MOE_A2A_NAME)};
 
-// The values of `row_slot` for a row without a token. Such a row is padding within a group (for the
-// alignment), or a row after the last group.
+// `row_slot` of rows without a token: padding of a group, and rows after the last group.
 constexpr int32_t kPaddingRow = -1;
 constexpr int32_t kTailRow = -2;
 
-// The results of route, in the order of the fields of RoutePlan in jax_moe_a2a/_src/plan/plan.py,
-// which tests/test_layout.py checks. plan_shapes() in plan.py has their shapes. In this struct,
-// each array also has a leading batch axis.
-// clang-format off
-#define MOE_A2A_PLAN_ARRAYS(each) \
-  each(token_slot)                \
-  each(slot_token)                \
-  each(choice_rank)               \
-  each(slot_rows)                 \
-  each(row_rank)                  \
-  each(row_slot)                  \
-  each(row_k)                     \
-  each(row_token)                 \
-  each(group_sizes)               \
-  each(num_rows)                  \
-  each(num_dropped)
+// The results of route, in the order of RoutePlan in jax_moe_a2a/_src/plan/plan.py, where
+// plan_shapes() has their shapes. In this struct, each array also has a leading batch axis.
+#define MOE_A2A_PLAN_ARRAYS(each)                                                    \
+  each(token_slot) each(slot_token) each(choice_rank) each(slot_rows) each(row_rank) \
+      each(row_slot) each(row_k) each(row_token) each(group_sizes) each(num_rows)    \
+          each(num_dropped)
 // clang-format on
 
 struct RoutePlan {
@@ -104,15 +89,13 @@ struct RouteParams {
   int32_t parts;                     // consecutive experts that form one group
   // Scratch between the two launches.
   int32_t* all_ids;  // [num_ranks, batch, num_tokens, top_k]; -1 for an id of no expert
-  // [batch, num_ranks, chunks, levels * local_experts + 1]. The last number counts the tokens for
-  // this rank.
+  // [batch, num_ranks, chunks, levels * local_experts + 1]; the last number: tokens for this rank
   int32_t* expert_counts;
   int32_t* rank_counts;  // [batch, chunks, num_ranks]: own tokens per destination
   RoutePlan plan;
 
   MOE_A2A_HOST_DEVICE int32_t local_experts() const { return num_experts / view.num_ranks; }
-  // The number of counts per expert. If rows can be dropped, count i covers the first i + 1 choice
-  // indices. Otherwise one count covers all choices.
+  // Counts per expert. If rows can be dropped, count i covers the first i + 1 choice indices.
   MOE_A2A_HOST_DEVICE int32_t levels() const { return may_drop ? top_k : 1; }
 };
 
@@ -159,8 +142,8 @@ MOE_A2A_HOST_DEVICE constexpr int64_t decoded_bytes(const Encoding& encoding, in
   return value_bytes * (8 / value_bits(encoding.format)) * item_bytes;
 }
 
-// The roles of the blocks of a launch. The first `send_blocks` blocks to start send, in
-// `send_teams` teams each. Then all blocks receive, in `receive_teams` teams each.
+// The first `send_blocks` blocks to start send, in `send_teams` teams each. Then all blocks
+// receive, in `receive_teams` teams each.
 struct Roles {
   int32_t send_blocks, send_teams, receive_teams;
 };
@@ -233,9 +216,7 @@ struct CombineParams {
   int64_t elements_per_weight;
   const void* pair_rows[kMaxPairs];
   const float* pair_weights[kMaxPairs];  // [capacity, elements / elements_per_weight]
-  // The format of partial sums while they travel. If the format is not kNoFormat, `listed` is true
-  // and `wire` is kOfRows.
-  TokenFormat wire_format;
+  TokenFormat wire_format;  // of partial sums; with a format, `listed` is true, and `wire` kOfRows
   float wire_global_scale;  // of NvFp4
 };
 

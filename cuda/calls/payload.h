@@ -19,7 +19,6 @@ inline MovedArray& AddArray(int64_t row_bytes, int64_t choice_bytes, int32_t wid
   return array;
 }
 
-// Adds an array with one entry per choice, or an array with one entry per token.
 inline Problem AddPlain(const CallContext& context, const Array& in, const Array& out,
                         bool per_choice, DispatchParams& p) {
   const RoutingView& routing = p.routing;
@@ -45,7 +44,7 @@ struct MovedPayload {
     return read("num_choice_arrays", &num_choice_arrays) && read("leaves_tail", &leaves_tail);
   }
 
-  // Describes the arrays. The routing and the view are set.
+  // The routing and the view are set.
   Problem Describe(const CallContext& context, ArraySlice args, ArraySlice results,
                    DispatchParams& p) const {
     if (args.size() != results.size() || num_choice_arrays < 0 ||

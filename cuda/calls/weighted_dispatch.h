@@ -1,7 +1,6 @@
-// The call `weighted_dispatch`. Operands: a payload array, arrays of rows for inner products,
-// arrays of weights for scaling, and the routing. Results: scaled rows for each array of weights,
-// and inner products for each array of rows. The kernel supports at most one array of weights and
-// one array of rows.
+// The call `weighted_dispatch`. Operands: a payload array, at most one array of rows for inner
+// products, at most one array of weights for scaling, and the routing. Results: scaled rows for the
+// weights, and inner products for the rows.
 #pragma once
 
 #include <algorithm>

@@ -1,9 +1,6 @@
-// The instructions that C++ cannot express, each as a function. The exchange kernels have no other
-// inline assembly.
-//
-// The functions have two implementations: this file for GPUs, and tests/emulation, which runs the
-// kernels on a CPU as ordinary C++ (MOE_A2A_EMULATION). All other code of these kernels is the same
-// for GPUs and for the emulator.
+// Each instruction that C++ cannot express, as a function. The exchange kernels have no other
+// inline assembly. tests/emulation has the same functions for a CPU (MOE_A2A_EMULATION), so all
+// other code of these kernels is the same for GPUs and for the emulator.
 #pragma once
 
 #ifdef MOE_A2A_EMULATION
@@ -17,16 +14,14 @@
   extern __shared__ __align__(alignment)              \
   type name[]
 
-// The emulator leaves out one barrier at a time, to check that a test fails. A function that is a
-// barrier has the parameter MOE_A2A_CALL_SITE, and MOE_A2A_IS_LEFT_OUT says whether this call is
-// left out.
+// The emulator leaves out one barrier at a time, to check that a test fails. A barrier function has
+// the parameter MOE_A2A_CALL_SITE, and does nothing if MOE_A2A_IS_LEFT_OUT.
 #define MOE_A2A_CALL_SITE
 #define MOE_A2A_IS_LEFT_OUT false
 
 namespace moe_a2a {
 
-// ---- Memory that other threads change. The name of a function says the order and the scope of the
-// access.
+// ---- Memory that other threads change. A name says the order and the scope of the access.
 
 __device__ inline uint64_t load_acquire_sys(const uint64_t* address) {
   uint64_t value;
@@ -133,8 +128,7 @@ __device__ inline void fence_shared_for_bulk() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Starts a bulk store. The thread that starts stores also ends a group of them, and waits for
-// groups.
+// The thread that starts bulk stores also ends a group of them, and waits for groups.
 __device__ inline void bulk_store(char* to, const char* shared_from, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
                "r"(shared_address(shared_from)), "r"(bytes)

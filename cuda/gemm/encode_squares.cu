@@ -3,9 +3,10 @@
 //
 // Layout: a thread holds 16 bytes of each of several neighbouring rows, and transposes its values
 // in blocks of 4 x 4 bytes. Afterwards, shared memory has the transposed square in rows of 128
-// bytes. A unit is the bytes that a thread stores at once. Its place in a row is xored with the
-// number of the 16-byte column, so that neither stores nor loads have bank conflicts. Launch: one
-// block for each square. Several blocks share a multiprocessor, so that one block loads while
+// bytes. The place of a unit (the bytes that a thread stores at once) is xored with the number of
+// the 16-byte column, so that neither stores nor loads have bank conflicts.
+//
+// Launch: one block for each square. Several blocks share a multiprocessor, so that one loads while
 // others wait.
 #include "gemm/encode_squares.h"
 

@@ -1,5 +1,4 @@
-// dispatch: send every token to the ranks of its experts, and write the rows of this rank's
-// experts.
+// dispatch: send each token to the ranks of its experts, and write the rows of this rank's experts.
 //
 // Holds afterwards: out[row] is the row's token if row_slot[row] >= 0, and zero otherwise. In
 // choice arrays, out[row] is the entry of the row's choice. The order of rows follows from the
@@ -11,14 +10,12 @@
 // has one slot at a rank, even if the rank has several of its experts.
 //
 // Waits: senders wait only for credits of an earlier epoch. Receivers wait for the flag of a chunk
-// of slots before they read the chunk. The highest block waits for the head of every
-// source before the launch ends. This rank's tokens never enter a zone. Rows without a token are
-// zeroed while the first chunks travel.
+// of slots before they read the chunk. The highest block waits for the head of every source. This
+// rank's tokens never enter a zone.
 //
 // Why push: with few blocks, stores to peers reach the link limit, but loads from peers do not.
 //
-// Launch: any number of blocks. The first `send_blocks` blocks that start are the blocks that send
-// first.
+// Launch: any number of blocks.
 #include <type_traits>
 
 #include "device/copy.cuh"
@@ -60,7 +57,6 @@ __device__ void copy_rows(const MovedArray& array, const Team& team, Stream& str
   stream_copy(stream, team, __popc(all), array.row_bytes);
 }
 
-// Writes the tokens of one chunk of slots into the zone at `destination`.
 __device__ void send_chunk(const DispatchParams& p, const Team& team, Stream& stream,
                            uint64_t epoch, int destination, int chunk) {
   const RankView& view = p.view;
@@ -82,8 +78,7 @@ __device__ void send_chunk(const DispatchParams& p, const Team& team, Stream& st
                 to_zone + array.zone_offset + slot * row_stride(array.row_bytes));
     }
   }
-  // A group of stores belongs to the thread that issued it. Each thread waits for its groups before
-  // the flag.
+  // Each thread waits for the stores that it has issued.
   if (breaks(view, kFlagBeforeStored)) {
     wait_until_read<0>();
   } else {
@@ -91,8 +86,7 @@ __device__ void send_chunk(const DispatchParams& p, const Team& team, Stream& st
   }
 }
 
-// Replaces expand_rows() in a weighted dispatch: stores the scaled row, its inner product with the
-// row of `w.rows`, or both. `partials` has a word of shared memory for each warp of the block.
+// Replaces expand_rows() in a weighted dispatch. `partials` has a word of shared memory per warp.
 template <typename T>
 __device__ void weigh_rows(const DispatchParams& p, const Team& team, float* partials, int row,
                            const char* from) {
@@ -124,8 +118,7 @@ __device__ void weigh_rows(const DispatchParams& p, const Team& team, float* par
   }
 }
 
-// Writes the rows of one chunk of slots of `source` when the chunk has landed. This rank's tokens
-// come directly from the operand. `T` is the element type of a weighted dispatch, otherwise void.
+// Writes the rows of a chunk after it has landed. This rank's tokens come from the operand.
 template <typename T>
 __device__ void expand_chunk(const DispatchParams& p, const Team& team, Stream& stream,
                              float* partials, uint64_t epoch, int source, int chunk) {
@@ -169,8 +162,7 @@ __device__ void expand_chunk(const DispatchParams& p, const Team& team, Stream& 
   }
 }
 
-// Zeroes the rows without a token among `count` rows from `first`. With `leaves_tail`, zeroes only
-// padding.
+// Zeroes those of `count` rows from `first` that have no token (is_zeroed()).
 template <typename T>
 __device__ void zero_rows(const DispatchParams& p, const Team& team, const char* zeros, int first,
                           int count) {
@@ -203,8 +195,7 @@ __device__ void receive(const DispatchParams& p, const Team& team, Stream& strea
     } else if (item < local_items) {
       zero_rows<T>(p, team, zeros, (item - num_chunks) * zero_count, zero_count);
     } else {
-      // Each source sends to its next rank first, so this order receives chunks in the order of
-      // arrival.
+      // Each source sends to its next rank first, so chunks arrive in this order.
       const int remote = item - local_items;
       const int source = (view.rank + view.num_ranks - 1 - remote % peers) % view.num_ranks;
       expand_chunk<T>(p, team, stream, partials, epoch, source, remote / peers);
@@ -242,14 +233,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 }
 
 struct DispatchKernels {
-  struct Key {
-    bool is_weighted;
-    ElementType type;  // of a weighted dispatch
-
-    bool operator==(const Key& other) const {
-      return is_weighted == other.is_weighted && (!is_weighted || type == other.type);
-    }
-  };
+  using Key = std::tuple<bool /* is weighted */, ElementType>;
   using Kernel = void (*)(Launched<DispatchParams>);
 
   template <typename Add>
@@ -268,8 +252,9 @@ inline namespace MOE_A2A_FORM {
 
 cudaError_t LaunchDispatch(const DispatchParams* ranks, int num_blocks, cudaStream_t stream) {
   const Weighting& weighting = ranks->weighting;
-  return LaunchListed<DispatchKernels>({is_weighted(weighting), weighting.type}, ranks, num_blocks,
-                                       kThreads, kStreamSharedBytes, stream);
+  const bool weighs = is_weighted(weighting);
+  return LaunchListed<DispatchKernels>({weighs, weighs ? weighting.type : ElementType{}}, ranks,
+                                       num_blocks, kThreads, kStreamSharedBytes, stream);
 }
 
 cudaError_t LoadDispatch() { return LoadListed<DispatchKernels>(); }

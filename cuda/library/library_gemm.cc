@@ -1,6 +1,6 @@
-// Computes a grouped product by cuBLASLt. The library's matrices are column-major, so the library
-// sees the transpose of an array [rows, columns], with `columns` as its first size and its stride.
-// The operands therefore change places: the library's a is the weights, or operand b of a weight
+// Computes a grouped product by cuBLASLt. The library's matrices are column-major, so it sees the
+// transpose of an array [rows, columns], with `columns` as its first size and its stride. The
+// operands therefore change places: the library's a is the weights, or operand b of a weight
 // gradient.
 #include "library/library_gemm.h"
 
