@@ -80,8 +80,7 @@ Workspace& WorkspaceOf(Devices devices, int num_ranks, int64_t kind) {
   return Workspace::Get({std::move(devices), num_ranks}, static_cast<WorkspaceKind>(kind));
 }
 
-// Defines a function of a workspace. It releases the GIL, because it may wait for devices or
-// threads.
+// Defines a function of a workspace. It may wait for devices or threads, so it releases the GIL.
 template <typename Result, typename... Args>
 void Define(nb::module_& m, const char* name, Result (Workspace::*method)(Args...)) {
   m.def(

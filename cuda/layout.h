@@ -1,5 +1,4 @@
-// The layout of a slab. Host and device compute every offset with these functions; Python calls
-// them through the bindings.
+// The layout of a slab. Host, device and Python compute every offset with these functions.
 //
 //   slab       = | Header | ring half 0 ............ | ring half 1 ............ |
 //   ring half  = | zone of source 0 | zone of source 1 | ... |        (one exchange lands here)

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "element.h"
 #include "layout.h"
@@ -20,8 +21,7 @@ struct RankView {
   uint64_t timeout_ns;
   uint64_t first_timeout_ns;  // for a peer that this workspace has never seen; at least timeout_ns
   uint64_t signature;         // of this call; equal on all ranks
-  uint64_t
-      run;  // id of the execution, equal on all ranks; 0: unknown (docs/protocol.md, section 9)
+  uint64_t run;     // id of the execution; equal on all ranks, or 0 (docs/protocol.md, section 9)
   uint64_t launch;  // not 0; identifies a launch among those that overlap on this rank
   Operation operation;
 };
@@ -37,12 +37,13 @@ struct FailureFill {
 #define MOE_A2A_NAME(name) #name,
 
 // The routing arrays that kernels read, in the order of a call's operands (tests/test_layout.py).
-#define MOE_A2A_ROUTING_ARRAYS(each)                         \
-  each(token_slot)      /* [num_tokens, num_ranks] */        \
-      each(slot_token)  /* [num_ranks, num_tokens] */        \
-      each(choice_rank) /* [num_tokens, top_k] */            \
-      each(slot_rows)   /* [num_ranks, num_tokens, top_k] */ \
-      each(row_slot)    /* [capacity]; kPaddingRow or kTailRow if the row has no token */
+// clang-format off
+#define MOE_A2A_ROUTING_ARRAYS(each)                      \
+  each(token_slot)   /* [num_tokens, num_ranks] */        \
+  each(slot_token)   /* [num_ranks, num_tokens] */        \
+  each(choice_rank)  /* [num_tokens, top_k] */            \
+  each(slot_rows)    /* [num_ranks, num_tokens, top_k] */ \
+  each(row_slot)     /* [capacity]; kPaddingRow or kTailRow if the row has no token */
 // clang-format on
 
 struct RoutingView {
@@ -61,10 +62,19 @@ constexpr int32_t kTailRow = -2;
 
 // The results of route, in the order of RoutePlan in jax_moe_a2a/_src/plan/plan.py, where
 // plan_shapes() has their shapes. In this struct, each array also has a leading batch axis.
-#define MOE_A2A_PLAN_ARRAYS(each)                                                    \
-  each(token_slot) each(slot_token) each(choice_rank) each(slot_rows) each(row_rank) \
-      each(row_slot) each(row_k) each(row_token) each(group_sizes) each(num_rows)    \
-          each(num_dropped)
+// clang-format off
+#define MOE_A2A_PLAN_ARRAYS(each) \
+  each(token_slot)                \
+  each(slot_token)                \
+  each(choice_rank)               \
+  each(slot_rows)                 \
+  each(row_rank)                  \
+  each(row_slot)                  \
+  each(row_k)                     \
+  each(row_token)                 \
+  each(group_sizes)               \
+  each(num_rows)                  \
+  each(num_dropped)
 // clang-format on
 
 struct RoutePlan {
@@ -117,10 +127,6 @@ struct Weighting {
   const char* rows;      // like the array's `out`; null: no inner products
   float* dotted;         // [capacity]: the inner products
 };
-
-MOE_A2A_HOST_DEVICE inline bool is_weighted(const Weighting& w) {
-  return w.weights != nullptr || w.rows != nullptr;
-}
 
 // How the source quantizes the leaves of a dispatch. A leaf has two arrays: values, then scales.
 // `in` of the values is the operand. If the destination only decodes, `out` of both is null.
@@ -187,7 +193,6 @@ struct RoutedDispatchParams {
 // The type of partial sums while they travel: `type` of the rows, or float32.
 enum class WireType : uint8_t { kOfRows, kFloat32 };
 
-// A payload array whose rows are summed.
 struct SummedArray {
   const void* rows;    // [capacity, elements]; null in a weighted combine, which has pairs
   void* out;           // [num_tokens, elements]
@@ -220,15 +225,21 @@ struct CombineParams {
   float wire_global_scale;  // of NvFp4
 };
 
-MOE_A2A_HOST_DEVICE inline const RankView& view_of(const RouteParams& p) { return p.view; }
-MOE_A2A_HOST_DEVICE inline const RankView& view_of(const DispatchParams& p) { return p.view; }
-MOE_A2A_HOST_DEVICE inline const RankView& view_of(const FormatDispatchParams& p) {
-  return p.exchange.view;
+// Returns the part of a kernel's parameters that describes its exchange.
+template <typename Params>
+MOE_A2A_HOST_DEVICE auto& exchange_of(Params& p) {
+  using P = std::remove_const_t<Params>;
+  if constexpr (std::is_same_v<P, FormatDispatchParams> ||
+                std::is_same_v<P, RoutedDispatchParams>) {
+    return p.exchange;
+  } else {
+    return p;
+  }
 }
-MOE_A2A_HOST_DEVICE inline const RankView& view_of(const RoutedDispatchParams& p) {
-  return p.exchange.view;
+template <typename Params>
+MOE_A2A_HOST_DEVICE const RankView& view_of(const Params& p) {
+  return exchange_of(p).view;
 }
-MOE_A2A_HOST_DEVICE inline const RankView& view_of(const CombineParams& p) { return p.view; }
 
 // The parameters of a kernel have at most 4096 bytes. A launch for ranks that share a device passes
 // two structs (device/ranks.cuh), which CUDA 12.1 and later allow.

@@ -71,10 +71,6 @@ MOE_A2A_HOST_DEVICE constexpr int group_size(TokenFormat format) {
 MOE_A2A_HOST_DEVICE constexpr int value_bits(TokenFormat format) {
   return look_up<FormatRow, &FormatNumbers::value_bits>(TokenFormats{}, format);
 }
-// Returns the bytes of the scale of one group.
-MOE_A2A_HOST_DEVICE constexpr int scale_size(TokenFormat format) {
-  return look_up<FormatRow, &FormatNumbers::scale_bytes>(TokenFormats{}, format);
-}
 constexpr double rows_per_encoded(TokenFormat format) {
   return look_up<FormatRow, &FormatNumbers::rows_per_encoded>(TokenFormats{}, format);
 }
@@ -84,7 +80,8 @@ MOE_A2A_HOST_DEVICE constexpr int64_t value_bytes(TokenFormat format, int64_t el
   return elements * value_bits(format) / 8;
 }
 MOE_A2A_HOST_DEVICE constexpr int64_t scale_bytes(TokenFormat format, int64_t elements) {
-  return elements / group_size(format) * scale_size(format);
+  return elements / group_size(format) *
+         look_up<FormatRow, &FormatNumbers::scale_bytes>(TokenFormats{}, format);
 }
 // A slot of combine holds the values of a row and then, at scales_offset(), its scales.
 MOE_A2A_HOST_DEVICE constexpr int64_t scales_offset(TokenFormat format, int64_t elements) {

@@ -20,7 +20,6 @@
 
 namespace moe_a2a {
 
-// A type of array elements. Types with equal names are equal.
 struct DataType {
   std::string name;  // XLA's name of the type
   int64_t bytes;     // of an element; 0: several elements share a byte
@@ -61,14 +60,12 @@ inline bool ToElementType(const DataType& type, ElementType* element) {
   return false;
 }
 
-// An operand or a result as one rank sees it.
 struct Array {
   DataType type;
   Slice<const int64_t> dimensions;
   int64_t bytes;
   void* data = nullptr;  // on the first rank; null while a program is lowered
-  // The bitwise or of the array's addresses on all ranks of the device, whose lowest set bit is the
-  // alignment. 0: at least 16 bytes.
+  // The or of the array's addresses on all ranks; its lowest bit is the alignment (0: 16 or more).
   uintptr_t address_bits = 0;
   size_t index = 0;  // among the operands and then the results of the call
 };

@@ -19,7 +19,6 @@
 #include <cstdint>
 #include <cstring>
 #include <string>
-#include <type_traits>
 #include <vector>
 
 #include "calls/array.h"
@@ -69,19 +68,7 @@ void CopyParams(const Params& from, const std::vector<Binding>& bindings,
   }
 }
 
-template <typename Params>
-auto& exchange_of(Params& p) {
-  using P = std::remove_const_t<Params>;
-  if constexpr (std::is_same_v<P, FormatDispatchParams> ||
-                std::is_same_v<P, RoutedDispatchParams>) {
-    return p.exchange;
-  } else {
-    return p;
-  }
-}
-
-// `kOperation` is the kernel's name in error messages. With `kHasHalves`, a call also has a start
-// and a done.
+// `kOperation`: the name in error messages. `kHasHalves`: the call also has a start and a done.
 template <typename KernelParams, Operation kName, bool kIsSplittable = false>
 struct ExchangeCall {
   using Params = KernelParams;
@@ -91,7 +78,6 @@ struct ExchangeCall {
   static int64_t ZoneBytes(const Params& p) { return exchange_of(p).zone_bytes; }
 };
 
-// Reads the attributes of a call. Returns a problem that names a missing attribute.
 template <typename Call, typename Reader>
 Problem ReadAttributes(const Reader& read, Call* call) {
   const char* last = "";

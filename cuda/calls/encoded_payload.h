@@ -12,8 +12,8 @@
 
 namespace moe_a2a {
 
-// `format` is the name of a class in Python. The global scale of NvFp4 is an attribute, or an
-// operand with one scale for each token.
+// `format` names a class in Python. The global scale of NvFp4: an attribute, or an operand
+// [tokens].
 struct EncodedPayload : MovedPayload {
   std::string format;
   int64_t num_leaves;

@@ -33,8 +33,7 @@ inline Problem AddPlain(const CallContext& context, const Array& in, const Array
   return {};
 }
 
-// A payload. Operands and results: arrays with one entry per token, and then `num_choice_arrays`
-// arrays with one entry per choice.
+// Operands and results: arrays of tokens, and then `num_choice_arrays` arrays of choices.
 struct MovedPayload {
   int64_t num_choice_arrays;
   bool leaves_tail;

@@ -5,8 +5,7 @@
 // names, types and axes. C are rows, L are matrices of weights, B is a batch.
 //
 // All products except kWeightGradient accept spare weights as one more operand. Their indices
-// follow those of the weights, and biases and scales of weights are of both arrays, one after the
-// other.
+// follow those of the weights. Biases and scales are of both arrays, in this order.
 //
 // The table of groups is int32 [3, groups]: first rows, numbers of rows, and indices of weights.
 // Its values are not checked; the lowering in Python ensures that they are in range.
@@ -52,15 +51,13 @@ inline Problem CheckCounts(ArraySlice args, size_t least, size_t most, ArraySlic
          std::to_string(args.size()) + " and " + std::to_string(results.size());
 }
 
-// Checks an array and stores its address.
 template <typename T>
 Problem Take(const Array& array, const char* name, const DataType& type, Axes axes, T** data) {
   *data = static_cast<T*>(array.data);
   return CheckShape(array, name, type, axes);
 }
 
-// Takes an array of two axes or more. A call may leave it out: it is then [0], and its address
-// null.
+// Takes an array of two axes or more, or nothing from the array [0] of a call that leaves it out.
 template <typename T>
 Problem TakeOptional(const Array& array, const char* name, const DataType& type, Axes axes,
                      T** data) {
@@ -120,8 +117,7 @@ inline Problem DescribeGemm(const Array& rows, const Array& weights, const Array
 }
 
 // A product of 16-bit numbers. Operands: a, b, the table of groups, and for a kWeightGradient
-// optionally the total, in the memory of d, to which products are added. Results: d and the
-// counter.
+// optionally the total (in the memory of d) to which products are added. Results: d, the counter.
 struct GroupedGemmCall : ProductCall<GroupedGemm, LoadGroupedGemm, LaunchGroupedGemm> {
   int64_t product;
 
@@ -272,8 +268,7 @@ struct DotActCall : ActivatedGemmCall {
 };
 
 // The gradient of activations times weights [L, I, N]. Operands: gradient [C, N], weights, table,
-// pre-activations, router weights. Results: gradient of the pre-activations, weighted activations,
-// partial dots, counter.
+// pre-activations, router weights. Results: d_pre, weighted activations, partial dots, counter.
 struct ActDotGradCall : ActivatedGemmCall {
   static constexpr const char* kTarget = "moe_a2a_act_dot_grad";
 
@@ -447,7 +442,6 @@ struct EncodeSquaresCall : ProductCall<EncodeSquares, LoadEncodeSquares, LaunchE
   }
 };
 
-// Fills spare slots of ranks with experts (placement/fill_slots.h).
 struct FillSlotsCall : ProductCall<FillSlots, LoadFillSlots, LaunchFillSlots> {
   int64_t most, min_rows;
 
@@ -549,7 +543,6 @@ using ProductCalls =
 using ProductCalls = Types<FillSlotsCall, ChooseCall>;
 #endif
 
-// Reads and describes a call. Returns why no kernel runs it.
 template <typename Call, typename Reader>
 Problem DescribeProduct(const Reader& read, ArraySlice args, ArraySlice results,
                         typename Call::Params* params, int64_t* num_sms) {

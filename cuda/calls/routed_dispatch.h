@@ -1,5 +1,5 @@
-// The call `routed_dispatch`. Operands: ids, this device's rank, the payload. Results: the plan,
-// and rows of the payload.
+// `routed_dispatch`. Operands: ids, this device's rank, payload. Results: plan, rows of the
+// payload.
 #pragma once
 
 #include <cstdint>

@@ -12,7 +12,6 @@
 
 namespace moe_a2a {
 
-// The last operands of a call, in this order.
 #define MOE_A2A_POINTER(name) &RoutingView::name,
 constexpr const int32_t* RoutingView::* kRoutingArrays[] = {
     MOE_A2A_ROUTING_ARRAYS(MOE_A2A_POINTER)};

@@ -1,6 +1,5 @@
-// The call `weighted_dispatch`. Operands: a payload array, at most one array of rows for inner
-// products, at most one array of weights for scaling, and the routing. Results: scaled rows for the
-// weights, and inner products for the rows.
+// The call `weighted_dispatch`. Operands: a payload array, rows for inner products (optional),
+// weights for scaling (optional), and the routing. Results: scaled rows, and inner products.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// Why the kernels refuse a call, for the lowering in Python. If the kernels do not support a call,
-// the lowering takes another path. If the call is malformed, it raises an error.
+// Tells the lowering in Python why the kernels refuse a call. If they do not support the call, the
+// lowering takes another path. If the call is malformed, the lowering raises an error.
 #pragma once
 
 #include <cstdint>

@@ -207,7 +207,6 @@ __device__ __forceinline__ void encode_round(const LaneNumbers<T>& lane, const G
   }
 }
 
-// Encodes one leaf of a token and stores it into the token's slots.
 template <TokenFormat F, typename T, typename Segments>
 __device__ __noinline__ void encode_row(const MovedArray& values, const MovedArray& scales,
                                         const Team& team, Destinations destinations,

@@ -77,8 +77,7 @@ __device__ inline uint32_t take_item(uint32_t& counter, const Team& team) {
   return team.broadcast(ask_for_item(counter, team));
 }
 
-// Requests the first send item early if every block sends. A block that only receives would never
-// send the item.
+// Requests the first send item early, unless some blocks only receive and would never send it.
 __device__ inline uint32_t ask_before_entering(const RankView& view, const Roles& roles,
                                                const Team& senders) {
   return all_send(roles) ? ask_for_item(control(view).next_send, senders) : 0;
@@ -90,8 +89,8 @@ __device__ inline void change_teams(const Roles& roles) {
   if (roles.send_teams != roles.receive_teams) __syncthreads();
 }
 
-// Waits until every peer has read what this rank last wrote to this ring half. All threads of the
-// team call it, once per launch.
+// Waits until the ring half is free at every peer. All threads of the team call it, once per
+// launch.
 __device__ inline bool wait_for_credits(const RankView& view, const Team& team, uint64_t epoch) {
   bool free = true;
   for (int peer = team.thread(); peer < view.num_ranks; peer += team.threads()) {
@@ -159,9 +158,8 @@ __device__ __forceinline__ bool begin_sending(const RankView& view, const BlockS
   return wait_for_credits(view, team, block.epoch);
 }
 
-// Sends work items until none is left, and then the heads: receivers read heads only in long waits
-// and at the end. The credits have arrived. `send_item(item)` writes an item and raises its flags.
-// `asked`: the request for the team's first item.
+// Sends work items until none is left, and then the heads, which receivers read only in long waits
+// and at the end. `send_item(item)` writes an item and raises its flags.
 template <typename SendItem>
 __device__ __forceinline__ void send_items(const RankView& view, const Team& team, uint64_t epoch,
                                            int num_items, uint32_t asked, SendItem&& send_item) {
@@ -173,8 +171,7 @@ __device__ __forceinline__ void send_items(const RankView& view, const Team& tea
   if (item == num_items) raise_heads(view, team, epoch);
 }
 
-// Sends the chunks for all peers if this block is a sender. `send_chunk(destination, chunk)` writes
-// the rows.
+// Sends chunks to all peers if the block is a sender. `send_chunk(destination, chunk)` writes rows.
 template <typename SendChunk>
 __device__ __forceinline__ void send_chunks(const RankView& view, const BlockState& block,
                                             const Roles& roles, const Team& team, int num_chunks,
@@ -205,9 +202,8 @@ static __device__ __noinline__ void fill_outputs(const FailureFill* fills, int n
 // credits of the ring half and advances the epoch. After a failure, it overwrites the outputs,
 // because no other block writes them any more.
 //
-// If another launch of this rank is under way, `arrived` does not count this block. Then no block
-// of this launch may be the last one out, so every block that sees a failure overwrites the
-// outputs.
+// If another launch of this rank is under way, `arrived` does not count this block. Then this
+// launch may have no last block out, so every block that sees a failure overwrites outputs.
 __device__ inline void leave(const RankView& view, BlockState& block, const FailureFill* fills,
                              int num_fills, const FailureFill* more_fills = nullptr,
                              int num_more_fills = 0) {

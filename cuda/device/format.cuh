@@ -1,5 +1,4 @@
-// Encodes numbers in a token format, and decodes them. The results equal the definition in
-// docs/formats.md bit for bit.
+// Encodes and decodes numbers in a token format, bit for bit as docs/formats.md defines it.
 //
 // A lane holds 16 neighbouring numbers. A group is the numbers of one lane or of a few neighbouring
 // lanes, which exchange only its largest magnitude.
@@ -191,7 +190,6 @@ template <TokenFormat F, int kCount>
 __device__ __forceinline__ Values<F, kCount> encode_numbers(const float (&x)[kCount],
                                                             const GroupEncoding<F>& group,
                                                             const GlobalScale& global) {
-  static_assert(kHasPowerOfTwoScales<F> || kHasGlobalScale<F>);
   constexpr int kWords = sizeof(Values<F, kCount>) / sizeof(uint32_t);
   Values<F, kCount> values;
   if constexpr (kHasGlobalScale<F>) {
@@ -248,8 +246,7 @@ __device__ __forceinline__ void from_e2m1(uint32_t codes, float* values) {
   }
 }
 
-// Decodes finite values of one group, saturated to the range of T. The scale may be any number.
-// Returns false if all numbers are NaN.
+// Decodes finite values of one group, saturated to the range of T. Returns false if all are NaN.
 template <typename T, TokenFormat F, int kCount>
 __device__ __forceinline__ bool decode_numbers(const Values<F, kCount>& values,
                                                typename Format<F>::Scale scale,

@@ -9,7 +9,6 @@
 
 #include <cstdint>
 
-// Declares the block's dynamic shared memory as `name`.
 #define MOE_A2A_DYNAMIC_SHARED(alignment, type, name) \
   extern __shared__ __align__(alignment)              \
   type name[]
@@ -71,8 +70,6 @@ __device__ inline uint4 load_no_allocate(const uint4* address) {
   return v;
 }
 
-// ---- Barriers.
-
 // Waits at barrier `index` for `num_threads` threads of the block. The threads must be whole warps.
 __device__ inline void sync_named(int index, int num_threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(index), "r"(num_threads) : "memory");
@@ -119,8 +116,7 @@ __device__ inline void wait_until_loaded(uint64_t* load_barrier, uint32_t parity
   }
 }
 
-// Order this thread's ordinary accesses, and all that it has acquired, before its later bulk
-// copies.
+// Order this thread's ordinary accesses and its acquires before its later bulk copies.
 __device__ inline void fence_global_for_bulk() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
@@ -146,8 +142,6 @@ __device__ inline void wait_until_read() {
 __device__ inline void wait_until_stored() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
-
-// ---- Other instructions.
 
 __device__ inline uint64_t global_time_ns() {
   uint64_t time;

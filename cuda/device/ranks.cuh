@@ -35,9 +35,8 @@ struct Launched {
   Params first, second;
 };
 
-// Writes the parameters of this block's rank to shared memory. Each 64-bit word is a linear
-// function of the rank: pointers advance by a constant distance, and the number of the rank by one.
-// All threads of the block call it.
+// Writes the parameters of this block's rank to shared memory. Each 64-bit word (a pointer, or the
+// rank) is a linear function of the rank. All threads of the block call it.
 template <typename Params>
 __device__ inline void write_own_params(const Launched<Params>& launched, Params& own) {
   static_assert(sizeof(Params) % sizeof(uint64_t) == 0 && alignof(Params) == alignof(uint64_t));

@@ -60,9 +60,8 @@ __device__ inline bool is_poisoned(const RankView& view) {
   return load_acquire_sys(&header(view, view.rank)->control.poison) != 0;
 }
 
-// Returns the bound of a wait for `peer`. A peer that has never announced a call may still be
-// compiling its program. Such a peer exists only in epoch 1, because no launch ends before all
-// heads have arrived.
+// Returns the bound of a wait. A peer that has never announced a call may still be compiling. Such
+// a peer exists only in epoch 1, because no launch ends before all heads have arrived.
 __device__ inline uint64_t timeout_of(const RankView& view, uint64_t epoch, int peer) {
   if (epoch > 1) return view.timeout_ns;
   const Head& head = header(view, view.rank)->head[ring_half(view, epoch)][peer];
@@ -96,7 +95,6 @@ static __device__ __noinline__ void fail(const RankView& view, ErrorKind kind, P
   }
 }
 
-// Bounds one wait.
 class Patience {
  public:
   // Call it between two polls. If it returns true (every 64th call), check for failures.
@@ -160,8 +158,7 @@ static __device__ __noinline__ bool may_wait_on(const RankView& view, Patience& 
   return false;
 }
 
-// Waits until `awaited_rank` has reached `epoch` with the same call. One thread calls it, and a
-// barrier must follow.
+// Waits until `awaited_rank` makes the same call. One thread calls it, and a barrier must follow.
 __device__ inline bool wait_for_flag(const RankView& view, const uint64_t* flag, uint64_t epoch,
                                      Phase phase, int awaited_rank) {
   const uint64_t expected = make_flag(epoch, view.signature);
@@ -211,8 +208,8 @@ static __device__ __noinline__ bool may_wait_for_credit(const RankView& view, Pa
   return false;
 }
 
-// Waits until `destination` has read what this rank wrote ring_depth() epochs ago, in the same ring
-// half. One thread calls it.
+// Waits until `destination` has read this rank's rows of ring_depth() epochs ago. One thread calls
+// it.
 __device__ inline bool wait_for_credit(const RankView& view, uint64_t epoch, int destination) {
   if (epoch <= ring_depth(view)) return true;
   const uint64_t* credit = &header(view, view.rank)->credit[ring_half(view, epoch)][destination];

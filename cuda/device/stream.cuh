@@ -1,5 +1,4 @@
-// Streams rows through shared memory by bulk copies, which keep many bytes in flight with few
-// warps.
+// Streams rows through shared memory by bulk copies: with few warps, many bytes are in flight.
 //
 // The first lane of a warp fills and empties kStages stages in turn, and mbarriers say which loads
 // have landed. A stage can be stored to any number of destinations, so that a row is read once.
@@ -16,7 +15,6 @@ namespace moe_a2a {
 constexpr int kStages = Tuning::kStages;
 constexpr int kLoadsAhead = Tuning::kLoadsAhead;  // how far loads run ahead of stores
 constexpr int kSegmentBytes = Tuning::kSegmentBytes;
-constexpr int kWarpsPerBlock = kThreads / kWarpThreads;
 static_assert(kLoadsAhead > 0 && kLoadsAhead < kStages);
 // Bulk copies need aligned stages. A phase of an mbarrier counts up to 2^20 - 1 bytes.
 static_assert(kSegmentBytes % 128 == 0 && kSegmentBytes < 1 << 20);
@@ -31,11 +29,9 @@ struct StreamShared {
   char* destinations[kWarpThreads];
 };
 
-constexpr int kStreamSharedBytes = kWarpsPerBlock * sizeof(StreamShared);
+constexpr int kStreamSharedBytes = kMaxTeams * sizeof(StreamShared);  // of all warps
 // A dispatch also has a segment of zeros and less than 16 KiB of other static shared memory.
 static_assert(kStreamSharedBytes + kSegmentBytes + (16 << 10) <= Tuning::kMaxSharedBytes);
-
-__device__ inline int wrap_stage(int stage) { return stage < kStages ? stage : stage - kStages; }
 
 // The state of a warp's first lane between rows, when no load is under way.
 struct Stream {
@@ -82,8 +78,8 @@ struct Segments {
 
 // Does the work of stream_copy(). The first lane calls it.
 __device__ inline void copy_listed(Stream& stream, const Segments& segments, int num_rows) {
-  // Loads run ahead of the stores, even into the next row. A stage is loaded only after its earlier
-  // stores have read it.
+  // Loads run ahead, even into the next row. A stage is loaded after its earlier stores have read
+  // it.
   const StreamShared& shared = *stream.shared;
   int load_row = 0;
   int into = stream.stage;
@@ -91,7 +87,7 @@ __device__ inline void copy_listed(Stream& stream, const Segments& segments, int
   const auto load_next = [&] {
     if (load_row >= num_rows) return;
     stream.load(into, shared.sources[load_row] + load_offset, segments.bytes(load_offset));
-    into = wrap_stage(into + 1);
+    into = into + 1 == kStages ? 0 : into + 1;
     load_offset += segments.step;
     if (load_offset < segments.row_bytes) return;
     load_offset = segments.first;

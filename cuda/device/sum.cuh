@@ -228,7 +228,6 @@ struct Float32Part {
   __device__ __forceinline__ void set(float factor, const RowPart& part) {
     each(part, [factor](float& mine, float other) { mine = factor * other; });
   }
-  // Calls body(element of this object, element of `part`) for each element.
   template <typename Body>
   __device__ __forceinline__ void each(const RowPart& part, Body&& body) {
 #pragma unroll

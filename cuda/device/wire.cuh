@@ -10,7 +10,9 @@ namespace moe_a2a {
 
 // Replaces the wire dtype in templates if partial sums travel in a format.
 template <TokenFormat F>
-struct Encoded {};
+struct Encoded {
+  static constexpr TokenFormat kFormat = F;
+};
 
 template <typename Wire>
 constexpr bool kIsEncoded = false;

@@ -14,8 +14,7 @@
 
 namespace moe_a2a {
 
-// The alignment of decoded arrays: 16 bytes, as in most executions, or the alignment of the
-// addresses of this execution.
+// The alignment of decoded arrays: 16 bytes, as usual, or that of this execution's addresses.
 enum class Alignment { kVector, kOfThisExecution };
 
 inline ffi::AnyBuffer BufferOf(ffi::AnyBuffer buffer) { return buffer; }
@@ -85,8 +84,7 @@ class AddressList {
   }
 
   Addresses addresses() const { return {list_, count_}; }
-  // Returns the bitwise or of all addresses.
-  uintptr_t bits() const { return bits_; }
+  uintptr_t bits() const { return bits_; }  // the bitwise or of all addresses
 
  private:
   static constexpr size_t kMost = 96;

@@ -67,13 +67,11 @@ class CallState {
 
   const CallAttributes& attributes() const { return attributes_; }
 
-  // Sets the view of the first rank of device `ordinal`. Its signature covers the common
-  // attributes.
+  // Sets the view of a device's first rank. Its signature covers the common attributes.
   Problem SetView(const Workspace& workspace, Operation operation, int32_t ordinal,
                   RankView* view) const;
 
-  // Sets how many blocks a launch may have for each rank of a device: the number that the call
-  // requests, limited by the device's multiprocessors.
+  // Sets the blocks of each rank: as many as the call requests and the multiprocessors allow.
   Problem SetBlocksOfRank(const Workspace& workspace, int32_t ordinal, int64_t* num_blocks) const;
 
  private:

@@ -110,8 +110,7 @@ class CallStateOf final : public CallState {
       view.rank += i;
       view.error += i;
       view.run = run;
-      // Overlapping launches have different results, so the address of a result identifies a
-      // launch.
+      // Launches that overlap have different results, whose addresses identify the launches.
       view.launch =
           state.name < arrays.size() ? reinterpret_cast<uint64_t>(address_of(state.name)) : 1;
     }
@@ -122,9 +121,8 @@ class CallStateOf final : public CallState {
     return state.side == nullptr ? Problem() : state.side->Started(execution.run, arrays);
   }
 
-  // An execution has the same id on all devices, so kernels detect two threads that interleave
-  // their programs. A captured call has no id, because a replay has the arguments of the capture
-  // (docs/protocol.md, section 9).
+  // A captured call has no id, because a replay has the arguments of the capture (docs/protocol.md,
+  // section 9).
   static bool IsCaptured(const Execution& execution) {
     if (!execution.may_be_captured) return false;
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;

@@ -17,7 +17,6 @@ inline ffi::Error ToError(const Problem& problem) {
   return ffi::Error(code, "jax_moe_a2a: " + problem);
 }
 
-// If `kMayBeCaptured`, XLA may capture the calls in a CUDA graph.
 template <bool kMayBeCaptured, typename Binding, typename Function>
 auto* MakeHandler(Binding binding, Function function) {
   return kMayBeCaptured ? binding.To(function, {ffi::Traits::kCmdBufferCompatible}).release()

@@ -1,13 +1,12 @@
 // The passes between two products in FP8. act_encode applies the activation to the first product,
 // multiplies the activations by router weights, rounds them to the dtype of the product, and
-// encodes them in BlockwiseFp8. Without router weights, it encodes rows as they are. act_grad
-// computes the gradients of act_encode.
+// encodes them in BlockwiseFp8. act_grad computes the gradients of act_encode.
 //
 // Holds afterwards: the results of all rows of groups. Other rows are neither read nor written.
 //
-// Layout: a group of 128 columns belongs to 8 neighbouring lanes, each load of which is 128
+// Layout: a group of 128 columns belongs to 8 neighbouring lanes. Each of their loads is 128
 // contiguous bytes: vector v of lane l starts at byte 16 (8 v + l) of the group. A warp of act_grad
-// has a whole row.
+// has a row.
 //
 // Launch: one block on a multiprocessor. A thread loads 64 bytes or more at a time, so enough bytes
 // are in flight for the full bandwidth of the memory.
@@ -144,8 +143,8 @@ __global__ void __launch_bounds__(kActThreads<T>, 1) act_encode(const ActEncode 
 }
 
 // Replaces a word of pre-activations by their gradients, and a word of the gradient of activations
-// by weighted activations. For a weight of 0, these results are zeros. Adds gradient * activation
-// to the dot.
+// by weighted activations. For a weight of 0, both are zeros. Adds gradient * activation to the
+// dot.
 template <Activation kFunction, typename T, bool kIsGated>
 __device__ __forceinline__ void grad_word(uint32_t* gate_word, uint32_t* up_word, uint32_t* ct_word,
                                           float weight, const ActGrad& p, float* dot) {

@@ -11,13 +11,11 @@
 
 namespace moe_a2a {
 
-// Arrays of B batch elements of C rows. P = I, or P = 2 I if the activation is gated: gate, then
-// up.
+// Arrays of B batch elements of C rows. P = I, or P = 2 I for a gated activation: gate, then up.
 struct ActEncode {
   ElementType type;     // of the product: kBFloat16 or kFloat32
   const void* product;  // [B, C, P]
-  // [B, C]; the results of a row of weight 0 are zeros. If null, the product itself is encoded,
-  // without activation and weights.
+  // [B, C]; a weight of 0 gives zeros. Null: the product itself is encoded, without activation.
   const float* row_weights;
   const int32_t *starts, *sizes;  // [B, L] of groups: the first row, and the number of rows
   uint8_t* values;                // [B, C, I], float8_e4m3fn
@@ -30,9 +28,9 @@ struct ActEncode {
   float alpha, limit;  // of kClampedSwiglu
 };
 
-// The gradients. `values` [B, C, P] and `scales` [B, C, P / 128] encode the gradient of the
-// product, rounded to the type of the product. row_weights must not be null. For a row of weight 0,
-// all results except the dot are zeros.
+// The arrays of act_grad. `values` [B, C, P] and `scales` [B, C, P / 128] encode the gradient of
+// the product. row_weights must not be null. For a weight of 0, all results except the dot are
+// zeros.
 struct ActGrad : ActEncode {
   const void* ct;    // [B, C, I]: the gradient of the activations before their weights
   void* d_pre;       // [B, C, P]: the gradient of the product
@@ -41,8 +39,7 @@ struct ActGrad : ActEncode {
 };
 
 cudaError_t LoadActEncode();
-
-// Launch at most `num_sms` blocks, one on each multiprocessor. No allocation, no synchronization.
+// At most `num_sms` blocks are launched, one on each multiprocessor.
 Problem LaunchActEncode(const ActEncode& call, int num_sms, cudaStream_t stream);
 Problem LaunchActGrad(const ActGrad& call, int num_sms, cudaStream_t stream);
 

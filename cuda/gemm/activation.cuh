@@ -19,7 +19,6 @@ __device__ inline float sigmoid(float x) {
   return y;
 }
 
-// The value and the derivative of an activation at x.
 struct Activated {
   float value, slope;
 };

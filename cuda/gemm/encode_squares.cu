@@ -1,13 +1,13 @@
-// Quantizes weights to BlockwiseFp8: reads each square of 128 x 128 numbers once, and writes the
-// square and its transpose.
+// Quantizes weights to BlockwiseFp8: reads each square of 128 x 128 numbers once, and writes its
+// values and their transpose.
 //
 // Layout: a thread holds 16 bytes of each of several neighbouring rows, and transposes its values
 // in blocks of 4 x 4 bytes. Afterwards, shared memory has the transposed square in rows of 128
 // bytes. The place of a unit (the bytes that a thread stores at once) is xored with the number of
 // the 16-byte column, so that neither stores nor loads have bank conflicts.
 //
-// Launch: one block for each square. Several blocks share a multiprocessor, so that one loads while
-// others wait.
+// Launch: a block for each square. Blocks share a multiprocessor, so that one loads while others
+// wait.
 #include "gemm/encode_squares.h"
 
 #include "device/element.cuh"

@@ -21,8 +21,6 @@ struct EncodeSquares {
 };
 
 cudaError_t LoadEncodeSquares();
-
-// Launches a block for each square. No allocation, no synchronization.
 Problem LaunchEncodeSquares(const EncodeSquares& call, cudaStream_t stream);
 
 }  // namespace moe_a2a

@@ -12,7 +12,7 @@
 
 namespace moe_a2a::gemm {
 
-// Where the rows of a group, or of a matrix of weights, are in the map of their tensor.
+// Locates the rows of a group, or of a matrix of weights, in the map of their tensor.
 struct Plane {
   int32_t first, c2, c3;
 
@@ -41,8 +41,7 @@ class BoxWriter {
     __syncwarp();
     char* buffer = buffers_[next_];
     next_ = (next_ + 1) % kStoreBuffers;
-    // store_matrices() stores 16 rows of m by 16 of n: the upper and lower 8 rows of the first 8 of
-    // n, then of the other 8.
+    // Matrices 0 and 1 are the halves of 16 rows for the first 8 of n, 2 and 3 for the next 8.
     const int matrix = lane / 8, row = lane % 8;
 #pragma unroll
     for (int n = 0; n < 4 * kWords; n += 16) {
@@ -89,7 +88,6 @@ template <typename F>
 struct WeightsAlongM {
   float of[2];
 
-  // `m` is the warp's first row.
   __device__ WeightsAlongM(const GemmParams& p, const Work& work, const Tile<F>&, int32_t m) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -128,8 +126,7 @@ class WeightsAlongN {
 template <typename F>
 using RowWeights = std::conditional_t<F::kIsTurned, WeightsAlongN<F>, WeightsAlongM<F>>;
 
-// Calls body(first, n) for each box of a transposed tile, whose results begin at d[first] and row
-// n.
+// Calls body(first, n) for each box of a transposed tile, which begins at d[first] and row n.
 template <typename F, typename Body>
 __device__ inline void each_box(const Tile<F>& tile, Body&& body) {
 #pragma unroll
@@ -171,8 +168,7 @@ class Rounded {
     columns_ = tile.end_n - tile.n;
   }
 
-  // Stores a box with each of the first steps. Call it for all boxes in turn before the next
-  // take().
+  // Stores box number `box`, if it exists. Call it for all boxes in turn before the next take().
   __device__ void store(const CUtensorMap& map, BoxWriter<F>& writer, int box) {
 #pragma unroll
     for (int i = 0; i < kBoxes; ++i) {
@@ -341,7 +337,6 @@ class Derivative {
     }
   }
 
-  // `m` is the warp's first row in the group.
   __device__ Derivative(const GemmParams& p, const Work& work, const Tile<F>& tile, int32_t m)
       : p_(p), work_(work), tile_(tile), m_(m), weights_(p, work, tile, m) {}
 
@@ -431,7 +426,6 @@ class Derivative {
     }
   }
 
-  // Stores the partial dots of this tile's columns.
   __device__ void store_dots(float (&dots)[2]) const {
     const int lane = lane_index();
 #pragma unroll
@@ -458,8 +452,7 @@ class Derivative {
 //
 // Totals come through the stages of the operands. A stage has 64 columns of a tile: 32 in place of
 // operand a, and 32 in place of operand b. A warp adds its results in shared memory, and stores the
-// sums from there. Bulk reductions would need no load, but the L2 cache adds more slowly than it
-// stores.
+// sums from there. Bulk reductions would need no load, but the L2 cache adds slower than it stores.
 template <typename F>
 class AddToTotals {
  public:
@@ -468,7 +461,6 @@ class AddToTotals {
   static_assert(kBytes <= F::kBytesA && kBytes <= F::kBytesB && 2 * kColumns == kBoxElements);
   static_assert(F::kTileM == 16 * kConsumerWarps);
 
-  // Loads 64 columns of totals into a stage. One lane calls it.
   static __device__ void load(const GemmParams& p, const Tile<F>& tile, const Plane& plane, int n,
                               char* a, char* b, uint64_t* loaded) {
     expect_bytes(loaded, 2 * kBytes);
@@ -480,7 +472,6 @@ class AddToTotals {
     }
   }
 
-  // `m` is the warp's first row in the matrix of weights.
   __device__ AddToTotals(const GemmParams& p, const Work&, const Tile<F>& tile, int32_t m)
       : p_(p), tile_(tile), m_(m) {}
 

@@ -28,8 +28,7 @@ constexpr int kConsumerGroups = 2;  // warp groups that multiply; each has half 
 constexpr int kConsumerWarps = 4 * kConsumerGroups;
 constexpr int kGemmThreads = 128 * (kConsumerGroups + 1);  // the last warp group loads
 constexpr int kStoreBuffers = 2;                           // of each warp, for results
-// Rows of tiles in a band. Tiles of a band are computed at the same time, and share rows and
-// columns.
+// Rows of tiles in a band. Tiles that are computed at the same time share rows and columns.
 constexpr int kBand = Tuning::kGemmBand;
 
 // Work::tile has 16 bits for the position of a tile along m, and 15 along n.
@@ -138,7 +137,7 @@ constexpr int64_t kRaggedWrap = int64_t{1} << 35;
 constexpr int32_t kRaggedEnds = 0x7fff0000;  // the size of the two other axes
 static_assert(static_cast<uint64_t>(kRaggedRows) * static_cast<uint64_t>(kRaggedWrap) == 0);
 
-// The activation of an epilogue, and arrays of epilogues alone. P = I, or P = 2 I if it is gated.
+// The activation and the arrays of an epilogue. P = I, or P = 2 I for a gated activation.
 struct ActivationParams {
   Activation function;
   float alpha, limit;        // of kClampedSwiglu

@@ -1,29 +1,25 @@
 // A grouped GEMM of FP8 numbers (E4M3) with blockwise scales.
 //
 // Holds afterwards: for every group, d[m, n] = sum over blocks i of k of s[m, n, i] t[m, n, i]. t
-// is the sum of the products of the 128 values of a block, and s is the rounded product of the two
-// scales. The hardware sums t with fewer bits than float32 has. The sum over blocks is in float32
-// in the order of k, and is rounded once. Loader, schedule, roles and waits: as in
-// gemm/grouped_gemm.cuh.
+// is the sum of the products of the 128 values of a block, which the hardware sums with fewer bits
+// than float32 has. s is the rounded product of the two scales. The sum over blocks is in float32
+// in the order of k, and is rounded once. All else is as in gemm/grouped_gemm.cuh.
 //
 // Parts: a warp group has kParts products, each of 64 of m by the n of the tile. It multiplies a
 // block of k for one part into temporary registers, and adds these results times their scales to
 // the part's results. While a warp group reads results, the compiler lets none of its products run.
 // A part therefore starts after the wait for the previous part. Meanwhile the other warp group's
-// products keep the hardware busy.
+// products run.
 //
 // Rows along m: one part and one temporary. The products of both warp groups end together, so the
 // time from their end to the next products matters. It is shortest if the number of steps of a tile
-// is a multiple of kStages (kWholeTurns): then the places of stages are constants, their
-// descriptors are in uniform registers, and the wait for a step begins while the previous step is
-// added.
+// is a multiple of kStages (kWholeTurns): then stages have constant places, their descriptors are
+// in uniform registers, and the wait for a step begins while the previous step is added.
 //
-// Rows along n: two parts and two temporaries, so that a part is added while the next is
-// multiplied.
+// Rows along n: two parts and two temporaries. A part is added while the next is multiplied.
 //
 // Scales: a lane reads scales from global memory into registers, some steps ahead, and gets other
-// lanes' scales through shared memory (rows along m) or by shuffles (rows along n). Scales may
-// therefore lie in any order in global memory.
+// lanes' scales through shared memory (rows along m) or by shuffles (rows along n).
 //
 // Launch: kGemmThreads threads, clusters of kBlocks blocks, `*next_tile` 0.
 #pragma once
@@ -33,8 +29,7 @@
 
 namespace moe_a2a::gemm {
 
-// A row of a box has 128 values, as many bytes as 64 16-bit elements, so Form's numbers of bytes
-// also apply to FP8.
+// A row of a box has 128 values, as many bytes as Form's 64 16-bit elements.
 template <Axis kRows_, int kTileM_, int kTileN_, int kBlocks_, int kStages_,
           bool kWholeTurns_ = false>
 struct Fp8Form : Form<kRows_, Major::kK, Major::kK, kTileM_, kTileN_, kBlocks_, kStages_> {
@@ -54,7 +49,7 @@ struct Fp8Form : Form<kRows_, Major::kK, Major::kK, kTileM_, kTileN_, kBlocks_, 
 
 struct Fp8Params : GemmParams {
   const float *row_scales, *matrix_scales;
-  // Of row_scales (Fp8Gemm). There are fewer than 2^32 scales.
+  // The strides of row_scales (Fp8Gemm). There are fewer than 2^32 scales.
   uint32_t row_stride, block_stride;
 };
 
@@ -69,7 +64,7 @@ class ScalesAlongM {
   static constexpr int kSize = F::kTileN / kColumns * 2;
   static constexpr int kLanes = 4;
   static_assert(F::kTileN == 3 * kColumns, "a tile has columns of two blocks of weights");
-  // By step and quad: the scales of the quad's two rows with the first and with the second block.
+  // [step][quad]: the scales of the quad's two rows with the first and with the second block.
   using Shared = float4[kLanes][kWarpThreads / kLanes];
 
   __device__ explicit ScalesAlongM(Shared& of_steps) : of_steps_(of_steps) {}
@@ -88,8 +83,7 @@ class ScalesAlongM {
     load(p, 0, steps);
   }
 
-  // Returns the scales of step `first + next`, in the order of index(). `first` is a multiple of
-  // kLanes.
+  // Returns the scales of step `first + next`, in index() order; `first` is a multiple of kLanes.
   __device__ void get(const Fp8Params& p, int first, int next, int steps, float (&scales)[kSize]) {
     if (next % kLanes == 0) {
       __syncwarp();
@@ -100,8 +94,7 @@ class ScalesAlongM {
       load(p, first + next + kLanes, steps);
     }
     const float4 of_step = of_steps_[next % kLanes][lane_index() / kLanes];
-    // Half h of 64 columns is in block h / 2, or in block (h + 1) / 2 if the tile begins within a
-    // block.
+    // Half h of 64 columns is in block h / 2, or (h + 1) / 2 if the tile begins within a block.
     const bool second[] = {false, begins_within_block_, true};
 #pragma unroll
     for (int i = 0; i < kSize / 2; ++i) {
@@ -129,7 +122,7 @@ class ScalesAlongM {
   float of_row_[2], of_block_[2];                           // of the next steps
 };
 
-// For rows along n. Each lane of a warp reads the scales of different rows.
+// The scales for rows along n. Each lane of a warp reads the scales of different rows.
 template <typename F>
 class ScalesAlongN {
  public:
@@ -139,7 +132,6 @@ class ScalesAlongN {
 
   __device__ explicit ScalesAlongN(Shared&) {}
 
-  // Loads the scales of the first step. `m` is the warp's first row of weights.
   __device__ void start(const Fp8Params& p, const Work& work, const Tile<F>& tile, int32_t m) {
     const int32_t row = tile.n + lane_index(), blocks_m = (p.m + kFp8Block - 1) / kFp8Block;
     const int steps = tile.steps();
@@ -186,7 +178,7 @@ using Scales = std::conditional_t<F::kIsTurned, ScalesAlongN<F>, ScalesAlongM<F>
 
 template <typename F>
 struct Fp8Shared : GemmShared<F> {
-  // In shared memory, because a warp needs its registers while it multiplies.
+  // The work of each warp is in shared memory, because products need the warp's registers.
   Work current[kConsumerWarps];
   typename Scales<F>::Shared scales[kConsumerWarps];
 };
@@ -267,7 +259,6 @@ __device__ inline void store_results(const Fp8Params& p, WriterOf<T, F>& writer,
 // Tells the compiler that a value is the same in all lanes.
 __device__ inline uint32_t uniform(uint32_t value) { return __shfl_sync(kAllLanes, value, 0); }
 
-// Multiplies and stores this warp group's part of all tiles.
 template <typename T, typename F>
 __device__ inline void multiply_fp8_tiles(const Fp8Params& p, Fp8Shared<F>& shared, uint32_t rank) {
   constexpr int kWarpGroupM = F::kTileM / kConsumerGroups;
@@ -304,7 +295,6 @@ __device__ inline void multiply_fp8_tiles(const Fp8Params& p, Fp8Shared<F>& shar
     for (float& x : d) x = 0;
     if (tile.n < tile.end_n && tile.m + first_m < tile.end_m) {
       float t[F::kParts][F::kPartSize], scale[Scales<F>::kSize];
-      // Starts the products of a part of the stage.
       const auto start = [&](int place, int part) {
         float (&of)[F::kPartSize] = t[part];
         const uint32_t a = descriptor_a + place * (F::kBytesA >> 4) + part * (F::kStepOfPart >> 4);

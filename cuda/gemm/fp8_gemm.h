@@ -41,8 +41,6 @@ struct Fp8Gemm {
 Problem WhyNotFp8Gemm(int64_t num_rows, int64_t num_groups, int64_t k, int64_t n);
 
 cudaError_t LoadFp8Gemm();
-
-// Launches only: no allocation, no synchronization.
 Problem LaunchFp8Gemm(const Fp8Gemm& gemm, cudaStream_t stream);
 
 }  // namespace moe_a2a

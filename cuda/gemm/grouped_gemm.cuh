@@ -1,13 +1,11 @@
-// A grouped GEMM: multiplies each group of rows by the group's matrix of weights, or computes the
-// gradient of that matrix.
+// A grouped GEMM: multiplies groups of rows by their matrices of weights, or computes the gradient.
 //
 // Holds afterwards: for every group, d[m, n] = sum over k of a[m, k] b[k, n], in float32 and
 // rounded once; zeros for groups with a negative weight. With Epilogue::kAdd, d has increased by
 // these sums, in float32, and is untouched for a group without rows. Rows that belong to no group
 // are neither read nor written. An empty sum is zero.
 //
-// Layout: gemm/form.h says how the products lie along m, n and k, and how a tile lies in shared
-// memory.
+// Layout: gemm/form.h says how products lie along m, n and k, and tiles lie in shared memory.
 //
 // Roles: in the last warp group of a block, one warp takes tiles, and another loads tiles of a and
 // b through kStages stages. The two other warp groups multiply, each for half of the tile's rows,
@@ -15,9 +13,8 @@
 // block of a cluster takes the next tile from a counter and tells the other block, so any number of
 // blocks completes the work, even if some start late.
 //
-// An epilogue may also read an array, such as pre-activations for a derivative, through kReadStages
-// more stages after a tile's operands. Both blocks of a cluster use all of these stages, even if a
-// tile has fewer columns.
+// An epilogue may read an array, such as pre-activations for a derivative, through kReadStages
+// stages after a tile's operands. Both blocks of a cluster use them all, even for fewer columns.
 //
 // Waits: the loading warp waits until the consumers of both blocks have released a stage, because
 // its loads may be for both. Consumers wait for the loads. They release a stage that an epilogue
@@ -41,8 +38,7 @@ struct alignas(1024) GemmShared {
   char b[F::kStages][F::kBytesB];
   char results[kConsumerWarps][kStoreBuffers][F::kStoreBytes];
   uint64_t loaded[F::kStages], released[F::kStages];
-  // work_read: all warps of this block, or in a cluster's first block, of both blocks, have read
-  // it.
+  // work_read: all warps of this block (in a cluster's first block: of both blocks) have read it.
   uint64_t work_sent[kWorkEntries], work_read[kWorkEntries];
   Work work[kWorkEntries];
 };
@@ -68,14 +64,13 @@ __device__ inline Box box_of(const Plane& plane, int32_t mn, int32_t k) {
 
 // Returns the first column of weights in a box of a gated tile, whose results begin at column
 // `first` of I. Operand b has two boxes of gate columns, then two of up columns. Operand a has one
-// of each for each warp group.
+// of each per warp group.
 template <bool kIsA>
 __device__ inline int32_t gated_column(int32_t first, int box, int32_t num_columns) {
   const int half = kIsA ? box % 2 : box / 2, of_half = kIsA ? box / 2 : box % 2;
   return first + of_half * kBoxElements + half * num_columns;
 }
 
-// Returns the end of a tile's rows in its group, or the group's size if tiles do not vary.
 template <typename F>
 __device__ inline int32_t end_of_rows(const Work& work, const Tile<F>& tile) {
   return F::kVaries ? tile.end_n : work.size;
@@ -198,8 +193,7 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
       } else if (is_first_lane) {
         const int32_t k = first_k + step * F::kStepK;
         expect_bytes(loaded, F::kBytesA + rows_b * kBytesOfRowB);
-        // Branches choose the array, because a chosen address needs registers that the loader
-        // lacks.
+        // Branches choose the array: a chosen address would need registers that the loader lacks.
         const auto load_from = [&](const CUtensorMap& map, bool has_weights, char* to,
                                    const Box& box, auto&& load) {
           if (has_weights && is_spare) {
@@ -254,7 +248,6 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
   }
 }
 
-// Multiplies and stores this warp group's half of all tiles.
 template <typename T, typename F>
 __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared, uint32_t rank) {
   constexpr int kWarpGroupM = F::kTileM / kConsumerGroups;
@@ -308,8 +301,8 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
     float d[F::kProducts][F::kTileN / 2];
     int previous = 0;
     // If rows lie along k, a group's last rows may fill only part of a step, and are multiplied 16
-    // at a time. A wait follows each product, because otherwise the compiler would not let products
-    // of any step overlap.
+    // at a time. Without a wait after each product, the compiler would not let products of any step
+    // overlap.
     const int whole = F::kRows == Axis::kK ? tile.whole_steps() : steps;
     with_extent(tile, [&](auto extent) {
       constexpr int kExtent = decltype(extent)::value;

@@ -54,20 +54,17 @@ struct GroupedGemm {
   int num_sms;        // the most blocks to launch
   bool adds = false;  // kWeightGradient: d is float32, and increases by the products
   const ActivatedProduct* activated = nullptr;
-  // More matrices [num_spare, K, N], whose indices follow those of b, or null. Not for
-  // kWeightGradient.
+  // More matrices [num_spare, K, N], whose indices follow those of b, or null.
   const void* spare = nullptr;
   int64_t num_spare = 0;
 };
 
 cudaError_t LoadGroupedGemm();
-
 // Returns why the kernels cannot compute every product of these sizes, or an empty string. Does not
 // check for compute capability 9.0. `type`: the name of the elements' type in Python.
 Problem WhyNotGroupedGemm(std::string_view type, int64_t num_rows, int64_t num_groups, int64_t k,
                           int64_t n);
 
-// Launches only: no allocation, no synchronization.
 Problem LaunchGroupedGemm(const GroupedGemm& gemm, cudaStream_t stream);
 
 }  // namespace moe_a2a

@@ -1,5 +1,5 @@
-// Instructions of compute capability 9.0 for the grouped GEMM, each as a function. device/ptx.cuh
-// has the instructions that other kernels share.
+// Instructions of compute capability 9.0 for grouped GEMMs; see device/ptx.cuh for other
+// instructions.
 #pragma once
 
 #include <cuda.h>
@@ -14,21 +14,17 @@
 
 namespace moe_a2a::gemm {
 
-// ---- Clusters.
-
 __device__ inline uint32_t cluster_rank() {
   uint32_t rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
 
-// Waits for all threads of the cluster.
 __device__ inline void sync_cluster() {
   asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
-// Returns the address of this block's `pointer` in the shared memory of block `rank` of the
-// cluster.
+// Returns the address of `pointer` in the shared memory of block `rank` of the cluster.
 __device__ inline uint32_t shared_address_of(const void* pointer, uint32_t rank) {
   uint32_t address;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
@@ -37,18 +33,15 @@ __device__ inline uint32_t shared_address_of(const void* pointer, uint32_t rank)
   return address;
 }
 
-// ---- Barriers in shared memory.
-
 __device__ inline void init_barrier(uint64_t* barrier, int num_arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
                "r"(num_arrivals)
                : "memory");
 }
 
-// Arrives at `barrier` of the block `rank`, in the order of a block, which is enough: the warp
-// already has the results of its reads of shared memory, and only the bytes that it has read are
-// overwritten next. The order of a cluster would compile to a fence of all global memory, which
-// takes as long as a step of products.
+// Arrives at `barrier` of the block `rank`. The order of a block is enough: the warp has the
+// results of its reads, and only the bytes that it has read are overwritten next. The order of a
+// cluster would compile to a fence of all global memory, which takes as long as a step of products.
 __device__ inline void arrive_at(uint64_t* barrier, uint32_t rank) {
   asm volatile(
       "mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(shared_address_of(barrier, rank))
@@ -56,8 +49,7 @@ __device__ inline void arrive_at(uint64_t* barrier, uint32_t rank) {
 }
 
 // Arrives in the order of the cluster: the reads of this thread, and reads that it has synchronized
-// with, come before accesses of block `rank` after its `wait_for<true>`. This is slow, so use it at
-// most once per tile.
+// with, come before accesses of block `rank` after its `wait_for<true>`. This is slow.
 __device__ inline void arrive_in_cluster_order(uint64_t* barrier, uint32_t rank) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(
                    shared_address_of(barrier, rank))
@@ -230,8 +222,7 @@ __device__ inline void fence_registers(float (&d)[kSize]) {
                : "l"(kHigh | a), "l"(kHigh | b), "r"(static_cast<int32_t>(adds)),            \
                  "n"(static_cast<int>(kA == Major::kMN)), "n"(static_cast<int>(kB == Major::kMN)))
 
-// Starts a product with the first kN / 2 numbers of `d`; if `adds` is false, they are overwritten.
-// `a` and `b` are operand_descriptor()s.
+// Starts a product of operand_descriptor()s. If `adds` is false, overwrites kN / 2 numbers of `d`.
 template <typename T, Major kA, Major kB, int kN, int kSize>
 __device__ inline void multiply(float (&d)[kSize], uint32_t a, uint32_t b, bool adds) {
   constexpr bool kIsBf16 = std::is_same_v<T, __nv_bfloat16>;
@@ -285,11 +276,9 @@ __device__ inline void multiply_fp8(float (&d)[kSize], uint32_t a, uint32_t b, b
 }
 #undef MOE_A2A_PRODUCT
 
-// ---- Results.
-
-// Stores four matrices of 8 x 8 elements to shared memory. `row` of lane i is the address of the 16
-// bytes of row i % 8 of matrix i / 8. Registers have the layout of a product's results, or of its
-// transpose if kTransposed.
+// Stores four matrices of 8 x 8 elements to shared memory. `row` of lane i: the 16 bytes of row i %
+// 8 of matrix i / 8. Registers have the layout of a product's results (kTransposed: of its
+// transpose).
 template <bool kTransposed>
 __device__ inline void store_matrices(void* row, const uint4& r) {
   if constexpr (kTransposed) {
@@ -305,7 +294,6 @@ __device__ inline void store_matrices(void* row, const uint4& r) {
   }
 }
 
-// Loads what store_matrices<false>() stores.
 __device__ inline void load_matrices(const void* row, uint32_t (&r)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])

@@ -23,7 +23,7 @@ struct alignas(16) Work {
   __device__ bool is_odd() const { return (tile & 1) != 0; }
 };
 
-// Otherwise the blocks share loads of operand b.
+// Returns false if the blocks share loads of operand b.
 template <typename F>
 __device__ inline bool shares_a(const Work& work) {
   return (F::kPaired == Axis::kN) != work.is_odd();
@@ -81,15 +81,14 @@ struct Tile {
   }
 
   __device__ int steps() const { return max(F::kLeastSteps, (end_k + F::kStepK - 1) / F::kStepK); }
-  // Returns the rows of operand b that are loaded in a step.
   __device__ int loaded_rows() const {
     if constexpr (!F::kVaries) return F::kTileN;
     return extent <= F::kRowsOfBoxB                ? F::kRowsOfBoxB
            : extent <= F::kBoxesB * F::kRowsOfBoxB ? F::kBoxesB * F::kRowsOfBoxB
                                                    : F::kTileN;
   }
-  // Returns the steps in which all products, each over 16 of k, have elements. If rows lie along k,
-  // another step may follow.
+  // Returns the steps of whole products, each over 16 of k. If rows lie along k, another may
+  // follow.
   __device__ int whole_steps() const { return (end_k + 15) / F::kStepK; }
 };
 
@@ -99,7 +98,6 @@ class Walk {
  public:
   __device__ explicit Walk(const GemmParams& p) : p_(p) { read_groups(); }
 
-  // Returns the work at `position`.
   __device__ Work at(int position) {
     int count = __shfl_sync(kAllLanes, end_, kWarpThreads - 1);
     while (position - before_ >= count) {
@@ -124,7 +122,6 @@ class Walk {
     if constexpr (F::kVaries) return RowTiles(size).count();
     return ((F::kRows == Axis::kN ? size : p_.n) + F::kResultN - 1) / F::kResultN;
   }
-  // The numbers of tiles along the paired axis, and along the other axis.
   __device__ int paired(int size) const {
     return F::kPaired == Axis::kM ? tiles_m(size) : tiles_n(size);
   }

@@ -8,14 +8,12 @@
 //
 // Layout: a zone has, for each summed array, [num_tokens slots, row_stride] of partial sums in the
 // wire dtype, or of values and then their scales; and for each choice array [num_tokens slots,
-// top_k]. A token's partial sum lands in the slot that the token had at the expert's rank in
-// dispatch.
+// top_k]. A token's partial sum lands in the slot that the token had at the rank in dispatch.
 //
 // Waits: senders wait only for credits of an earlier epoch. Receivers wait, for each token, for the
 // chunks that hold its partial sums. The highest block waits for the head of every rank. This
-// rank's partial sum never enters a zone, but is rounded like the partial sums of other ranks. A
-// rank that has dropped all rows of a token still sends zeros, because the source rank waits for
-// that slot.
+// rank's partial sum never enters a zone, but is rounded like all partial sums. A rank that has
+// dropped all rows of a token still sends zeros, because the source rank waits for that slot.
 //
 // Launch: any number of blocks.
 #include "device/exchange.cuh"
@@ -70,7 +68,6 @@ struct WarpChoices {
 template <typename T, typename Wire>
 constexpr int kVector = kVectorBytes / (sizeof(T) > sizeof(Wire) ? sizeof(T) : sizeof(Wire));
 
-// Sums the rows of one slot, rounds the partial sum and stores it.
 template <typename T, typename Wire, int kCount>
 __device__ __forceinline__ void send_sum(const CombineParams& p, const SummedArray& array,
                                          const Team& team, int row, uint32_t choices, Wire* to) {
@@ -106,13 +103,13 @@ __device__ __forceinline__ void for_each_listed_segment(const CombineParams& p,
 
 // Returns the bytes of a row of `elements` partial sums in a slot.
 template <typename Wire>
-struct WireRow {
-  static __device__ int64_t bytes(int64_t elements) { return elements * sizeof(Wire); }
-};
-template <TokenFormat F>
-struct WireRow<Encoded<F>> {
-  static __device__ int64_t bytes(int64_t elements) { return encoded_stride(F, elements); }
-};
+__device__ int64_t wire_bytes(int64_t elements) {
+  if constexpr (kIsEncoded<Wire>) {
+    return encoded_stride(Wire::kFormat, elements);
+  } else {
+    return elements * sizeof(Wire);
+  }
+}
 
 // How a row segment of type T travels, and its first byte in the slot's row.
 template <typename T, typename Wire>
@@ -175,7 +172,7 @@ __device__ __forceinline__ void send_slot(const CombineParams& p, const Team& te
   for (int a = 0; a < p.num_summed; ++a) {
     const SummedArray& array = p.summed[a];
     char* to_row =
-        to_zone + array.zone_offset + slot * row_stride(WireRow<Wire>::bytes(array.elements));
+        to_zone + array.zone_offset + slot * row_stride(wire_bytes<Wire>(array.elements));
     if constexpr (kSums != Sums::kGeneral) {
       for_each_listed_segment<T, Wire, kSums>(p, array, [&](const ListedSegment& segment) {
         const int rows = list_own_rows<Wire, kSums>(p, array, list, choices, segment);
@@ -275,8 +272,7 @@ __device__ int read_slots(const CombineParams& p, int token_index, TokenSlots& s
   return count;
 }
 
-// Returns false, and reports an error, if a token has more slots at other ranks and rows on this
-// rank than choices. All lanes call it.
+// Checks that slots at other ranks and rows on this rank are at most top_k. All lanes call it.
 __device__ bool fits_lists(const CombineParams& p, const SourceToken& token) {
   const int own_rows = __popc(__ballot_sync(kAllLanes, token.own.row >= 0));
   // Own rows replace this rank's slot in the count.
@@ -374,7 +370,7 @@ __device__ __forceinline__ void sum_listed_token(const CombineParams& p, const S
       const uint32_t earlier = (1u << lane) - 1;
       const int place = counts.own + __popc((before | after) & earlier);
       list.rows[place] =
-          landed_at(p, token, rank, array.zone_offset, WireRow<Wire>::bytes(array.elements)) +
+          landed_at(p, token, rank, array.zone_offset, wire_bytes<Wire>(array.elements)) +
           on_wire.first;
     }
     if (kAdds && lane == 0) {
@@ -492,14 +488,11 @@ CombineKernels::Key key_of(const CombineParams& p) {
 
 }  // namespace
 
-inline namespace MOE_A2A_FORM {
-
-cudaError_t LaunchCombine(const CombineParams* ranks, int num_blocks, cudaStream_t stream) {
+cudaError_t MOE_A2A_FORM::LaunchCombine(const CombineParams* ranks, int num_blocks,
+                                        cudaStream_t stream) {
   return LaunchListed<CombineKernels>(key_of(*ranks), ranks, num_blocks, kThreads, 0, stream);
 }
 
-cudaError_t LoadCombine() { return LoadListed<CombineKernels>(); }
-
-}  // namespace MOE_A2A_FORM
+cudaError_t MOE_A2A_FORM::LoadCombine() { return LoadListed<CombineKernels>(); }
 
 }  // namespace moe_a2a

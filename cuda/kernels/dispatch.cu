@@ -1,17 +1,16 @@
 // dispatch: send each token to the ranks of its experts, and write the rows of this rank's experts.
 //
 // Holds afterwards: out[row] is the row's token if row_slot[row] >= 0, and zero otherwise. In
-// choice arrays, out[row] is the entry of the row's choice. The order of rows follows from the
-// routing, not from the order of arrival. With `leaves_tail`, rows after the last group are not
-// written.
+// choice arrays, out[row] is the entry of the row's choice. The routing defines the order of rows.
+// With `leaves_tail`, rows after the last group are not written.
 //
 // Layout: a zone holds, for each payload array, [num_tokens slots, row_stride]. Slot s of a
 // source's zone at a destination holds the token slot_token[destination][s] of the source. A token
 // has one slot at a rank, even if the rank has several of its experts.
 //
 // Waits: senders wait only for credits of an earlier epoch. Receivers wait for the flag of a chunk
-// of slots before they read the chunk. The highest block waits for the head of every source. This
-// rank's tokens never enter a zone.
+// of slots before they read the chunk. The highest block waits for all heads. This rank's tokens
+// never enter a zone.
 //
 // Why push: with few blocks, stores to peers reach the link limit, but loads from peers do not.
 //
@@ -29,7 +28,6 @@
 namespace moe_a2a {
 namespace {
 
-// The number of slots that a warp looks up at a time, with one lane for each choice.
 __device__ int slots_per_look(const DispatchParams& p) { return kWarpThreads / p.routing.top_k; }
 
 // Copies rows of one array. Each lane with `has_row` has a row's `source` and `destination`.
@@ -162,7 +160,7 @@ __device__ void expand_chunk(const DispatchParams& p, const Team& team, Stream& 
   }
 }
 
-// Zeroes those of `count` rows from `first` that have no token (is_zeroed()).
+// Zeroes the rows without a token among `count` rows from `first`.
 template <typename T>
 __device__ void zero_rows(const DispatchParams& p, const Team& team, const char* zeros, int first,
                           int count) {
@@ -211,7 +209,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   MOE_A2A_DYNAMIC_SHARED(128, char, dynamic_shared);
   __shared__ __align__(128) char zeros[kSegmentBytes];
   __shared__ BlockState block;
-  __shared__ float partials[std::is_void_v<T> ? 1 : kWarpsPerBlock];
+  __shared__ float partials[std::is_void_v<T> ? 1 : kMaxTeams];  // by warp
   Stream stream(dynamic_shared);
   for (int i = threadIdx.x; i < kSegmentBytes; i += kThreads) zeros[i] = 0;
   fence_shared_for_bulk();
@@ -248,17 +246,14 @@ struct DispatchKernels {
 
 }  // namespace
 
-inline namespace MOE_A2A_FORM {
-
-cudaError_t LaunchDispatch(const DispatchParams* ranks, int num_blocks, cudaStream_t stream) {
+cudaError_t MOE_A2A_FORM::LaunchDispatch(const DispatchParams* ranks, int num_blocks,
+                                         cudaStream_t stream) {
   const Weighting& weighting = ranks->weighting;
-  const bool weighs = is_weighted(weighting);
+  const bool weighs = weighting.weights != nullptr || weighting.rows != nullptr;
   return LaunchListed<DispatchKernels>({weighs, weighs ? weighting.type : ElementType{}}, ranks,
                                        num_blocks, kThreads, kStreamSharedBytes, stream);
 }
 
-cudaError_t LoadDispatch() { return LoadListed<DispatchKernels>(); }
-
-}  // namespace MOE_A2A_FORM
+cudaError_t MOE_A2A_FORM::LoadDispatch() { return LoadListed<DispatchKernels>(); }
 
 }  // namespace moe_a2a

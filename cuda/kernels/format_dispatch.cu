@@ -1,5 +1,4 @@
-// format_dispatch: a dispatch that quantizes tokens before they travel, and decodes them on arrival
-// if `decode` is set.
+// format_dispatch: a dispatch that quantizes tokens, and with `decode` decodes them on arrival.
 //
 // Holds afterwards: as in dispatch.cu, but the row of a leaf is its token's values and scales
 // (docs/formats.md), or the decoded numbers, or both.
@@ -7,19 +6,18 @@
 // Layout: a zone as in dispatch. Values and scales of a leaf are two arrays of the zone.
 //
 // Senders: a team encodes a token once in shared memory, and stores it to every rank that needs it.
-// This rank's tokens also land in a zone, so that they are encoded only once. If several slots
-// share a flag, a team takes a chunk of slots of one rank instead, and encodes a token once per
-// rank.
+// This rank's tokens also land in a zone, so that they are encoded only once. If slots share a
+// flag, a team takes a chunk of slots of one rank instead, and encodes a token once per rank.
 //
 // Waits: as in dispatch, except that receivers do not wait for slots without a row on this rank,
 // because their flags may never be stored, and that receivers also wait for senders of this rank.
 // These senders wait only for credits, and start before any block that only receives.
 //
-// Why bulk stores: a warp encodes its next segment while the stores of its previous segment are in
-// flight.
+// Why bulk stores: a warp encodes its next segment while stores of its previous segment run.
 //
-// This file and dispatch.cu are separate, because with a common template, formats took 4 to 8 %
-// longer with 8 and 128 tokens (benchmarks/results/2026-11-26-1xH200-one-dispatch-source.txt).
+// This file and dispatch.cu are separate, because with a common template, a dispatch in a format
+// took 4 to 8 % longer with 8 and 128 tokens
+// (benchmarks/results/2026-11-26-1xH200-one-dispatch-source.txt).
 #include "device/encode.cuh"
 #include "device/exchange.cuh"
 #include "device/expand.cuh"
@@ -285,17 +283,13 @@ struct FormatDispatchKernels {
 
 }  // namespace
 
-inline namespace MOE_A2A_FORM {
-
-cudaError_t LaunchFormatDispatch(const FormatDispatchParams* ranks, int num_blocks,
-                                 cudaStream_t stream) {
+cudaError_t MOE_A2A_FORM::LaunchFormatDispatch(const FormatDispatchParams* ranks, int num_blocks,
+                                               cudaStream_t stream) {
   const Encoding& encoding = ranks->encoding;
   return LaunchListed<FormatDispatchKernels>({encoding.format, encoding.type}, ranks, num_blocks,
                                              kThreads, kStreamSharedBytes, stream);
 }
 
-cudaError_t LoadFormatDispatch() { return LoadListed<FormatDispatchKernels>(); }
-
-}  // namespace MOE_A2A_FORM
+cudaError_t MOE_A2A_FORM::LoadFormatDispatch() { return LoadListed<FormatDispatchKernels>(); }
 
 }  // namespace moe_a2a

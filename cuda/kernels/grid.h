@@ -29,9 +29,9 @@ constexpr int64_t launch_blocks(int64_t num_ranks, int64_t num_sms) {
   return num_ranks == 1 ? num_sms : num_sms - 1;
 }
 
-// Returns how many teams a block has for `items` work items of one row each. If rows are few or
-// large, each row gets many warps, so that the last rows delay the end only a little. With enough
-// items, a block has at least `least` teams.
+// Returns how many teams a block has for `items` rows. If rows are few or large, each row gets many
+// warps, so that the last rows delay the end little. With enough rows, there are at least `least`
+// teams.
 inline int teams_for(int64_t items, int64_t blocks, int64_t row_bytes, int least) {
   int teams = 1;
   while (teams < kMaxTeams &&
@@ -42,8 +42,8 @@ inline int teams_for(int64_t items, int64_t blocks, int64_t row_bytes, int least
   return teams;
 }
 
-// Says which blocks send before they receive: all blocks if a block has at most `few` items to
-// send, otherwise a `share` of the blocks.
+// All blocks send before they receive if each has at most `few` send items; otherwise a `share`
+// sends.
 struct Senders {
   int64_t few;
   double share;
@@ -53,7 +53,6 @@ inline int64_t blocks_for(int64_t num_sms, int64_t items) {
   return std::max<int64_t>(1, std::min(num_sms, items));
 }
 
-// Returns the grid of a launch whose teams take work items one at a time.
 inline Grid make_grid(int64_t num_sms, int64_t send_items, int64_t receive_items, int64_t row_bytes,
                       const Senders& senders) {
   const int64_t blocks = blocks_for(num_sms, send_items + receive_items);
@@ -129,7 +128,6 @@ inline Grid grid_of(const RoutedDispatchParams& p, int64_t num_sms) {
       num_sms, routing.num_tokens,
       int64_t{p.exchange.view.num_ranks} * routing.num_tokens + num_zero_items(routing, num_sms),
       largest_row(p.exchange), {0, Tuning::kRoutedSenders});
-  // The first block to start also sends the ids.
   const int64_t enough =
       std::max<int64_t>(Tuning::kRoutedLeastSenders, ceil_div(routing.num_tokens, least_teams));
   Roles& roles = grid.roles;

@@ -55,7 +55,6 @@ struct TokenSet {
   __device__ bool has(int token) const {
     return bits[token / kGroupTokens] >> token % kGroupTokens & 1;
   }
-  // Returns the slot of a token of the set.
   __device__ int slot(int token) const {
     return before(token / kGroupTokens) +
            __popc(bits[token / kGroupTokens] & ((1u << token % kGroupTokens) - 1));
@@ -88,8 +87,7 @@ struct Tables {
   int32_t* first_row;  // [local_experts]
   int32_t* rows;       // [local_experts]: real rows
   int32_t* next_row;   // [kMaxTeams, local_experts], by warp
-  int32_t* row;        // [num_ranks, num_tokens, top_k]: first the expert id, then the row on this
-                       // rank: -1 if it is on another rank, -2 if it was dropped
+  int32_t* row;        // [num_ranks, num_tokens, top_k]: ids, then rows (-1: not here, -2: dropped)
 };
 
 __device__ int local_experts(const RoutedDispatchParams& p) {
@@ -160,7 +158,7 @@ __device__ bool plan_sends(const RoutedDispatchParams& p, uint64_t epoch, uint64
   const Team warp(kMaxTeams, shared.block.mailboxes);
   const bool is_free = !is_credit_warp() || has_credits(view, epoch, seen_credit) ||
                        wait_for_credits(view, warp, epoch);
-  // Gives id / local_experts: the added 0.5 is far larger than the rounding error of a 16-bit id.
+  // Computes id / local_experts: the added 0.5 is far larger than the rounding error of 16-bit ids.
   const float ranks_per_expert = __frcp_rn(static_cast<float>(local_experts(p)));
   // The ranks of a token are a mask of 64 bits, so more ranks need another look at the ids.
   for (int first = 0; first < view.num_ranks; first += kMaskBits) {
@@ -570,7 +568,7 @@ __device__ bool receive_token(const RoutedDispatchParams& p, const Team& team, u
   return true;
 }
 
-// Writes the plan of those of `count` rows from `first` that have no token, and zeroes them.
+// Writes the plan of the rows without a token among `count` rows from `first`, and zeroes them.
 template <typename Form>
 __device__ void zero_rows(const RoutedDispatchParams& p, const Team& team, const Shared& shared,
                           const Tables& t, int first, int count) {
@@ -741,7 +739,6 @@ constexpr int64_t shared_bytes(int local_experts, int64_t choices, bool encodes)
   const int64_t table = int64_t{2 + kMaxTeams} * local_experts + choices;
   return table * static_cast<int64_t>(sizeof(int32_t)) + (encodes ? kBenchBytes : 0);
 }
-// The most shared memory that the kernels need.
 constexpr int64_t most_shared_bytes(bool encodes) {
   return shared_bytes(kMaxFusedExperts, kMaxFusedChoices, encodes);
 }
@@ -768,10 +765,8 @@ struct RoutedDispatchKernels {
 
 }  // namespace
 
-inline namespace MOE_A2A_FORM {
-
-cudaError_t LaunchRoutedDispatch(const RoutedDispatchParams* ranks, int num_blocks,
-                                 cudaStream_t stream) {
+cudaError_t MOE_A2A_FORM::LaunchRoutedDispatch(const RoutedDispatchParams* ranks, int num_blocks,
+                                               cudaStream_t stream) {
   const RoutedDispatchParams& params = *ranks;
   const int num_ranks = params.exchange.view.num_ranks;
   const RoutingView& routing = params.exchange.routing;
@@ -787,8 +782,6 @@ cudaError_t LaunchRoutedDispatch(const RoutedDispatchParams* ranks, int num_bloc
       shared_bytes(experts, choices, encodes), stream);
 }
 
-cudaError_t LoadRoutedDispatch() { return LoadListed<RoutedDispatchKernels>(); }
-
-}  // namespace MOE_A2A_FORM
+cudaError_t MOE_A2A_FORM::LoadRoutedDispatch() { return LoadListed<RoutedDispatchKernels>(); }
 
 }  // namespace moe_a2a

@@ -1,6 +1,6 @@
-// A table of the kernels of a family, from which launches choose. All kernels of the table are
-// loaded when a workspace opens. Loading a kernel during a launch could block forever, because a
-// peer may already be waiting for this launch.
+// A table of the kernels of a family, from which launches choose. All kernels are loaded when a
+// workspace opens, because a launch that loads a kernel could block forever if a peer already waits
+// for this launch.
 //
 // A family is a struct with
 //
@@ -11,8 +11,6 @@
 #pragma once
 
 #include <cuda_runtime_api.h>
-
-#include <tuple>
 
 #include "device/ranks.cuh"
 

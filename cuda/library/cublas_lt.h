@@ -1,6 +1,6 @@
 // The functions of cuBLASLt that this package calls, looked up at run time in the library that JAX
-// has loaded. They are declared here for major version 13, because toolkits before CUDA 13.2 lack
-// the grouped functions.
+// has loaded. These declarations are for version 13; toolkits before CUDA 13.2 lack the grouped
+// functions.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -15,7 +15,7 @@ struct LibraryGemm : GroupedGemm {
   int64_t mean_rows;  // mean rows of a group, as the library expects
 };
 
-// Returns the int32 numbers of a product's scratch memory.
+// Returns how many int32 numbers a product's scratch memory has.
 int64_t LibraryScratch(int64_t num_groups);
 
 // Computes a product on the current device. The first call with new sizes chooses an algorithm.
@@ -41,7 +41,6 @@ struct GroupArrays {
 };
 
 cudaError_t LoadGroupArrays();
-
 // Writes these arrays, and zeros to the rows of d whose group has no weights. Launches only.
 cudaError_t LaunchGroupArrays(const GroupArrays& arrays, int num_sms, cudaStream_t stream);
 

@@ -3,8 +3,7 @@
 //
 // Layout: one warp makes a plan. The latency of four reductions limits each step, and more warps
 // would only add barriers. Lane l holds the rows of ranks l, l + 32, ... in registers. The slots of
-// each rank's experts are in shared memory, where only lane l accesses slots l, l + 32, ... of a
-// rank in the loop.
+// experts are in shared memory. In the loop, only lane l accesses slots l, l + 32, ... of a rank.
 //
 // Launch: a block of one warp for each plan. Up to 64 ranks have a separate kernel, because each
 // step looks at all ranks for which a lane has registers.

@@ -23,8 +23,6 @@ struct FillSlots {
 };
 
 cudaError_t LoadFillSlots();
-
-// Launches a block for each plan. No allocation, no synchronization.
 Problem LaunchFillSlots(const FillSlots& call, cudaStream_t stream);
 
 }  // namespace moe_a2a

@@ -10,8 +10,7 @@
 namespace moe_a2a {
 namespace {
 
-// The open descriptors. They are never destroyed, because the thread that answers other processes
-// runs until the process ends.
+// Never destroyed, because the thread that answers other processes runs until the process ends.
 struct Registry {
   std::mutex mutex;
   std::vector<int> open;
@@ -20,9 +19,9 @@ struct Registry {
 Registry* all = nullptr;  // set before the handlers of fork() are registered
 
 // fork() calls these functions in the thread that forks. The mutex is held during the fork, so the
-// child finds a complete list. A child of a process with several threads may only make calls that
-// are safe in a signal handler: close() is safe, and clear() of a vector of ints frees nothing. The
-// child keeps a descriptor open that another thread has received and not registered yet.
+// child finds a complete list. The child may only make calls that are safe in a signal handler:
+// close(), and clear(), which frees nothing. The child keeps a descriptor open that another thread
+// has received and not registered yet.
 void BeforeFork() { all->mutex.lock(); }
 void InParent() { all->mutex.unlock(); }
 void InChild() {

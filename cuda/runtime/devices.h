@@ -24,9 +24,9 @@ bool FindDevice(int64_t id, DevicePlace* place);
 bool FindOwnDevice(int ordinal, int64_t* id);  // of this process
 bool FindProcess(int process, Endpoint* endpoint);
 
-// SetEnded() marks a process that did not exist when this process sent it a request. The process
-// may have been restarted with another socket, so Python calls HasEnded(), reads the notice again,
-// and calls AddProcess().
+// SetEnded() marks a process that did not exist when it was sent a request. It may have been
+// restarted with another socket, so Python calls HasEnded(), reads its notice, and calls
+// AddProcess().
 void SetEnded(int process);
 bool HasEnded(int process);
 

@@ -138,9 +138,8 @@ socklen_t AddressOf(const std::string& name, sockaddr_un* address) {
   return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + length);
 }
 
-// Returns why the process at the other end of a connection is not the expected process. The
-// operating system knows which process has connected or listens. With `pid` 0, any process of this
-// user is expected.
+// Returns why the process at the other end of a connection is not the expected process `pid`, or,
+// if `pid` is 0, a process of this user. The operating system knows which process it is.
 Problem CheckPeer(int socket, int pid) {
   ucred peer = {};
   socklen_t size = sizeof(peer);
@@ -270,8 +269,7 @@ Problem Ask(const Endpoint& endpoint, const Request& request, Deadline deadline,
     if (errno == ECONNREFUSED) return ended();
     return errno == EAGAIN ? "it has not answered in time" : strerror(errno);
   }
-  // Another process may have taken the name of an ended process, so check before the secret is
-  // sent.
+  // Check before the secret is sent: another process may have taken the name of an ended one.
   if (Problem p = CheckPeer(server.get(), endpoint.pid); !p.empty()) {
     answer->has_ended = true;
     return "it has ended, or runs as another user: " + p;

@@ -49,8 +49,7 @@ struct Answer {
 
 using Request = std::vector<int64_t>;
 
-// Starts a thread that answers requests, one after the other, until this process ends. Call it
-// once.
+// Starts a thread that answers requests one by one until this process ends. Call it once.
 Problem Listen(std::function<Answer(const Request&)> answer, Endpoint* endpoint);
 
 Problem Ask(const Endpoint& endpoint, const Request& request, Deadline deadline, Answer* answer);

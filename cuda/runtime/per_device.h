@@ -17,7 +17,6 @@ class PerDevice {
     for (const Node* node = newest_; node != nullptr;) delete std::exchange(node, node->older);
   }
 
-  // Returns the newest object of the device, or null.
   const T* Find(int32_t ordinal) const {
     const Node* node = newest_.load(std::memory_order_acquire);
     while (node != nullptr && node->ordinal != ordinal) node = node->older;

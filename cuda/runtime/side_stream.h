@@ -47,7 +47,6 @@ class SideStream {
 
   // Returns the exchange in flight that this array identifies, or null.
   Flight* Find(const char* name);
-  // Finds an unused entry, with its event, or makes one.
   Problem Take(Flight** flight);
 
   std::mutex mutex_;

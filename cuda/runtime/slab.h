@@ -1,10 +1,8 @@
 // The slab of a device: an address range that never moves, with as much memory as shapes need. All
-// devices of a process see a slab at the same addresses. Another process maps the same memory at
-// its own addresses.
+// devices of a process see it at the same addresses; other processes map it at their own addresses.
 //
-// Unlike memory of cudaMalloc and its IPC handles, the driver's virtual memory can grow at fixed
-// addresses. If the owner of a slab ends, mappings in other processes stay valid: writes to a dead
-// peer's memory have no effect and do not fault.
+// Unlike memory of cudaMalloc, the driver's virtual memory can grow at fixed addresses. If a slab's
+// owner ends, mappings in other processes stay valid: writes have no effect and do not fault.
 #pragma once
 
 #include <cstddef>

@@ -20,8 +20,7 @@
 namespace moe_a2a {
 
 struct Topology {
-  // Ids, domain after domain, in the order of ranks. If ranks share a device, its id appears once
-  // for each rank.
+  // Ids of devices, domain after domain, in the order of ranks. Each rank has an entry.
   std::vector<int64_t> devices;
   int num_ranks;
 
@@ -50,8 +49,7 @@ class Workspace {
   // Opens or grows the workspace, so that every ring half of every device holds `half_bytes`, or as
   // much as before Close(). Addresses never move.
   //
-  // Other processes allocate the memory of their devices when this process requests it, and have
-  // `timeout_ns` to answer.
+  // Other processes allocate their devices' memory on request, and have `timeout_ns` to answer.
   //
   // If a device has too little memory, a smaller size can still be reserved. Memory that a closed
   // workspace has got in this process is freed. Other memory stays until Close().
@@ -61,15 +59,15 @@ class Workspace {
   // returns a problem that says what runs on a device.
   Problem Wait(int64_t timeout_ns);
 
-  // Waits like Wait(). Then frees the memory of this process's devices, unmaps the memory of other
-  // processes, and clears a failure. If the wait times out, nothing has changed. The next use opens
-  // the workspace again, after the other processes have closed it too. The caller must not launch
-  // exchanges of the topology during this call.
+  // Waits like Wait(); on a timeout, nothing has changed. Then frees this process's memory, unmaps
+  // other processes' memory, and clears a failure. The next use opens the workspace again, after
+  // other processes have closed it too. No exchange of the topology may be launched during this
+  // call.
   Problem Close(int64_t timeout_ns) { return Close({this}, timeout_ns); }
 
-  // Closes all of these workspaces, or none of them if a wait times out, because processes that
-  // have not closed a workspace equally often could never open it again. Every caller must list the
-  // workspaces in the same order.
+  // Closes all of these workspaces, or none of them if a wait times out, because processes can open
+  // a workspace only if they have closed it equally often. Every caller must list workspaces in the
+  // same order.
   static Problem Close(const std::vector<Workspace*>& workspaces, int64_t timeout_ns);
 
   const Kernels& kernels() const;
@@ -81,12 +79,11 @@ class Workspace {
   // Returns the side stream of device `ordinal`; null for whole exchanges, or if never opened.
   SideStream* Side(int ordinal) const;
 
-  // Returns the most informative failure that a kernel of this process has recorded, or empty.
-  // Reads only host memory.
+  // Returns this process's most informative recorded failure, or empty. Reads only host memory.
   std::string Failure() const;
 
-  // Does the same, but without a record it reads the poison of this process's ranks: another rank
-  // may have poisoned a rank that has launched nothing since.
+  // Like Failure(), but if there is no record, it reads the poison of this process's ranks, because
+  // another rank may have poisoned a rank that has launched nothing since.
   Problem ReadFailure(std::string* failure);
 
   // Returns the mapped bytes of each device of this process, in the order of the topology.
@@ -101,14 +98,13 @@ class Workspace {
   const Topology& topology() const { return topology_; }
 
 #ifdef MOE_A2A_TEST_HOOKS
-  // These functions are for the rank with this index in the topology, or, if the index is -1, for
-  // all ranks of this process.
+  // `index`: of a rank in the topology; -1: all ranks of this process.
   Problem SetHooks(int64_t index, uint32_t mutation, uint32_t delay_phase, uint64_t delay_ns,
                    uint32_t depth);
   // Sets the next epoch, as if all earlier exchanges had run.
   Problem SetEpoch(int64_t index, uint64_t epoch);
   Problem SetCredits(int64_t index, uint64_t epoch);
-  // Ranks that share a device may then have as many blocks as their budget allows.
+  // If uncapped, ranks that share a device may have as many blocks as a call requests.
   void SetUncapped(bool is_uncapped) { is_uncapped_ = is_uncapped; }
   bool is_uncapped() const { return is_uncapped_; }
 #endif
@@ -151,9 +147,9 @@ class Workspace {
   // Locks mutex_ and reduces the timeout by the time that this took. Another thread may hold mutex_
   // for longer, while it waits for the memory of another process.
   Problem LockWithin(int64_t* timeout_ns, std::unique_lock<std::mutex>* lock);
-  // The caller of the next functions holds mutex_.
+  // The callers of the next four functions hold mutex_.
   Problem WaitUntilIdle(int64_t timeout_ns);
-  // After the wait of Close().
+  // Does the work of Close() after its wait.
   Problem CloseIdle();
   Problem StillBusy(const Device& device, int64_t timeout_ns) const;
   Problem ReservePeer(Device& device, int64_t half_bytes, uint64_t generation, int64_t timeout_ns);
