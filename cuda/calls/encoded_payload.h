@@ -27,7 +27,7 @@ struct EncodedPayload : MovedPayload {
            read("global_scale", &global_scale) && read("has_token_scales", &has_token_scales);
   }
 
-  // The routing and the view are set.
+  // The caller has set the routing and the view.
   template <typename Params>
   Problem Describe(const CallContext& context, ArraySlice args, ArraySlice results,
                    Params& params) const {

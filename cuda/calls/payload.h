@@ -43,7 +43,7 @@ struct MovedPayload {
     return read("num_choice_arrays", &num_choice_arrays) && read("leaves_tail", &leaves_tail);
   }
 
-  // The routing and the view are set.
+  // The caller has set the routing and the view.
   Problem Describe(const CallContext& context, ArraySlice args, ArraySlice results,
                    DispatchParams& p) const {
     if (args.size() != results.size() || num_choice_arrays < 0 ||

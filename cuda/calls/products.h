@@ -218,7 +218,7 @@ struct ActivatedGemm : GroupedGemm {
 };
 
 struct ActivatedGemmCall : ActivationCall<ActivatedGemm, LoadGroupedGemm, LaunchGroupedGemm> {
-  // `gemm->product` is set. The pre-activations have `width` columns.
+  // The caller has set `gemm->product`. Returns the columns of pre-activations in `width`.
   Problem DescribeActivated(ArraySlice args, const Array& counter, ActivatedGemm* gemm,
                             int64_t* width) const {
     gemm->activated = &gemm->epilogue;

@@ -181,7 +181,6 @@ __device__ inline void fence_registers(float (&d)[kSize]) {
   for (int i = 0; i < kFirst; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// The names of this many registers in an instruction.
 #define MOE_A2A_REGISTERS_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define MOE_A2A_REGISTERS_32 \
   MOE_A2A_REGISTERS_16       \

@@ -22,9 +22,9 @@ constexpr int64_t colocated_blocks(int64_t num_ranks, int64_t num_sms, bool is_s
   return is_split ? of_split : share - of_split;
 }
 
-// Returns how many blocks a launch may have on the device of one rank; 0: none. One multiprocessor
-// stays free, because a whole exchange that fills one device and a split exchange that fills
-// another would wait for each other forever (docs/protocol_split.md).
+// Returns how many blocks a launch may have on the device of one rank; 0: none. If there are peers,
+// one multiprocessor stays free, because a whole exchange that fills one device and a split
+// exchange that fills another would wait for each other forever (docs/protocol_split.md).
 constexpr int64_t launch_blocks(int64_t num_ranks, int64_t num_sms) {
   return num_ranks == 1 ? num_sms : num_sms - 1;
 }

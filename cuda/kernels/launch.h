@@ -47,7 +47,6 @@ struct Kernels {
              Launcher<RoutedDispatchParams>, Launcher<CombineParams>>
       launchers;
 
-  // Loads every kernel on the current device, so that no later call does.
   cudaError_t load() const {
     cudaError_t error = cudaSuccess;
     const auto load_next = [&](const auto& launcher) {

@@ -212,7 +212,6 @@ __device__ bool lands_at(const RankView& view, const Shared& shared, int token, 
   return (Form::kEncodes || rank != view.rank) && shared.sent[rank].has(token);
 }
 
-// Raises the flags of a token that has been written to all its ranks.
 template <typename Form>
 __device__ void raise_token(const RankView& view, const Team& team, uint64_t epoch,
                             const Shared& shared, int token) {

@@ -25,7 +25,7 @@ void* FindInDriver(const char* symbol);
 const Driver* GetDriver();
 
 // At the end of the scope, restores the thread's current context, or sets none if the thread had
-// none. cudaGetDevice() would create a context on device 0 in a thread without a context.
+// none. Does not use cudaGetDevice(), which would create a context in such a thread.
 class DeviceScope {
  public:
   DeviceScope() {

@@ -37,7 +37,6 @@ class SideStream {
   void Clear();
 
  private:
-  // An exchange between its start and its done.
   struct Flight {
     bool is_under_way = false;
     int64_t run = 0;

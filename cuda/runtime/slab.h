@@ -52,7 +52,6 @@ class Slab {
   CUdeviceptr base_ = 0;
 };
 
-// The slab of a device of this process.
 class OwnSlab : public Slab {
  public:
   // `is_shared`: other processes can map the slab.

@@ -51,8 +51,8 @@ class Workspace {
   //
   // Other processes allocate their devices' memory on request, and have `timeout_ns` to answer.
   //
-  // If a device has too little memory, a smaller size can still be reserved. Memory that a closed
-  // workspace has got in this process is freed. Other memory stays until Close().
+  // If a device has too little memory, a smaller size can still be reserved. If the workspace was
+  // closed, its memory in this process is freed. Other memory stays until Close().
   Problem Reserve(int64_t half_bytes, int64_t timeout_ns);
 
   // Waits until the devices of this process are idle, if the workspace is open. After `timeout_ns`,
@@ -61,8 +61,7 @@ class Workspace {
 
   // Waits like Wait(); on a timeout, nothing has changed. Then frees this process's memory, unmaps
   // other processes' memory, and clears a failure. The next use opens the workspace again, after
-  // other processes have closed it too. No exchange of the topology may be launched during this
-  // call.
+  // other processes have closed it too. No exchange of the topology may be launched meanwhile.
   Problem Close(int64_t timeout_ns) { return Close({this}, timeout_ns); }
 
   // Closes all of these workspaces, or none of them if a wait times out, because processes can open
