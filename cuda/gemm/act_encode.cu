@@ -143,8 +143,8 @@ __global__ void __launch_bounds__(kActThreads<T>, 1) act_encode(const ActEncode 
 }
 
 // Replaces a word of pre-activations by their gradients, and a word of the gradient of activations
-// by weighted activations. For a weight of 0, both are zeros. Adds gradient * activation to the
-// dot.
+// by weighted activations. For a weight of 0, both results are zeros. Adds gradient * activation to
+// the dot.
 template <Activation kFunction, typename T, bool kIsGated>
 __device__ __forceinline__ void grad_word(uint32_t* gate_word, uint32_t* up_word, uint32_t* ct_word,
                                           float weight, const ActGrad& p, float* dot) {

@@ -21,7 +21,7 @@ constexpr TokenFormat kFormat = TokenFormat::kBlockwiseFp8;
 constexpr int kSide = Format<kFormat>::kGroup, kSquareThreads = 256;
 constexpr int kSquareWarps = kSquareThreads / kWarpThreads;
 
-// Transposes a block of 4 x 4 bytes. A word is a row.
+// Transposes a block of 4 x 4 bytes. Each word is a row of the block.
 __device__ __forceinline__ void transpose_bytes(const uint32_t (&from)[4], uint32_t (&to)[4]) {
   const uint32_t low01 = __byte_perm(from[0], from[1], 0x5140),
                  low23 = __byte_perm(from[2], from[3], 0x5140),
