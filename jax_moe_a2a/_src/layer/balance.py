@@ -195,8 +195,7 @@ def sum_of_columns(
     num_counted: int = 0,
 ) -> jax.Array:
     """Return one array [E + n + ``num_counted``]: the sums of an array [..., E] and of n arrays [...]
-    over all leading axes, and how many integers ``counted`` [..., K] are 0, 1, ..., ``num_counted``
-    - 1.
+    over all leading axes, and how often ``counted`` [..., K] has each integer below ``num_counted``.
 
     XLA computes the columns while it adds them. If the columns were concatenated, XLA would write
     them to an array.
