@@ -1,5 +1,5 @@
-"""Compare the pass between two products in FP8 with numpy: the composition and, on GPUs, the
-kernel.
+"""Compare `act_encode` (activation, weights and FP8 encoding in one pass) with numpy: its
+composition in JAX and, on GPUs, the kernel.
 
 With ReLU and weights that are powers of two, results are equal bit for bit. With other activations,
 a number near the middle between two FP8 values may be rounded to either of them."""
@@ -33,7 +33,7 @@ FMT = ma.BlockwiseFp8()
 WHY_NO_ACT_ENCODE = act_encode.why_no_act_encode
 GATED = [FusedActivation(act.kind, True) for act in PLAIN]
 EXACT = [act for act in (*PLAIN, *GATED) if "relu" in act.kind]
-# Rows, I, sizes of groups. A warp has 4 groups of 128 columns, and a block has 32 warps.
+# (rows, columns, sizes of groups). A warp has 4 groups of 128 columns, and a block has 32 warps.
 CASES = dict(
     tail=(40, 256, [7, 0, 20, 1]),
     no_tail=(30, 128, [9, 21]),
@@ -46,8 +46,8 @@ CASES = dict(
 
 
 def draw(case, activation, dtype, powers_of_two=False):
-    """Return a product, weights and sizes. Rows without a token, also within groups, are NaN with
-    weight 0."""
+    """Return a product, weights and sizes. Rows without a token (some are in groups) are NaN and
+    have weight 0."""
     num_rows, columns, sizes = CASES[case]
     rng = np.random.default_rng(num_rows)
     product = 3 * rng.normal(size=(num_rows, activation.width(columns)))
@@ -77,7 +77,7 @@ PATHS = ("kernel", "composition")[not harness.ON_GPU :]
 
 @contextlib.contextmanager
 def on_path(name, module):
-    """Lower the primitive of a module for one path."""
+    """Use the kernel or the composition for the primitive of a module."""
     jax.clear_caches()
     with pytest.MonkeyPatch.context() as patch:
         if name == "composition":
@@ -95,8 +95,7 @@ def path(request):
 
 
 def activated(product, weights, activation):
-    """Return weighted activations in float64, and the numbers to which their errors are
-    relative."""
+    """Return weighted activations in float64, and the magnitudes to which errors are relative."""
     x = product.astype(np.float64)
     gate, up = np.split(x, 2, axis=1) if activation.gated else (x, 1.0)
     if activation is CLAMPED:
@@ -108,8 +107,7 @@ def activated(product, weights, activation):
 
 
 def assert_encodes(values, scales, h, magnitudes, dtype):
-    """Assert that values and scales encode numbers close to h."""
-    inexact = 2.0**-15 + (2.0**-7 if dtype == "bfloat16" else 0)  # bfloat16: rounded twice
+    inexact = 2.0**-15 + (2.0**-7 if dtype == "bfloat16" else 0)  # bfloat16 is rounded twice
     groups = h.reshape(len(h), -1, BLOCK)
     largest = np.abs(groups).max(axis=2)
     low, high = (
@@ -130,7 +128,7 @@ def assert_encodes(values, scales, h, magnitudes, dtype):
 
 
 def both_dtypes(values):
-    """Return each value with both dtypes, or with one dtype if the kernel does not run."""
+    """Return each value with both dtypes, or on CPUs with one of them."""
     dtypes = "bfloat16", "float32"
     if harness.ON_GPU:
         return itertools.product(values, dtypes)
@@ -180,6 +178,7 @@ def test_any_number_of_multiprocessors(path, num_sms):
 
 @pytest.mark.parametrize("number", (np.nan, np.inf))
 def test_a_number_that_is_not_finite_stays_in_its_group(path, number):
+    """A NaN or infinity makes the scale of its group NaN, and changes no other group."""
     product, weights, sizes = draw("no_tail", SWIGLU, "bfloat16")
     product, weights = np.tile(product, (1, 2)), np.where(weights == 0, 1, weights)
     product = without_nan(product)
@@ -214,6 +213,7 @@ def test_a_batch_is_one_call_of_the_same_rows(path, shares_sizes):
     "case, dtype", both_dtypes(CASES if harness.ON_GPU else ("tail", "no_rows"))
 )
 def test_rows_are_quantized_as_they_are(case, dtype):
+    """Without weights and activation, the pass equals `BlockwiseFp8.encode`, also under vmap."""
     rows, _, sizes = draw(case, PLAIN[0], dtype)
     rows[:1, :1] = -np.inf
     encode = lambda rows, sizes: bind_act_encode(rows, None, sizes)
@@ -243,7 +243,7 @@ def test_derivatives_are_refused():
 
 @pytest.fixture
 def hopper(hopper, monkeypatch):
-    """Pretend Hopper GPUs again for the kernel, even if `path` has hidden the kernel."""
+    """Also undo `path`, which may have hidden the kernel."""
     monkeypatch.setattr(act_encode, "why_no_act_encode", WHY_NO_ACT_ENCODE)
 
 

@@ -1,5 +1,5 @@
-"""Compare the pass of gradients between two FP8 products with float64: the composition and, on
-GPUs, the kernel."""
+"""Compare `act_grad` (gradients of activation and weights, with FP8 encoding, in one pass) with
+float64: its composition in JAX and, on GPUs, the kernel."""
 
 import functools
 
@@ -25,7 +25,7 @@ WHY_NO_ACT_GRAD = act_grad.why_no_act_encode
 
 
 def operands(case, activation, dtype):
-    """Return ct_h, pre, weights and sizes. Rows without a token are NaN with weight 0."""
+    """Return ct_h, pre, weights and sizes. Rows without a token are NaN and have weight 0."""
     pre, weights, sizes = draw(case, activation, dtype)
     rng = np.random.default_rng(len(pre) + 1)
     ct = rng.normal(size=(len(pre), CASES[case][1])) * 2.0 ** rng.integers(-9, 9, (len(pre), 1))
@@ -45,7 +45,8 @@ def path(request):
 
 
 def exact(ct, pre, weights, activation):
-    """Return ct_pre, h and ct_weights in float64, and the magnitudes that scale their errors."""
+    """Return ct_pre, h and ct_weights in float64, and the magnitudes to which errors are
+    relative."""
     x, ct = (array.astype(np.float64) for array in (pre, ct))
     with jax.enable_x64(True):
         act, transpose = jax.vjp(activation, jnp.asarray(x))
@@ -120,7 +121,8 @@ def test_a_batch_is_one_call_of_the_same_rows(path, shares_sizes):
 
 
 def test_derivatives_are_those_of_the_gradients():
-    """Rows with weight 0 are left out: this weight has the derivative of the plain product."""
+    """The tangents of the primitive equal those of plain products, also for weights of 0, although
+    the primitive leaves such rows out."""
     *floats, sizes = (jnp.asarray(x) for x in operands("no_tail", SWIGLU, "float32"))
     floats = [jnp.where(jnp.isnan(x), 0.5, x) for x in floats]
     of_primitive = lambda *floats: bind_act_grad(*floats, sizes, activation=SWIGLU, num_sms=None)[
