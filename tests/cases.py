@@ -125,8 +125,7 @@ def masked(rng, ranks, layout):
 
 
 def masked_tokens(rng, ranks, layout):
-    """Mask all choices of about half of the tokens, so that ranks send different numbers of
-    tokens."""
+    """Mask all choices of about half of the tokens."""
     ids = uniform(rng, ranks, layout)
     return np.where(rng.random(ids.shape[:2])[..., None] < 0.5, np.int32(-1), ids)
 
@@ -274,9 +273,9 @@ OTHER_ROUTINGS = (
 )
 
 
-def cases_of(layout, names=None):
+def cases_of(layout):
     """Return the cases of a layout. A layout without tokens has only one case."""
-    names = names or (tuple(ROUTINGS) if layout in FULL_CATALOGUE else OTHER_ROUTINGS)
+    names = tuple(ROUTINGS) if layout in FULL_CATALOGUE else OTHER_ROUTINGS
     return [Case(layout, name) for name in (names if layout.tokens else names[:1])]
 
 

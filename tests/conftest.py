@@ -102,8 +102,7 @@ PROMOTION = "JAX_NUMPY_DTYPE_PROMOTION", "JAX_NUMPY_RANK_PROMOTION"
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """Run a test with the marker `promotes` under JAX's default promotion, also in processes that
-    the test starts."""
+    """Run a test with the marker `promotes`, and its processes, under JAX's default promotion."""
     if item.get_closest_marker("promotes") is None:
         return (yield)
     with environment.restored():
@@ -115,8 +114,7 @@ def pytest_runtest_protocol(item):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """If all ranks share one GPU, compare the counted exchanges with the number that the test
-    states."""
+    """If all ranks share one GPU, check that the test makes the exchanges that it states."""
     # tests/gpu counts exchanges itself, because close() and set_epoch() change the counters.
     counts_by_itself = item.path.parent.name == "gpu" or item.get_closest_marker("counts_by_itself")
     if not (harness.RANKS_ON_ONE_GPU and ON_GPU) or counts_by_itself:

@@ -41,8 +41,7 @@ def shown_by_counters(group):
 
 
 def num_exchanges(topology, kind):
-    """Return how many exchanges each rank of a topology has made, or 0 if its workspace is
-    closed."""
+    """Return the number of exchanges of each rank, or 0 if the workspace is closed."""
     of_ranks = {next_epoch - 1 for next_epoch, *_ in epochs_of(topology, kind)}
     assert len(of_ranks) <= 1, f"ranks have made different numbers of exchanges: {of_ranks}"
     return of_ranks.pop() if of_ranks else 0

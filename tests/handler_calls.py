@@ -32,8 +32,7 @@ def can_build():
 
 
 def build(folder):
-    """Link the host code of the extension with the fake driver and ``calls.cc``. Return the path of
-    the library."""
+    """Link the host code of the extension, the fake driver and ``calls.cc``. Return the library."""
     library = folder / "libcalls.so"
     names_python = ("ext.cc.o", "nb_combined.cpp.o")
     objects = [path for path in built().glob("*.o") if not path.name.endswith(names_python)]

@@ -50,8 +50,7 @@ OF_EXCHANGE = tuple(field.name for field in dataclasses.fields(ma.Exchange))
 
 
 def exchanging(*dictionaries, **options):
-    """Return keyword arguments in which all options of an exchange are in one `Exchange`. Later
-    arguments replace earlier arguments."""
+    """Merge keyword arguments, and put all options of an exchange into one `Exchange`."""
     merged, own = {}, None
     for each in (*dictionaries, options):
         for name, value in each.items():
@@ -201,8 +200,7 @@ def gathered(arrays):
 
 @functools.cache
 def gathering():
-    """Return a mesh with one device of each process, and a program that sends the shard of each
-    process to all processes."""
+    """Return a mesh with one device per process, and a program that gathers their shards."""
     first = [jax.local_devices(process)[0] for process in range(PROCESSES)]
     mesh = Mesh(np.array(first), ("process",))
     return mesh, jax.jit(lambda sent: sent, out_shardings=NamedSharding(mesh, PartitionSpec()))
@@ -218,11 +216,11 @@ def received_from_all(sent):
         return np.asarray(program(jax.make_array_from_single_device_arrays(shape, sharding, [own])))
 
 
-def of_all_processes(value, most=1 << 16):
-    """Return a list of the values that the processes have passed."""
+def of_all_processes(value):
+    """Return a list of the values that the processes have passed, each of at most 64 KiB."""
     if PROCESSES == 1:
         return [value]
-    sent = np.zeros(most, np.uint8)
+    sent = np.zeros(1 << 16, np.uint8)
     pickled = pickle.dumps(value)
     sent[: len(pickled)] = np.frombuffer(pickled, np.uint8)
     return [pickle.loads(received.tobytes()) for received in received_from_all(sent)]
@@ -276,8 +274,7 @@ def over_ranks(fn, mesh=None, in_axes=0, out_axes=0, check_vma=True):
 
 
 def over_axes(fn, mesh):
-    """Map `fn` over the ranks on one device: by a vmap over each axis of an abstract mesh, of which
-    the last axis is the innermost."""
+    """Map `fn` over the ranks on one device, by a vmap over each axis of an abstract mesh."""
     for axis in reversed(mesh.axis_names):
         fn = jax.vmap(fn, axis_name=axis)
     sizes = mesh.axis_sizes
@@ -411,12 +408,6 @@ def eagerly(fn, exchanges=None, split=0):
     return run
 
 
-def emulated(fn):
-    """Map `fn` over the ranks by vmap on one device, and compile it."""
-    compiled = jax.jit(jax.vmap(fn, axis_name=AXIS))
-    return lambda *args: jax.tree.map(np.asarray, compiled(*args))
-
-
 def emulated_group(ranks):
     """Return a group without devices, whose ranks are a vmap on the portable path."""
     implementation = "portable" if RANKS_ON_ONE_GPU else None
@@ -510,9 +501,8 @@ def assert_rows_are_described(recv, expected, experts):
         "num_invalid": expected.num_invalid,
     }.items():
         assert_same_bytes(getattr(recv, name), value, name)
-    assert_same_bytes(recv.src_info.rank, expected.row_rank, "src_info.rank")
-    assert_same_bytes(recv.src_info.token, expected.row_token, "src_info.token")
-    assert_same_bytes(recv.src_info.k, expected.row_k, "src_info.k")
+    for name in ("rank", "token", "k"):
+        assert_same_bytes(getattr(recv.src_info, name), getattr(expected, f"row_{name}"), name)
 
 
 def assert_sums_agree(actual, expected, slack, what=""):

@@ -40,8 +40,7 @@ def provide():
 
 
 def pretend():
-    """Import the extension over the fake driver, even if the package has its own. Call this before
-    the package is imported."""
+    """Import the extension over the fake driver. Call this before the package is imported."""
     name = f"{PACKAGE}._native"
     (library,) = pathlib.Path(built(), PACKAGE).glob("_native*")
     spec = importlib.util.spec_from_file_location(name, library)

@@ -334,8 +334,7 @@ def mode_capacity(ranks, tokens, top_k, local_experts, alignment, replicated):
 
 
 def route_mode(ids, local_experts, capacity, alignment, replicated):
-    """Return a list of the routings of ids [R, T, K]: one, or one for each rank if tokens are
-    replicated."""
+    """Return the routing of ids [R, T, K], or a routing of each rank if replicated, as a list."""
     new_ids, experts = mode_ids(ids, local_experts, replicated)
     return [route(each, experts, capacity, alignment) for each in new_ids]
 
@@ -391,8 +390,7 @@ def type_of(arrays):
 
 
 def spans(sizes, num_rows):
-    """Return (first row, end) of each group. A negative size counts as 0. The last groups are cut
-    at the number of rows."""
+    """Return (first row, end) of each group. A negative size counts as 0."""
     end, found = 0, []
     for size in sizes:
         start, end = end, min(end + max(int(size), 0), num_rows)

@@ -82,8 +82,7 @@ def run(
     address=None,
     placed=lambda process, command: command,
 ):
-    """Run pytest in several processes. `placed` changes the command of a process to run it on a
-    host."""
+    """Run pytest in several processes. `placed` maps (process, command) to a command."""
     devices, rest = divmod(num_gpus() if ON_GPU else cpu_devices, processes)
     if rest or not devices:
         sys.exit(f"{devices * processes + rest} devices cannot be divided by {processes} processes")
@@ -135,8 +134,7 @@ def met_by_chance(*printed):
 
 
 def assert_tests_pass(tests, *options, deadline=150):
-    """Run tests in two processes, and repeat them once if they failed by chance. The deadline is
-    for one try."""
+    """Run tests in two processes, and repeat them once if they failed by chance."""
     command = [sys.executable, "-m", "tests.processes", "2", f"--deadline={deadline}", *options]
     # The current process has most of the GPUs' memory.
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}

@@ -150,8 +150,7 @@ def test_the_next_bias_is_the_centered_quantile_of_the_biases_that_tokens_need(s
 
 @pytest.mark.exchanges(0)
 def test_counts_of_many_tokens_have_an_exact_quantile():
-    """The quantile 2 / 3 of 2**31 - 1 tokens is in a bin with three tokens. It has no error from
-    rounding the counts."""
+    """The quantile 2 / 3 of 2**31 - 1 tokens, in a bin of three tokens, is exact."""
     whole = 2 * (2**31 - 1) // 3
     histogram = np.array([[whole, 3, 2**31 - 4 - whole], [1, 0, 0], [0, 1, 0]], np.int32)
     found = ma.quantile_select_bias(jnp.zeros(3), histogram, k=2)

@@ -50,12 +50,6 @@ ROW_KEYS = {
 }
 
 
-def run_of(mesh, wires=None):
-    """Return a run without results."""
-    head = dict(wire=wires, rows=[], failures=[])
-    return run.Run(mesh, head, None, 1, 0.001, time.perf_counter() + 600)
-
-
 def run_on_cpu(module, options, out):
     """Run a benchmark with two ranks. Return its record."""
     few = "--ranks 2 --samples 1 --budget 1e9"  # seconds since the start of the process
@@ -128,8 +122,7 @@ def test_a_method_with_wrong_rows_or_sums_is_refused():
 
 @pytest.mark.parametrize("routing", ["uniform", "skewed"])
 def test_wire_bytes_and_capacity_are_what_a_loop_counts(routing):
-    """The bytes on links, the bytes of memory and the capacity of a workload equal the counts of a
-    loop over its ids."""
+    """Bytes on links, bytes of memory and capacity of a workload equal the counts of a loop."""
     skew = workload.SKEW if routing == "skewed" else 1
     setting = workload.Setting(50, hidden=8, top_k=3, experts=32, skew=skew)
     ranks = 4
@@ -247,7 +240,8 @@ def test_a_sweep_asks_for_its_sizes_and_says_what_bounds_them(name):
     plans = sweeps.plans(name, 4, on_gpu=name != "tokens")  # the largest size takes long to draw
     assert len(plans) >= 2
     wires = dict(results=[dict(bytes=1000, median_us=2.0)], local_gb_per_s=4000)
-    a_run = run_of(harness.mesh_of(1), wires)
+    head = dict(wire=wires, rows=[], failures=[])
+    a_run = run.Run(harness.mesh_of(1), head, None, 1, 0.001, time.perf_counter() + 600)
     for plan in plans:
         assert plan.sweep == name and plan.ops
         found = suite.bounds(a_run, "dispatch", plan.workload)

@@ -28,8 +28,7 @@ BUDGETS = (
 @pytest.mark.parametrize("num_ranks", (2, 8, 64, 128))
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_a_whole_and_a_split_exchange_leave_room_for_each_other(num_sms, num_ranks, budget):
-    """An exchange of several ranks has its budget of blocks, or one block less than the GPU has
-    multiprocessors."""
+    """An exchange has its budget of blocks, or one block less than the GPU's multiprocessors."""
     blocks = min(budget, native._native.launch_blocks(num_ranks, num_sms))
     assert 1 <= blocks < num_sms
     assert blocks == budget or blocks == num_sms - 1

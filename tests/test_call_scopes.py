@@ -119,8 +119,7 @@ print(*re.findall(r"scopes = (-?\\d+)", text_of(model)))
 
 
 def test_the_names_are_the_same_in_processes_of_other_folders_and_caches(tmp_path):
-    """Two processes print equal hashes. The second process has the program in another file, and
-    lowers other programs first."""
+    """Processes with other file names and earlier programs print equal hashes."""
     package = os.path.dirname(os.path.dirname(ma.__file__))
     found = []
     for folder, name, *state in (("a", "one.py"), ("b/c", "other.py", "warm")):

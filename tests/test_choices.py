@@ -188,8 +188,7 @@ ROUTERS = {
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_router_of_the_users_reads_the_arrays_of_its_tokens(name, mesh, options):
-    """Outputs and gradients (of tokens, experts, and all floats of the router) equal those of the
-    reference."""
+    """Outputs and gradients of all floats equal those of the reference."""
     mesh, options = mesh_of(**mesh), options_of(options)
     params = dict(router=ROUTERS[name], experts=OWN)
     layer = lambda params, x: ma.moe(x, **params, axes=axes_of(mesh), **options)[0]
@@ -273,8 +272,7 @@ def test_any_number_of_tokens_has_choices(lead):
 
 
 def test_ids_that_are_no_experts_stay_none():
-    """Ids outside of the range are counted and compute nothing. Two of them would name experts if
-    they were cut to 32 bits."""
+    """Ids outside of the range (also of int32) are counted as invalid, and compute nothing."""
     bad = np.array([2**32, 2**40 + 1, -7, EXPERTS, -1])
     ids = np.where(POSITIONS < 5, np.resize(bad, LEAD), 1)[..., None]
     with jax.set_mesh(mesh_of(ep=1)):

@@ -42,8 +42,7 @@ def routed(layout, routing, ranks, seed=0):
 
 @pytest.mark.parametrize("wire_dtype", (None, "bfloat16", "float32"))
 def test_every_summed_dtype_rounds_as_stated(wire_dtype):
-    """Sums of each dtype and wire dtype equal the oracle's. No choice is dropped, so many partial
-    sums have several rows."""
+    """Sums of each dtype and wire dtype equal the oracle's. No choice is dropped."""
     layout, ranks = cases.PLAIN, harness.SEVERAL
     rng = np.random.default_rng(0)
     y = {n: cases.normal(rng, (ranks, layout.rows(ranks), 33), n) for n in cases.SUMMED_DTYPES}

@@ -89,8 +89,7 @@ def test_every_dtype_and_wire_dtype_rounds_once(dtype, wire_dtype, trailing):
 
 @pytest.mark.parametrize("name, dtype", list(zip(FORMATS, cases.SUMMED_DTYPES)))
 def test_partial_sums_may_travel_in_a_format(name, dtype):
-    """Sums equal the oracle's if partial sums are encoded in a format. The rows are numbers whose
-    products and sums are exact."""
+    """Sums with formats equal the oracle's. All rows are exact in the formats."""
     fmt = FORMATS[name]
     layout = cases.Layout("format", tokens=9, top_k=2, local_experts=2, capacity=14)
     trailing = (3 * fmt.group_size,)
@@ -210,8 +209,7 @@ def test_gradients_and_tangents_of_a_combine_are_those_of_the_oracle(weighted, d
 
 
 def traced(fn, *avals):
-    """Trace fn on two ranks. Return the number of each primitive that is not dead code, and the
-    number of addends of each exchange."""
+    """Trace fn on two ranks. Count its live primitives, and the addends of each exchange."""
     stacked = jax.tree.map(lambda a: jax.ShapeDtypeStruct((2, *a.shape), a.dtype), avals)
     jaxpr = jax.make_jaxpr(jax.vmap(fn, axis_name=harness.AXIS))(*stacked)
     jaxpr, _ = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))

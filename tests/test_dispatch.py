@@ -46,8 +46,7 @@ def test_row_experts_are_the_local_experts_of_rows_with_a_token(routing):
     ids=("all", "even", "odd", "wide"),
 )
 def test_every_dtype_keeps_its_bits_in_one_payload(dtypes):
-    """One payload has leaves of many dtypes and shapes with random bits. All rows equal the
-    oracle's bit for bit."""
+    """A payload of many dtypes and shapes with random bits arrives bit for bit."""
     layout, ranks = cases.PADDED, harness.SEVERAL
     rng = np.random.default_rng(0)
     ids = cases.Case(layout, "masked").ids(ranks)

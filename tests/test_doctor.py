@@ -246,8 +246,7 @@ def test_the_path_must_be_that_of_the_kernels_where_they_are_wanted():
 
 @pytest.mark.parametrize("enough", (True, False))
 def test_the_workspace_must_fit_next_to_xlas_pool(monkeypatch, enough):
-    """The check of memory fails if the free memory is one byte less than the workspace with its
-    header."""
+    """The check fails if one byte is missing for the workspace and its header."""
     sizes = dict(hidden=128, top_k=2)
     group = harness.group_of(harness.SEVERAL)
     estimate = ma.memory_estimate(num_tokens=64, num_experts=256, group_size=group.size, **sizes)

@@ -70,8 +70,7 @@ def test_the_last_expert_of_a_rank_is_dropped_no_more_than_the_first():
 
 
 def test_sources_lose_alike():
-    """All ranks have equal ids. The numbers of choices that they lose differ by at most one for
-    each destination."""
+    """All ranks have equal ids. At each destination, they lose equally many choices, up to one."""
     ids = np.broadcast_to(ids_of(1)[:1], (RANKS, TOKENS, TOP_K))
     dropped = np.sum(~kept_choices(ids), axis=(1, 2))
     assert dropped.min() > 0 and dropped.max() - dropped.min() <= RANKS

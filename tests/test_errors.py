@@ -366,8 +366,7 @@ def test_another_symbolic_size_is_refused_with_advice():
 
 
 def test_a_timeout_that_nanoseconds_cannot_count_is_refused():
-    """Timeouts of 10^10 s and more are refused, because the sum of two must fit into int64
-    nanoseconds. Ten years are accepted."""
+    """Timeouts are refused if the sum of two does not fit into int64 nanoseconds."""
     for timeout in (1e10, 2**33, 1e300):
         for name in ("timeout", "first_timeout"):
             with pytest.raises(ValueError, match=rf"^{name} must be .*at most .* s.*; got "):
@@ -376,8 +375,7 @@ def test_a_timeout_that_nanoseconds_cannot_count_is_refused():
 
 
 def test_the_groups_axis_must_be_in_scope():
-    """A route outside of shard_map and vmap, or with another axis, raises an error that names the
-    axis."""
+    """A route outside of shard_map and vmap, or with another axis, names the axis."""
     for group in (harness.emulated_group(RANKS), harness.group_of(harness.RANK_COUNTS[0])):
         with pytest.raises((ValueError, TypeError), match=harness.AXIS):
             ma.route(jnp.zeros((TOKENS, TOP_K), jnp.int32), **route_args(group=group))
@@ -460,12 +458,8 @@ def test_a_group_must_name_axes_of_its_mesh():
     ids=("logits for scores", "name for a group", "size for a mesh"),
 )
 def test_an_error_that_a_beginner_meets_names_the_remedy(call, remedy):
-    assert_raises(call, remedy)
-
-
-def assert_raises(fn, remedy):
-    with pytest.raises((ValueError, TypeError), match=remedy):
-        fn()
+    with refuses([remedy]):
+        call()
 
 
 @pytest.mark.several_devices("its meshes have several devices")
@@ -475,8 +469,9 @@ def test_an_error_of_a_whole_layer_names_the_remedy():
     params = ma.init_moe(jax.random.key(0), config)
     layer = lambda: ma.moe(jnp.ones((TOKENS, HIDDEN)), **params, axes="ep")[0]
     inside = jax.shard_map(layer, mesh=mesh, in_specs=(), out_specs=PartitionSpec())
-    assert_raises(inside, "got 'ep' inside a jax.shard_map.*call moe_mlp inside with group='ep'")
-    with mesh:
-        assert_raises(layer, r"only the mesh of `with mesh:`.*`with jax.set_mesh\(mesh\):`")
-    with jax.set_mesh(mesh):
-        assert_raises(layer, r"got 7. Use 6 or 8 experts, or 1 rank")
+    with refuses(["got 'ep' inside a jax.shard_map.*call moe_mlp inside with group='ep'"]):
+        inside()
+    with mesh, refuses([r"only the mesh of `with mesh:`.*`with jax.set_mesh\(mesh\):`"]):
+        layer()
+    with jax.set_mesh(mesh), refuses(["got 7. Use 6 or 8 experts, or 1 rank"]):
+        layer()

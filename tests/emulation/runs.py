@@ -83,8 +83,7 @@ class Outcome:
 
     @property
     def is_noticed(self):
-        """Return True if the run shows an error. A hang is no error, because the machine may be
-        slow."""
+        """Return True if the run shows an error. A hang may be due to a slow machine."""
         return bool(self.signs - {"hangs"})
 
 

@@ -17,8 +17,7 @@ def mark():
 
 
 def processes():
-    """Return the ids of all living descendants of this process, even if their parents have
-    ended."""
+    """Return the ids of all living descendants of this process."""
     mine = f"{MARK}={os.getpid()}".encode()
     found = set()
     for folder in PROC.iterdir():
@@ -31,8 +30,7 @@ def processes():
 
 
 def descriptors(process="self"):
-    """Return the targets of the open descriptors of a process, by number. The descriptor of the
-    listing itself is left out."""
+    """Return the targets of the open descriptors of a process, by number."""
     found = {}
     for link in (PROC / str(process) / "fd").iterdir():
         with contextlib.suppress(OSError):
@@ -66,8 +64,7 @@ class Before:
 
 
 def sockets():
-    """Return a dict from the name of each listening socket of this package to the target of its
-    descriptors."""
+    """Return a dict from the name of each listening socket of this package to its target."""
     lines = (line.split() for line in (PROC / "net/unix").read_text().splitlines())
     named = (line for line in lines if line[-1].startswith(SOCKET))
     listens = "00010000"  # its connections have its name, too, but not this flag

@@ -93,8 +93,7 @@ class Member(Inside):
         return max(each.mapped_bytes for each in memory)
 
     def churn(self, plan, at=None, act=None, given=()):
-        """In each cycle of the plan, open, grow and close the workspace. At the start of cycle
-        `at`, call the method `act`."""
+        """Open, grow and close the workspace in each cycle. In cycle `at`, first call `act`."""
         self.reach(0)
         self.holds_interrupts = False
         try:
@@ -171,8 +170,7 @@ class Member(Inside):
         self.opening = futures.ThreadPoolExecutor(1).submit(self.reserve, 64, split)
 
     def close_without_a_look(self, timeout):
-        """Close without waiting for threads that open a workspace, as if such a thread had begun
-        just after the wait."""
+        """Close without waiting for a thread that has just begun to open a workspace."""
         native.wait = lambda *_: None
         self.group.close(timeout=timeout)
 
@@ -180,8 +178,7 @@ class Member(Inside):
         futures.wait([self.opening])
 
     def interrupt_once(self, seconds):
-        """Raise KeyboardInterrupt after this many seconds, or as soon as no interrupts are
-        held."""
+        """Raise KeyboardInterrupt after `seconds`, or as soon as no interrupts are held."""
 
         def interrupt(*_):
             if not self.holds_interrupts:
@@ -395,8 +392,7 @@ def damaged_notice(run):
 
 
 def restarted_peer(run):
-    """Kill the victim and start it again. The other members must close and then open the group
-    with the new process."""
+    """Kill the victim and start it again. All members must then be able to open the group."""
     victim, start = in_the_middle(run)
     victim.kill()
     outcome = judge(run, settle(run, bound_of(run)), start)
@@ -449,8 +445,7 @@ def a_busy_device(run):
 
 
 def closes_while_it_opens(run):
-    """Close a group while a thread of the same process opens it and waits for a stopped process.
-    close() must return at its timeout."""
+    """Close a group while a thread of the process waits to open it. close() must not wait long."""
     victim = begin(run, timeout=8.0)
     run.all("reserve")
     close_all(run)

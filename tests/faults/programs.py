@@ -193,8 +193,7 @@ def in_the_middle(run, **options):
 
 
 def acts(act, *patterns):
-    """Return a kind in which the victim calls a method of `Rank` before a random step. Errors must
-    match one of `patterns`."""
+    """Return a kind in which the victim calls `act` before a random step. See `settle`."""
 
     def kind(run):
         begin(run)

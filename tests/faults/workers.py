@@ -99,8 +99,7 @@ class Inside:
 
 
 def work(make, connection, log, arguments):
-    """Answer commands until the connection ends. `make` returns an object whose methods are the
-    commands."""
+    """Run the named methods of `make(**arguments)` until the connection ends."""
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(output, 1), os.dup2(output, 2), os.close(output)
     faulthandler.dump_traceback_later(LIMIT, exit=True)
@@ -222,8 +221,7 @@ class Run:
         return [worker.hear(seconds) for worker in self.alive()]
 
     def kill(self, but=()):
-        """Kill the workers and the processes that they started, except `but`. Return the ids of the
-        processes that they started."""
+        """Kill the workers and their children, except `but`. Return the ids of the children."""
         for worker in self.started:
             worker.kill()
         found = leaks.processes() - set(but)

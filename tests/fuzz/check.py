@@ -116,8 +116,7 @@ def compiled(program):
 
 @functools.cache
 def rounds_twice():
-    """Return True if XLA rounds float64 to float16 through float32, as it does on CPUs without
-    float16 arithmetic."""
+    """Return True if XLA rounds float64 to float16 through float32, as some CPUs need it."""
     with jax.enable_x64(True):
         above_a_tie = jnp.full(8, 1 + 2.0**-11 + 2.0**-40, jnp.float64)
         return bool((jax.jit(lambda x: x.astype(jnp.float16))(above_a_tie) == 1).all())
@@ -174,8 +173,7 @@ class Expected:
     routings: list[oracle.Routing]
 
     def each(self, fn, *arrays):
-        """Call fn(*arrays, routing) for each domain, and join the results. Replicated tokens make
-        each rank a domain."""
+        """Call fn(*arrays, routing) for each domain (each rank if replicated). Join the results."""
         alone = len(self.routings) > 1 or self.program.replicated
         found = []
         for r, routing in enumerate(self.routings):
@@ -374,8 +372,7 @@ class Expected:
         harness.assert_sums_agree(actual, sums, np.zeros(sums.shape), what)
 
     def check_cotangents_of_router_weights(self, cotangents, of_row_weights, slack):
-        """Check the cotangents of router weights: of their dispatch, and of their use in the
-        combine."""
+        """Check the cotangents of weights that are dispatched and may be used in the combine."""
         total = self.directions["weights"]
         if of_row_weights is not None:
             is_row = self.routing.row_token >= 0
@@ -388,8 +385,7 @@ class Expected:
         self.check_close(cotangents["topk_weights"], total, own, "topk_weights")
 
     def check_close(self, actual, expected, slack, name):
-        """Check equality up to the slack. If the slack is not zero, also allow one rounding of
-        ``actual``."""
+        """Check that numbers differ at most by the slack and (if it is not 0) one rounding."""
         rounded = expected.astype(actual.dtype)
         slack = np.broadcast_to(np.asarray(slack, np.float64), rounded.shape)
         at_most = slack + (slack > 0) * oracle.epsilon(actual.dtype) * np.abs(expected)

@@ -300,8 +300,7 @@ def trailing(rng):
 
 
 def anything(rng, ranks, layout):
-    """Draw ids from a random list of experts and invalid ids. Some experts occur often, some
-    never."""
+    """Draw ids from a random list of experts and invalid ids."""
     experts = layout.num_experts(ranks)
     wild = (-1, -1, -1, experts, -2, cases.INT32.max, cases.INT32.min)
     size = rng.integers(1, experts + 4)

@@ -8,8 +8,7 @@ import harness
 
 
 def run_alone(function, *, timeout=60, **environment):
-    """Return the function's output. Fail unless the function succeeds within `timeout` seconds, or
-    longer if many ranks share a GPU."""
+    """Return the function's output. Fail unless it succeeds within about `timeout` seconds."""
     timeout *= harness.TIMES_SLOWER
     module, name = function.__module__, function.__name__
     environment = {

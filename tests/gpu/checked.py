@@ -250,8 +250,7 @@ def dispatch_start(shape, group, step, routing):
 
 
 def mark_of(rank):
-    """Return the number that experts of a rank add to rows. It is small, because bfloat16 has all
-    integers only up to 256."""
+    """Return what experts of a rank add to rows. bfloat16 has all integers only up to 256."""
     return rank % 8
 
 
@@ -428,8 +427,7 @@ def assert_counted(group=GROUP):
 
 
 class Noted:
-    """A program that notes the exchanges of each call. If `exchanges` is None, the first call reads
-    the number from the counters."""
+    """A program that notes its exchanges. If None, the first call reads their number."""
 
     def __init__(self, program, group, exchanges=None):
         self.program, self.group, self.exchanges = program, group, exchanges
@@ -528,8 +526,7 @@ def combine_given(shape, group, step, routing):
 
 
 def mapped(fn, group):
-    """Map `fn` over the ranks: by shard_map over the group's mesh, or by vmap on one GPU. Arrays of
-    all ranks have a leading rank axis."""
+    """Map `fn` over the ranks, by shard_map or, on one GPU, by vmap. Ranks are axis 0."""
     if group.mesh is None:
         return jax.vmap(fn, axis_name=group.axis_name, axis_size=group.size)
     spec = PartitionSpec(group.mesh.axis_names)
@@ -585,8 +582,7 @@ def steps_of(order, num_steps):
 
 
 def sum_program(group, shape=SMALL):
-    """Return a program that maps the state to the sum of all dispatched rows over all ranks, a
-    float32 that is equal on all ranks."""
+    """Return a program from the state to the sum of all dispatched rows of all ranks."""
 
     def on_rank(state):
         routing = route(shape, group, state[0])

@@ -3,6 +3,7 @@ many ring halves to use."""
 
 import contextlib
 import enum
+import functools
 import pathlib
 import re
 
@@ -77,10 +78,9 @@ def set_hooks_of(group, index, mutation, phase=0, delay_ns=0, depth=0, kind=nati
     native._raise(native._native.set_hooks(*group.topology, kind, *hooks))
 
 
-def set_epoch_of(group, index, epoch, kind=native.WHOLE):
-    """Let a rank continue as if `epoch - 1` exchanges had run; -1 means all ranks of this
-    process."""
-    native._raise(native._native.set_epoch(*group.topology, kind, index, epoch))
+def set_epoch_of(group, index, epoch):
+    """Let one rank (-1: all ranks of this process) continue as if `epoch - 1` exchanges had run."""
+    native._raise(native._native.set_epoch(*group.topology, native.WHOLE, index, epoch))
 
 
 def set_credits_of(group, index, epoch):
@@ -88,9 +88,15 @@ def set_credits_of(group, index, epoch):
     native._raise(native._native.set_credits(*group.topology, native.WHOLE, index, epoch))
 
 
-def set_uncapped(group, is_uncapped):
+@contextlib.contextmanager
+def uncapped(group):
     """Let ranks on one GPU launch more blocks than the GPU can run at once."""
-    native._native.set_uncapped(*group.topology, native.WHOLE, is_uncapped)
+    set_uncapped = functools.partial(native._native.set_uncapped, *group.topology, native.WHOLE)
+    set_uncapped(True)
+    try:
+        yield
+    finally:
+        set_uncapped(False)
 
 
 def set_epoch(group, epoch):

@@ -155,13 +155,10 @@ def begin(name, zeros):
     return harness.put(state, checked.sharding_of(KERNELS))
 
 
-def run_all_steps(run, name, zeros, runs=1):
-    """Call a program ``runs`` times with a routing. Return its sums, which start at ``zeros``."""
-    state = begin(name, zeros)
-    for _ in range(runs):
-        state = run(*state)
-    _, steps, sums = harness.numpy_of(state)
+def run_all_steps(run, name, zeros):
+    """Call a program with a routing. Return its sums, which start at ``zeros``."""
+    _, steps, sums = harness.numpy_of(run(*begin(name, zeros)))
     KERNELS.check()
-    assert (steps == runs * STEPS).all()
+    assert (steps == STEPS).all()
     checked.assert_counted(KERNELS)
     return sums

@@ -52,8 +52,7 @@ def test_short_programs_replay_in_any_order():
 
 
 def layer(shape, group, step):
-    """Return results and gradients of one rank. The tokens are normally distributed, so that sums
-    are rounded."""
+    """Return results and gradients of one rank for normal tokens, whose sums are rounded."""
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), step), checked.my_rank(group))
     x = jax.random.normal(key, (shape.tokens, shape.hidden), shape.dtype)
     routing = checked.route(shape, group, step)

@@ -79,8 +79,7 @@ CASES = {
 
 @functools.cache
 def routing():
-    """Return the routing of step 0. It is computed once, because the first call of its program
-    waits for all processes."""
+    """Return the routing of step 0. Its first computation waits for all processes."""
     return jax.block_until_ready(checked.routing_program(SHAPE)())
 
 

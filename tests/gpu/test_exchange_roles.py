@@ -5,7 +5,7 @@ import random
 
 import checked
 import pytest
-from hooks import DELAYABLE, Mutation, hooked, set_hooks, set_uncapped
+from hooks import DELAYABLE, Mutation, hooked, set_hooks, uncapped
 
 # Dispatch and combine have work for more than 400 blocks.
 MANY_CHUNKS = checked.fitting(checked.Shape(tokens=4096, hidden=64))
@@ -16,7 +16,7 @@ SMALL_GRID = checked.new_group(num_sms=16)
 # More receivers than a GPU can hold at once. If all receivers started first, no sender would have
 # room.
 if checked.ONE_GPU:
-    # Each rank may have 400 blocks. Without `set_uncapped`, a launch has only as many as fit.
+    # Each rank may have 400 blocks. Outside of `uncapped`, a launch has only as many as fit.
     FLOOD = checked.fitting(checked.Shape(tokens=2048, hidden=8, top_k=1), gigabytes=1.0)
     FLOODED = checked.new_group(num_sms=400, timeout=1.0)
 else:
@@ -54,22 +54,10 @@ def test_a_slow_rank_changes_no_result(num_sms):
                 checked.assert_right(state, group)
 
 
-@contextlib.contextmanager
-def more_blocks_than_fit():
-    if not checked.ONE_GPU:
-        yield
-        return
-    set_uncapped(FLOODED, True)
-    try:
-        yield
-    finally:
-        set_uncapped(FLOODED, False)
-
-
 def test_blocks_that_outnumber_the_gpu_end_because_senders_are_admitted_first():
     """With more blocks than fit, calls are right. If receivers start first, a call times out."""
     run = checked.program(FLOOD, FLOODED)
-    with more_blocks_than_fit():
+    with uncapped(FLOODED) if checked.ONE_GPU else contextlib.nullcontext():
         state = checked.repeat(run, 3)
         checked.assert_right(state, FLOODED)
         with hooked(FLOODED, mutation=Mutation.RECEIVERS_FIRST):
@@ -79,8 +67,7 @@ def test_blocks_that_outnumber_the_gpu_end_because_senders_are_admitted_first():
 
 
 def test_the_order_of_admission_is_free_where_all_blocks_run_at_once():
-    """If all blocks fit, calls are right even if receivers start first. The timeout in the test
-    above is therefore due to the order."""
+    """If all blocks fit, results are right even if receivers start first."""
     for group in (FLOODED, SMALL_GRID) if checked.ONE_GPU else (SMALL_GRID,):
         run = checked.program(FLOOD if group is FLOODED else checked.SMALL, group)
         state = checked.repeat(run, 1)

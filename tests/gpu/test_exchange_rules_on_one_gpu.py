@@ -58,8 +58,7 @@ def test_a_rank_waits_for_a_credit_that_is_not_there_and_says_so():
 
 
 def test_a_missing_credit_is_not_noticed_where_the_rule_is_broken():
-    """If the kernels ignore credits, a call without a credit is right. The timeout in the test
-    above is therefore due to the credit."""
+    """With IGNORE_CREDIT, a call without its credit is right, unlike in the test above."""
     run = checked.program(checked.SMALL, GROUP)
     state = checked.repeat(run, 2)
     with hooked(GROUP, mutation=Mutation.IGNORE_CREDIT):
@@ -68,8 +67,7 @@ def test_a_missing_credit_is_not_noticed_where_the_rule_is_broken():
 
 
 def test_a_rank_that_left_out_calls_is_noticed():
-    """A rank has an epoch that is two (the number of ring halves) too high. The error says that the
-    rank is ahead."""
+    """If the epoch of a rank is two too high, the error says that the rank is ahead."""
     run = checked.program(checked.SMALL, GROUP)
     state = checked.repeat(run, 2)
     checked.assert_right(state, GROUP)

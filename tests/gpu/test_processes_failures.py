@@ -266,8 +266,7 @@ def other_order_of_execution(process):
 
 
 def growth(process):
-    """Run three programs, each needing more memory than the one before, and run them again after
-    the group was closed."""
+    """Run three programs of growing memory, and run them again after close()."""
     job = Job()
     (small,) = job.ready(job.small)
     wrong = [job.wrong(small)]
@@ -618,8 +617,7 @@ def test_opening_and_closing_leaves_no_descriptor_and_makes_no_context(folder):
 
 
 def test_processes_that_see_only_their_own_gpu_exchange(folder):
-    """Each process has another CUDA_VISIBLE_DEVICES, as under some schedulers. All results are
-    right."""
+    """Processes with different CUDA_VISIBLE_DEVICES, as under schedulers, get right results."""
     with Pair(exchange, folder, own_gpu_only=True) as pair:
         pair.hear_right()
         pair.finish()

@@ -109,8 +109,7 @@ def enabled():
 
 @pytest.mark.parametrize("model", MODELS)
 def test_training_is_that_of_maxtext(model):
-    """Five steps have the metrics of unchanged MaxText, and the first step changes the parameters
-    equally."""
+    """Metrics of five steps, and the updates of the first step, equal those of MaxText."""
     maxtext.disable()
     expected = train(MODELS[model] | AS_IT_IS)
     maxtext.enable()

@@ -70,8 +70,7 @@ def report(verdict, seconds, what):
 
 
 def copy_tree():
-    """Copy all files that git does not ignore to ``TREE``. Do not write unchanged files, so that
-    make does not compile them again."""
+    """Copy all files that git does not ignore to ``TREE``. Unchanged files keep their times."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     names = {name for name in listed.split("\0") if (ROOT / name).is_file()}
