@@ -96,7 +96,7 @@ def last_rank_only(rng, ranks, layout):
 
 
 def idle_rank(rng, ranks, layout):
-    """Draw ids that send nothing to rank 0 (with one rank: to no rank)."""
+    """Draw ids that send nothing to rank 0. With one rank, all ids are -1."""
     if ranks == 1:
         return np.full(shape(ranks, layout), -1, np.int32)
     return rng.integers(

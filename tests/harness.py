@@ -23,7 +23,7 @@ from jax_moe_a2a._src.group import native
 
 AXIS = "ep"
 ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
-# How many ranks share one device, as a vmap over the group's axis. 0: each rank has its own device.
+# The number of ranks that share one device, as a vmap, or 0 if each rank has its own device.
 RANKS_ON_ONE_GPU = cases.RANKS_ON_ONE_GPU
 TIMES_SLOWER = max(1, RANKS_ON_ONE_GPU // 16)  # factor of time limits if many ranks share a GPU
 IMPLEMENTATION = os.environ.get("MOE_A2A_TEST_IMPLEMENTATION") or None

@@ -1,4 +1,4 @@
-"""Make hosts for tests: network namespaces, each with its own address, which a bridge connects.
+"""Make hosts for tests: network namespaces that a bridge connects, each with its own address.
 
 As on different hosts, programs in two namespaces share no loopback, port or abstract socket.
 Namespaces need root and `ip` of iproute2.

@@ -1,5 +1,5 @@
-"""Run the tests in several processes of one JAX job, which divide the devices. Every process runs
-the same tests in the same order.
+"""Run the tests in several processes of one JAX job. The processes divide the devices, and run the
+same tests in the same order.
 
     python -m tests.processes 2                                 # all tests in 2 processes
     python -m tests.processes 4 -- -q tests/test_dispatch.py    # after -- for pytest

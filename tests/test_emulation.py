@@ -9,9 +9,9 @@ import subprocess
 import pytest
 from emulation import mutations, runs
 
-# Sequences of each kind, by its variant. Under ThreadSanitizer (tsan), a sequence takes seconds.
+# The number of sequences of each kind, by its variant. A sequence of "tsan" takes seconds.
 SEEDS = {"plain": 4, "colocated": 3, "tsan": 2}
-# Sequences of the kinds on which tests/mutations/list.toml relies.
+# The number of sequences of kinds that tests/mutations/list.toml needs.
 MORE_SEEDS = {"sequences": 6, "drops": 6}
 # Only ``make emulate`` runs kinds of other variants.
 KINDS = [name for name, kind in runs.KINDS.items() if kind.variant in SEEDS]

@@ -9,7 +9,7 @@ COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "coll
 # Instructions that run nothing on a GPU.
 NAMES = ("parameter", "constant", "bitcast", "get-tuple-element", "tuple")
 FREE = (*NAMES, "after-all", "partition-id")
-# A kernel that only moves data contains operations of MOVES and PLAIN, and no others.
+# A kernel only moves data if all its operations are in MOVES or PLAIN.
 UPDATE = "dynamic-update-slice"
 MOVES = ("copy", "transpose", "slice", "dynamic-slice", UPDATE, "concatenate", "pad")
 PLAIN = (*NAMES, "broadcast", "reshape", "convert", "iota")
@@ -79,7 +79,7 @@ class Module:
     @staticmethod
     def _instruction(name, shape, op, rest):
         depth, end = 1, 0
-        while depth:  # the operands end where the parenthesis of the instruction does
+        while depth:  # find the parenthesis that ends the operands
             depth += {"(": 1, ")": -1}.get(rest[end], 0)
             end += 1
         operands = tuple(re.findall(r"%([\w.\-]+)", rest[: end - 1]))

@@ -2,7 +2,7 @@
 
 A mutation leaves out a call that orders memory or waits (``Place``), swaps two neighbouring stores
 (``Swap``), or breaks a rule of the protocol (``Rule``). Calls and stores are read from the sources,
-so the list contains new barriers. ``JUSTIFIED`` says why no run can detect some mutations.
+so the list always has new barriers. ``JUSTIFIED`` says why no run can detect some mutations.
 """
 
 import dataclasses

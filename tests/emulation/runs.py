@@ -212,7 +212,7 @@ KINDS = {
     "races of ranks on one GPU": Kind(
         "colocated_tsan", lambda s: ["--ranks", _sometimes(s, 2, 3), "--steps", 6]
     ),
-    "limited residency of ranks on one GPU": Kind(  # the first blocks are one block of each rank
+    "limited residency of ranks on one GPU": Kind(  # at least one block of each rank is resident
         "colocated",
         lambda s: ["--ranks", 3, "--steps", 8, "--sms", 8, "--resident", _sometimes(s, 3, 4, 5)],
     ),

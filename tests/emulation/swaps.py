@@ -91,7 +91,7 @@ class _Source:
         return self.code.count("\n", 0, place) + 1
 
     def function(self, place):
-        """Return the name of the function whose definition begins last before `place`."""
+        """Return the name of the last function whose definition begins before `place`."""
         return next(filter(None, _FUNCTION.findall(self.code, 0, place)[-1]))
 
     def rewritten(self, begin=0, end=None):

@@ -87,7 +87,7 @@ class Inside:
         raise ValueError("an error of the program")
 
     def limit_descriptors(self, more):
-        """Let this process open only so many descriptors more; None removes the limit."""
+        """Let this process open at most `more` additional descriptors; None removes the limit."""
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         most = min(hard, 1024) if more is None else max(leaks.descriptors()) + more
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

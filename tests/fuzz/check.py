@@ -116,7 +116,7 @@ def compiled(program):
 
 @functools.cache
 def rounds_twice():
-    """Return True if XLA rounds float64 to float16 through float32, as some CPUs need it."""
+    """Return True if XLA rounds float64 to float16 through float32 (CPUs without float16)."""
     with jax.enable_x64(True):
         above_a_tie = jnp.full(8, 1 + 2.0**-11 + 2.0**-40, jnp.float64)
         return bool((jax.jit(lambda x: x.astype(jnp.float16))(above_a_tie) == 1).all())

@@ -1,4 +1,4 @@
-"""Define programs with `ma.grouped_dot` in nested vmaps. Between several products is a sine."""
+"""Define programs with `ma.grouped_dot` in nested vmaps, with a sine after each product but one."""
 
 import dataclasses
 import functools
@@ -178,7 +178,7 @@ def drawn_sizes(rng, p):
 
 
 def inputs(program, seed, number, run):
-    """Draw the arrays of a run, with NaN and infinity after the last group of each element."""
+    """Draw the arrays of a run. Rows after the last group of each element are not finite."""
     p, rng = program, draw.generator(seed, number, run, 6)
     ranks = p.place.ranks
 

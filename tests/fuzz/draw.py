@@ -373,7 +373,7 @@ class Inputs:
 
 
 def inputs(program, seed, number, run):
-    """Draw the arrays of a run, with NaN where no program may read."""
+    """Draw the arrays of a run. Elements that no program may read are NaN."""
     rng = generator(seed, number, run, 1)
     p, elements = program, max(1, program.batch)
     all_ids, names = [], []
@@ -464,7 +464,7 @@ def inputs(program, seed, number, run):
 
 
 def tokens(rng, program, leaf):
-    """Return a function that draws tokens: numbers of many sizes for a format, else any bits."""
+    """Return a function that draws tokens: numbers of many sizes for a format, or random bits."""
 
     def for_a_format(shape):
         x = rng.standard_normal(shape) * 10.0 ** rng.uniform(

@@ -348,7 +348,7 @@ class Inputs:
 
 
 def inputs(program, seed, number, run):
-    """Draw the arrays of a run, with NaN where no program may read."""
+    """Draw the arrays of a run. Elements that no program may read are NaN."""
     rng = draw.generator(seed, number, run, 4)
     p, elements, depth = program, max(1, program.batch), max(1, program.depth)
     count = elements if p.is_batched("ids") else 1

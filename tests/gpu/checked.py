@@ -338,7 +338,7 @@ def count_routing(shape, group, step, routing):
 
     rank, token, k = routing.row_rank, routing.row_token, routing.row_k
     row = jnp.arange(capacity)
-    local_expert = jnp.sum(row[:, None] >= ends, axis=1)  # of the row; local_experts after the end
+    local_expert = jnp.sum(row[:, None] >= ends, axis=1)  # local_experts after the last group
     is_real = row[:, None] < (ends - padded + sizes)
     is_real = jnp.any(is_real & (local_expert[:, None] == jnp.arange(len(expert))), axis=1)
     is_own = ids_at(shape, num_ranks, step, rank, token, k) == expert[0] + local_expert
@@ -427,7 +427,7 @@ def assert_counted(group=GROUP):
 
 
 class Noted:
-    """A program that notes its exchanges. If None, the first call reads their number."""
+    """A program that notes its exchanges. If `exchanges` is None, the first call counts them."""
 
     def __init__(self, program, group, exchanges=None):
         self.program, self.group, self.exchanges = program, group, exchanges
@@ -679,7 +679,7 @@ def own_counts(state):
 
 
 def outcome(run, group=GROUP):
-    """Call `run() -> state`, and wait for its end. Return the outcome in all processes together."""
+    """Call `run() -> state`, and wait for its end. Return one outcome for all processes."""
     counts, error = None, ""
     start = time.perf_counter()
     try:
