@@ -137,7 +137,7 @@ def put(tree, sharding, **options):
 
 
 def numpy_of(tree):
-    """Return the arrays of a pytree as whole numpy arrays. All processes must call this."""
+    """Return a pytree with whole numpy arrays. All processes must call this function."""
     leaves, structure = jax.tree.flatten(tree)
     elsewhere = [leaf for leaf in leaves if is_elsewhere(leaf)]
     whole = iter(gathered(elsewhere) if elsewhere else ())

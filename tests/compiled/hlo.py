@@ -140,7 +140,7 @@ class Module:
         return sorted(shape for shape in operands if has_axis(shape, size))
 
     def passes_over(self, i, size):
-        """Return True if a kernel reads or writes all of an axis of this size."""
+        """Return True if a kernel reads or writes a whole axis of this size."""
         return any(
             has_axis(instruction.shape, size)
             for b in self.fused(i)

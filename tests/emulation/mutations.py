@@ -128,7 +128,7 @@ class Rule:
 
 
 _MISMATCH = ("--mismatch", 1, "--timeout", 2)
-# One rank is late. Ranks that do not wait for its head end before it arrives.
+# One rank is late. A rank that does not wait for the head of this rank ends too early.
 _OTHER_HEADS = ("--heads", 1, "--stall", 1, "--phase", 3, "--delay", 0.05)
 RULES = [
     Rule("kIgnoreCredit", 1, "rdc", more=("--depth", 1)),

@@ -363,7 +363,7 @@ class Expected:
     def check_cotangent_of_tokens(self, name, actual):
         p, rows = self.program, self.directions.get(f"rows{name[1:]}")
         what = f"cotangent of {name}"
-        if rows is None:  # of quantized rows
+        if rows is None:  # quantized rows have no cotangents
             assert not np.asarray(actual, np.float32).any(), what
             return
         sums, _ = self.summed([(rows, None)], p.dispatch_wire)

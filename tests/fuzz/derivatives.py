@@ -17,8 +17,8 @@ def derived(how, fn):
       fn: (floats, others) -> (float array, dict of other results).
 
     The directions have the cotangent "g" and, for each float, the tangent "v.NAME". The results are
-    "y" and the other results of `fn`; "t", the tangent of y; "d.NAME", the cotangent of a float;
-    "dd.NAME", the second derivative.
+    "y", the other results of `fn`, "t" (the tangent of y), "d.NAME" (the cotangent of a float) and
+    "dd.NAME" (the second derivative).
     """
 
     def run(floats, others, directions):
