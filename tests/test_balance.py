@@ -201,7 +201,7 @@ def test_histograms_of_micro_batches_add_and_layers_have_a_bias_each():
 
 @pytest.mark.exchanges(0)
 def test_a_skewed_router_is_balanced_in_four_steps():
-    """The largest load is above 3 times the mean before, and below 1.1 times after four steps."""
+    """The largest load is more than 3 times the mean. After four steps, it is below 1.1 times."""
     rng = np.random.default_rng(4)
     logits = (rng.normal(size=(512, 16)) + np.linspace(-2, 2, 16)).astype(np.float32)
     choose = ma.TopK(2, score="sigmoid")

@@ -230,8 +230,8 @@ def test_few_keys_without_groups_are_composed(on_gpus, monkeypatch):
 
 @pytest.mark.several_devices("Auto axes need a mesh")
 def test_xla_divides_the_composition_among_devices(on_gpus, caplog):
-    """If XLA divides the tokens of a program, the program has no call, because each device would
-    run the call with the tokens of all devices."""
+    """A program whose tokens XLA divides does not call the kernel, because each device would call
+    it with the tokens of all devices."""
     mesh = harness.mesh_of(harness.SEVERAL)
     logits = aval(8 * harness.SEVERAL, 32)
     program = jax.jit(weights_of, in_shardings=jax.NamedSharding(mesh, jax.P(harness.AXIS)))

@@ -270,7 +270,7 @@ class Expected:
 
     def check_recv(self, recv):
         p, same = self.program, harness.assert_same_bytes
-        # Compare Python integers, because no dtype is larger than uint64.
+        # Python integers, because no integer dtype holds both -1 and all of uint64.
         is_invalid = [
             [not -1 <= int(i) < p.num_experts for i in own.ravel()] for own in self.args["ids"]
         ]

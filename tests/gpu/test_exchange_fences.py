@@ -1,4 +1,4 @@
-"""Test that a thread that has seen a chunk's flag also sees the chunk's rows."""
+"""Test that a thread sees the rows of a chunk after it has seen the chunk's flag."""
 
 import functools
 from typing import NamedTuple
