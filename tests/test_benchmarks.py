@@ -1,4 +1,5 @@
-"""The benchmark runs on CPU, its plain methods equal ours, and its checks can fail."""
+"""Test that the benchmarks run on CPU, that all methods have equal results, and that wrong results
+are detected."""
 
 import dataclasses
 import functools
@@ -49,15 +50,9 @@ ROW_KEYS = {
 }
 
 
-def run_of(mesh, wires=None):
-    """Return a run without results."""
-    head = dict(wire=wires, rows=[], failures=[])
-    return run.Run(mesh, head, None, 1, 0.001, time.perf_counter() + 600)
-
-
 def run_on_cpu(module, options, out):
-    """Run a benchmark with two ranks; return its record."""
-    few = "--ranks 2 --samples 1 --budget 1e9"  # a budget counts from the start of the process
+    """Run a benchmark with two ranks. Return its record."""
+    few = "--ranks 2 --samples 1 --budget 1e9"  # seconds since the start of the process
     assert module.main([*options.split(), *few.split(), "--out", str(out)]) == 0
     found = json.loads(out.read_text())
     assert found["failures"] == []
@@ -84,7 +79,7 @@ def test_on_cpu_the_record_is_complete_and_denies_that_it_is_of_gpus(tmp_path, m
 
 
 def prepared_by(make, work, ops=operations.STANDARD):
-    """Return what `operations.prepare` returns for a method, on all ranks."""
+    """Return the results of a method on all ranks, for `operations.check`."""
     mesh = harness.mesh_of(work.ranks)
     method = make(work, harness.group_of(work.ranks))
     run_once, _ = operations.prepare(method, ops)
@@ -127,6 +122,7 @@ def test_a_method_with_wrong_rows_or_sums_is_refused():
 
 @pytest.mark.parametrize("routing", ["uniform", "skewed"])
 def test_wire_bytes_and_capacity_are_what_a_loop_counts(routing):
+    """Bytes on links, bytes of memory and capacity of a workload equal the counts of a loop."""
     skew = workload.SKEW if routing == "skewed" else 1
     setting = workload.Setting(50, hidden=8, top_k=3, experts=32, skew=skew)
     ranks = 4
@@ -241,10 +237,11 @@ def test_experts_of_a_model_are_measured_and_checked_with_each_form_of_sizes(tmp
 
 @pytest.mark.parametrize("name", sweeps.SWEEPS)
 def test_a_sweep_asks_for_its_sizes_and_says_what_bounds_them(name):
-    plans = sweeps.plans(name, 4, on_gpu=name != "tokens")  # to draw its largest takes long
+    plans = sweeps.plans(name, 4, on_gpu=name != "tokens")  # the largest size takes long to draw
     assert len(plans) >= 2
     wires = dict(results=[dict(bytes=1000, median_us=2.0)], local_gb_per_s=4000)
-    a_run = run_of(harness.mesh_of(1), wires)
+    head = dict(wire=wires, rows=[], failures=[])
+    a_run = run.Run(harness.mesh_of(1), head, None, 1, 0.001, time.perf_counter() + 600)
     for plan in plans:
         assert plan.sweep == name and plan.ops
         found = suite.bounds(a_run, "dispatch", plan.workload)
@@ -272,7 +269,7 @@ def test_the_program_of_the_link_limit_compiles(tmp_path):
 
 
 def test_the_documents_have_the_calculated_layers_with_replicas():
-    """The break-even of a replica follows from the times of a layer."""
+    """The page has the table of the record, and the break-even rows computed from its times."""
     page = (ROOT / "docs/placement.md").read_text()
     rows = json.loads((record.FOLDER / "2026-11-26-placement-layers.json").read_text())["rows"]
     assert "\n".join(placement.table(rows)) in page
