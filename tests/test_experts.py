@@ -1,7 +1,7 @@
-"""The experts of a layer as primitives have the results and derivatives of dense experts, and no
-element-wise pass over the rows remains. test_activations tests which functions the kernels compute.
+"""The primitives for experts return the results and derivatives of dense experts, and leave no
+element-wise pass over the rows. test_activations tests which functions the kernels compute.
 
-Rows after the last group are NaN and infinite in every test, as in `test_grouped_dot`.
+In every test, rows after the last group are NaN or infinite.
 """
 
 import functools
@@ -71,7 +71,6 @@ def operands(
 
 
 def fused(*args, activation=SWIGLU, sizes=SIZES):
-    """Return the experts' results of the rows in use."""
     all_args = experts.ExpertOperands(*args, jnp.array(sizes, jnp.int32))
     y, _ = experts.bind_experts(all_args, activation=activation)
     return y[: sum(sizes)]
@@ -97,7 +96,7 @@ def value_and_grads(fn, wanted=OF_ALL):
 
 
 def in_use(results):
-    """Cut the gradients of rows and weights, the second and fifth result, to the rows in use."""
+    """Cut the gradients of rows and weights to the rows in use."""
     return [x[:IN_USE] if x.shape[:1] == (ROWS,) else x for x in jax.tree.leaves(results)]
 
 
@@ -109,7 +108,7 @@ def assert_close(actual, right, tolerance=2e-5):
 # Values and derivatives
 
 
-# Without the kernels, tests of gated activations suffice, because `up` is one more factor.
+# Without GPUs, gated activations suffice, because each one contains its ungated activation.
 @pytest.mark.parametrize(
     "activation", ACTIVATIONS if harness.ON_GPU else [GELU, *ACTIVATIONS[len(PLAIN) :]], ids=name_of
 )
@@ -213,13 +212,13 @@ def with_cotangents(fn):
 
 
 def large_operands(activation, dtype, sizes):
-    """Draw operands of sizes for which a GPU with the kernels runs the kernels."""
+    """Draw operands that are large enough for the kernels."""
     return operands(activation, dtype=dtype, sizes=sizes, rows=300, hidden=72, intermediate=328)
 
 
 def assert_near(actual, right, num_rows, tolerance):
-    """Compare results of `with_cotangents` by the norms of their differences. Rows after the last
-    group are unspecified."""
+    """Compare results of `with_cotangents` by the norms of their differences, without the rows
+    after the last group."""
     for name, x, expected in zip(("y", *NAMES), actual, right, strict=True):
         x, expected = (a[:num_rows] if a.shape[0] == 300 else a for a in (x, expected))
         x, expected = (np.asarray(a, np.float32) for a in (x, expected))
@@ -249,7 +248,7 @@ def test_short_floats(activation, dtype):
 
 
 def of_one_element(*args):
-    """Return a value and its gradients in the rows in use."""
+    """Return a sum over the rows in use, and its gradients."""
     *floats, sizes = args
     in_use = jnp.arange(ROWS)[:, None] < sizes.sum()
 

@@ -22,8 +22,8 @@ pytestmark = [
     pytest.mark.exchanges(0),
     pytest.mark.one_process("each process would compute the same on its own devices"),
 ]
-# Ranks and experts: up to the most ranks of each kernel, odd numbers, more experts per rank than
-# warp lanes.
+# (ranks, experts). Some have the most ranks of a kernel, odd numbers, or more experts per rank than
+# a warp has lanes.
 SIZES = ((1, 3), (2, 6), (3, 105), (8, 64), (64, 256), (72, 288), (128, 256))
 WHY_NO_KERNEL = fill.why_no_kernel
 
@@ -144,7 +144,7 @@ def test_the_reason_for_the_loop_is_logged(monkeypatch, caplog):
     monkeypatch.setattr(Gpu, "compute_capability", "8.0")
     assert "9.0 or newer" in WHY_NO_KERNEL(4, 16)
     jax.clear_caches()
-    # Tests on GPUs read the counters of exchanges after this function.
+    # On GPUs, the fixtures read the counters of exchanges after this test, so the patch ends here.
     with (
         monkeypatch.context() as patch,
         caplog.at_level(logging.INFO, logger="jax_moe_a2a"),

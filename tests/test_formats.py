@@ -27,7 +27,7 @@ from jax_moe_a2a._src.exchange.arguments import check_dispatch
 from jax_moe_a2a._src.formats import formats
 from jax_moe_a2a._src.routing.checks import RouteArguments
 
-pytestmark = pytest.mark.exchanges(0)  # of tests without an exchange, or that only trace programs
+pytestmark = pytest.mark.exchanges(0)  # most tests run no exchange
 
 DTYPES = ("bfloat16", "float16", "float32")
 E2M1 = cases.dtype("float4_e2m1fn")
@@ -38,7 +38,7 @@ of_every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
 def test_every_format_stands_wherever_formats_are_listed():
-    """A compiler or another test checks the other places of a format, listed in CONTRIBUTING.md."""
+    """Check the places of a format in CONTRIBUTING.md that no compiler and no other test checks."""
 
     def formats_of(module):
         kinds = ((name, kind) for name, kind in vars(module).items() if isinstance(kind, type))
@@ -54,7 +54,7 @@ def test_every_format_stands_wherever_formats_are_listed():
     texts |= {fn.__name__: fn.__doc__ for fn in (ma.Exchange, ma.combine)}
     texts["the error of another format"] = str(error.value)
     assert [(name, place) for name in names for place in texts if name not in texts[place]] == []
-    # In payloads, estimates and attributes of calls, only NvFp4 has a parameter.
+    # Payloads, estimates and attributes of calls have a parameter only for NvFp4.
     fields = {type(fmt): dataclasses.fields(fmt) for fmt in FORMATS.values()}
     more = {kind: {f.name for f in fields[kind]} for kind in fields}
     assert {kind for kind in more if more[kind]} == {ma.NvFp4}
@@ -65,10 +65,8 @@ def test_every_format_stands_wherever_formats_are_listed():
 
 
 def every_pattern(dtype, group_size):
-    """Return groups of all 65536 numbers of a 16-bit float, next to numbers that enlarge the scale.
-
-    First, the numbers of a group have similar magnitudes. Then all numbers follow in random order.
-    """
+    """Return groups with all 65536 numbers of a 16-bit float. Another number of the group enlarges
+    the scale. The numbers of a group have similar magnitudes, except in the last, random groups."""
     bits = np.arange(1 << 16, dtype=np.uint16)
     bits = bits[np.argsort(bits & 0x7FFF, kind="stable")]
     chunks = np.resize(bits, (-(-bits.size // (group_size - 1)), group_size - 1))
@@ -140,7 +138,7 @@ NUM_INPUTS = {128: 1250, 32: 5000, 16: 10200}
 
 @functools.cache
 def inputs(dtype, group_size):
-    """Return [NUM_INPUTS, 3 * group_size], the first groups again at the end."""
+    """Return groups [NUM_INPUTS, 3 * group_size]. The first groups are repeated at the end."""
     groups = float32_groups(group_size) if dtype == "float32" else every_pattern(dtype, group_size)
     rows = NUM_INPUTS[group_size]
     assert len(groups) <= 3 * rows
@@ -149,7 +147,7 @@ def inputs(dtype, group_size):
 
 @functools.cache
 def encoded(name, dtype):
-    """Return (values, scales) of `inputs` by the oracle."""
+    """Return the oracle's (values, scales) of `inputs`."""
     return encode(FORMATS[name], inputs(dtype, FORMATS[name].group_size))
 
 
@@ -172,8 +170,8 @@ def test_encode_returns_the_bits_of_the_oracle(name, dtype):
 
 @of_every_format
 def test_decode_returns_the_bits_of_the_oracle(name):
-    """The bits are equal for every value and scale, even if `encode` never returns the scale,
-    unless a product is subnormal in float32."""
+    """Decode every code with scales of every kind, also with scales that `encode` never returns.
+    Scales that make products subnormal in float32 are left out."""
     fmt = FORMATS[name]
     codes = np.resize(np.arange(256, dtype=np.uint8), 256 * fmt.group_size)
     if name == "blockwise":
@@ -203,7 +201,8 @@ def test_shapes(name):
 
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
 def test_the_rounding_that_made_a_token_is_not_skipped(dtype):
-    """Inside one program, a backend may keep the unrounded number."""
+    """`encode` after a cast equals `encode` of the rounded numbers, although a compiler could drop
+    the cast."""
     x = np.random.default_rng(0).standard_normal((64, 128)).astype(np.float32)
     for fmt in (ma.BlockwiseFp8(), ma.NvFp4(global_scale=ODD_SCALE)):
         rounded = (x * np.float32(1.2345)).astype(cases.dtype(dtype))
@@ -215,8 +214,8 @@ def test_the_rounding_that_made_a_token_is_not_skipped(dtype):
 
 
 def test_a_traced_global_scale_means_what_a_static_one_does():
-    """Global scales of every size and mantissa are clipped to the range, and their inverse is
-    rounded once."""
+    """Tokens are encoded with random and extreme global scales, and the bits are compared with the
+    oracle's."""
     rng = np.random.default_rng(0)
     scales = np.ldexp(rng.uniform(1, 2, 3000), rng.integers(-116, 116, 3000)).astype(np.float32)
     edges = np.float32(
@@ -331,13 +330,13 @@ def test_dispatch_moves_what_encode_returns(name, layout):
         harness.assert_sums_agree(combined, sums, slack, routing)
 
 
-# With these sizes, the tokens of all ranks hold all of `inputs`, and some of them twice. Rows have
-# many segments, and the last segment is not whole.
+# The tokens of all ranks hold all of `inputs`, some of them twice. Rows have many segments, and the
+# last segment is partly filled.
 WIDE = {"blockwise": (56, 9600), "mx": (56, 9600), "nv": (64, 8160)}
 
 
 def dispatch_and_check_rows(name, x, expected_parts, out_dtype):
-    """Dispatch x [R, T, H], every token to two experts, encoded and decoded, and check the rows."""
+    """Dispatch each token of x [R, T, H] to two experts, and check encoded and decoded rows."""
     fmt, (ranks, tokens, _) = FORMATS[name], x.shape
     has_traced_scale = name == "nv" and out_dtype != "bfloat16"
     first = np.arange(ranks * tokens, dtype=np.int32).reshape(ranks, tokens, 1)
@@ -397,7 +396,8 @@ def test_dispatch_encodes_and_decodes_every_number(name, dtype):
 @pytest.mark.exchanges(3)
 @of_every_format
 def test_dispatch_encodes_tokens_of_which_several_share_a_flag(name):
-    """The zone has more slots than flags. Values and scales of a row do not fill whole vectors."""
+    """The tokens of a rank need more slots than the zone has flags. The values and scales of a row
+    do not fill whole vectors."""
     group_size = FORMATS[name].group_size
     num_groups = 3 if RANKS <= cases.MOST_RANKS else 1  # landing zones grow with the ranks' square
     x = np.resize(inputs("bfloat16", group_size), (RANKS, 4100, num_groups * group_size))
@@ -412,7 +412,7 @@ def test_dispatch_encodes_tokens_of_which_several_share_a_flag(name):
 
 
 def on_the_wire(fmt):
-    """Return a function of partial sums, which returns them as they arrive."""
+    """Return the function that encodes and decodes partial sums, as combine does."""
     return lambda sums: decode(fmt, *encode(fmt, sums), "float32").reshape(sums.shape)
 
 
@@ -469,8 +469,8 @@ def test_sums_in_a_format_are_those_of_the_definition_for_every_routing(name, la
 
 @pytest.mark.exchanges(8, split=1)
 def test_batches_halves_and_gradients_of_sums_in_a_format():
-    """Sums equal the sums of each element, of the whole combine, and of a combine without a
-    format."""
+    """A batch equals its elements, a split combine equals the whole combine, and gradients equal
+    the gradients without a format."""
     fmt, ranks = FORMATS["nv"], RANKS
     ids, group = cases.Case(SMALL, "uniform").ids(ranks), harness.group_of(ranks)
     rng = np.random.default_rng(4)

@@ -184,7 +184,7 @@ def rows_of(seed, num_rows, columns, sizes, dtype):
 
 
 def arrays(num_rows, k, n, sizes, dtype, seed=0):
-    """Draw rows, weights, a cotangent, and tangents of the first two."""
+    """Draw rows, weights, a cotangent, and tangents of rows and weights."""
     return (
         rows_of(seed, num_rows, k, sizes, dtype),
         normal(seed + 1, (len(sizes), k, n), dtype),
@@ -342,7 +342,8 @@ SUBSETS = [
 
 
 def batch(has_rows, has_w, has_sizes, dtype, num_rows=90, k=128, n=128):
-    """Return operands, for each element or for all elements together, and their cotangents."""
+    """Return rows, weights, sizes and cotangents of each element. Operands without a batch axis are
+    equal in all elements."""
     sizes = BATCH_SIZES if has_sizes else [BATCH_SIZES[0]] * BATCH
     # If all elements share the rows, the common tail begins after the groups of all elements.
     ends = [s if has_rows else max(sizes, key=sum) for s in sizes]

@@ -169,7 +169,7 @@ def blackwell(monkeypatch):
 
 
 def by_library(fn, *args):
-    """Return the cuBLASLt calls in a program lowered for GPUs, as product and mean rows."""
+    """Return (product, mean rows) of each cuBLASLt call in a program lowered for GPUs."""
     found = [call.attributes for call in calls(fn, *args) if call.target == "library_gemm"]
     return sorted((int(each["product"]), int(each["mean_rows"])) for each in found)
 

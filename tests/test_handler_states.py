@@ -1,6 +1,5 @@
-"""Handlers keep state between the executions of a program, and make checks before the first
-execution. If a call fails, XLA and the user get the reason: a lack of memory, or an earlier failed
-exchange. In these tests, handlers run on CPU over a fake driver, which only counts kernels."""
+"""FFI handlers keep state between the executions of a program, check its calls, and report why a
+call fails. In these tests, handlers run on CPU over a fake driver, which only counts kernels."""
 
 import contextlib
 import functools
@@ -61,7 +60,7 @@ SUMMED = dict(
     wire="BF16",
     global_scale=np.float32(1),
 )
-# Operands, results, and the attributes that not all calls have.
+# Operands, results, and attributes that only some calls have.
 CALLS = dict(
     route=(
         [IDS, RANK],
@@ -235,7 +234,7 @@ def refuses_missing_attributes(library):
         everything = handler_calls.attributes() | attributes
         for name in (next(iter(everything)), next(reversed(everything))):
             rest = {key: value for key, value in everything.items() if key != name}
-            with pytest.raises(jax.errors.JaxRuntimeError, match=told):  # while it is loaded
+            with pytest.raises(jax.errors.JaxRuntimeError, match=told):
                 jitted(operation, results, rest).lower(*zeros(operands)).compile()
 
 
@@ -329,8 +328,8 @@ class Extension:
 
 @pytest.fixture
 def answering(monkeypatch):
-    """Return a context in which the extension gives certain answers. After the test, the counters
-    of a real extension are read before `monkeypatch` undoes its changes."""
+    """Return a context in which a pretended extension answers. The context ends before fixtures
+    read the counters of the real extension."""
 
     @contextlib.contextmanager
     def answer(**answers):

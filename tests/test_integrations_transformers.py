@@ -193,7 +193,7 @@ def original(kind, block, x):
 
 
 def converted(params, x):
-    """Return the same result from converted weights, with the package's router and all experts."""
+    """Compute the same from converted weights, with the package's router and dense experts."""
     router, zeros = params["router"], np.zeros(E, x.dtype)
     logits = x @ router.kernel + (zeros if router.bias is None else router.bias)[None]
     choices = router.choose(logits, select_bias=router.select_bias)

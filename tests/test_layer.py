@@ -132,7 +132,7 @@ def test_without_tokens_gradients_of_weights_are_zero():
 
 @pytest.mark.exchanges(0)
 def test_rows_without_a_token_add_nothing_to_gradients_of_arrays_that_an_activation_reads():
-    """The derivative of p * log(abs(h)) in p is infinite at zero, and 0 * inf is NaN."""
+    """The derivative of slope * log(abs(h)) in slope is infinite at h = 0, and 0 * inf is NaN."""
     group = ma.Group(axis_name=harness.AXIS, size=RANKS, implementation="portable")
 
     def of_ranks(*args, **options):
@@ -174,8 +174,8 @@ POLICIES = jax.checkpoint_policies
 ROUTING, ROWS = ma.ROUTING_CHECKPOINT_NAME, ma.ROWS_CHECKPOINT_NAME
 PRODUCTS = ma.PRODUCTS_CHECKPOINT_NAME
 save = POLICIES.save_only_these_names
-# For each policy: routes, exchanges of tokens and first products, in a forward and a backward pass.
-# docs/concepts.md has this table.
+# A policy, and the numbers of routes, exchanges of tokens and first products in a forward and a
+# backward pass, as in the table of docs/concepts.md.
 REMAT = {
     "no checkpoint": (None, dict(route=1, exchange=4, product=1)),
     "nothing": (POLICIES.nothing_saveable, dict(route=2, exchange=5, product=2)),
@@ -189,7 +189,6 @@ REMAT = {
 
 
 def num_exchanges(counted):
-    """Count exchanges of tokens or rows."""
     return sum(count for name, count in counted.items() if "dispatch" in name or "combine" in name)
 
 
@@ -212,9 +211,8 @@ def test_there_are_two_exchanges_forward_and_two_backward_and_a_policy_decides_o
     expected = dict(REMAT[policy][1])
     again = expected.pop("product") - 1
     assert dict(route=counted["route"], exchange=num_exchanges(counted)) == expected, counted
-    # The result of the second product is never recomputed. With biases, the first product and two
-    # biases make two products each, forward and as gradients of rows. If fused, each product has
-    # its bias, and only the second bias has a gradient of its weights.
+    # The second product is never recomputed. The first product is recomputed with its bias, which
+    # is a separate product if the activation is not fused.
     if activation is UNFUSED:
         assert counted["grouped_dot"] == 7 + 2 * again, counted
     else:
@@ -236,8 +234,8 @@ def test_no_exchange_writes_rows_after_the_last_group():
 @ACTIVATIONS
 @pytest.mark.parametrize("policy", [name for name in REMAT if name != "everything"])
 def test_the_backward_pass_keeps_rows_and_first_products_or_what_a_policy_saves(policy, activation):
-    """Nothing else that grows with rows and columns is kept, and above all no second product. If
-    the activation is not fused and there is no policy, the weighted activations are kept, too."""
+    """No other array with rows and columns is kept. Only without a policy and without a fused
+    activation, the weighted activations are kept, too."""
     floats, ids, _ = arguments(SMALL, "uniform")
     floats = floats[:4]
     group = harness.emulated_group(RANKS)

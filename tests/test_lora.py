@@ -127,11 +127,11 @@ def of_ranks(ids, x, weights, experts, **options):
     return jax.vmap(on_rank, axis_name=harness.AXIS)(ids, x, weights, experts)
 
 
-def gradients(ids, x, weights, experts, **options):
-    """Return the output, and the gradients of all floats."""
+def gradients(ids, x, weights, experts, change=lambda experts: experts, **options):
+    """Return the gradients of all floats, and the output. `change` is applied to the experts."""
 
     def loss(x, weights, experts):
-        y = of_ranks(ids, x, weights, experts, **options)
+        y = of_ranks(ids, x, weights, change(experts), **options)
         return jnp.sin(y).sum(), y
 
     return jax.grad(loss, (0, 1, 2), has_aux=True)(x, weights, experts)
@@ -139,13 +139,7 @@ def gradients(ids, x, weights, experts, **options):
 
 @functools.cache
 def expected():
-    ids, x, weights, experts = problem()
-
-    def loss(x, weights, experts):
-        y = of_ranks(ids, x, weights, merged(experts))
-        return jnp.sin(y).sum(), y
-
-    return harness.quickly(jax.grad(loss, (0, 1, 2), has_aux=True))(x, weights, experts)
+    return harness.quickly(functools.partial(gradients, change=merged))(*problem())
 
 
 @pytest.mark.exchanges(0)

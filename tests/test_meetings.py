@@ -29,7 +29,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
 class Worker:
-    """A process with a GPU that does not exist."""
+    """A process with a pretended GPU."""
 
     def __init__(self):
         import jax

@@ -55,7 +55,7 @@ def assert_estimate_is_of_arrays(layout, ranks, dtype=jnp.bfloat16, **modes):
     said, recv = estimate(layout, ranks, dtype, **modes), traced_recv(layout, ranks, dtype, **modes)
     assert said.capacity == recv.routing.row_rank.shape[1]
     assert said.rows_bytes == nbytes((recv.rows, recv.weights), ranks)
-    # The estimate of the routing may include a few scalars or not.
+    # The estimate of the routing may leave out a few scalars.
     assert abs(said.routing_bytes - nbytes(recv.routing, ranks)) <= 64
 
 

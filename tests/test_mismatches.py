@@ -1,5 +1,5 @@
-"""Pytrees made for a different group, size or form raise an error while a program is traced. So do
-routings with damaged arrays.
+"""Pytrees made for a different group, size or form raise an error while a program is traced, and
+routings with damaged arrays, too.
 
 These tests run no program. Each pytree is made in a program of its group, and then used, with the
 same arrays, in a program of a group of 8 ranks.

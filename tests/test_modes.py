@@ -1,6 +1,6 @@
 """Rows of replicated tokens equal those of the numpy oracle.
 
-The routing is an ordinary routing of changed ids, which the oracle computes, too.
+The oracle computes the rows from an ordinary routing of changed ids.
 """
 
 import dataclasses

@@ -18,13 +18,12 @@ pytestmark = [
     pytest.mark.one_process("each process would move the same"),
 ]
 EXPERTS = 8
-# Two ranks with an empty slot and replicas, four ranks where experts only moved.
+# TWO has replicas and an empty slot. FOUR has the experts in another order.
 TWO = ma.Placement.from_slots([3, 0, 5, 5, 1, -1, 2, 7, 6, 4, 3, 0], EXPERTS, num_ranks=2)
 FOUR = ma.Placement.from_slots([7, 2, 0, 3, 1, 6, 5, 4], EXPERTS, num_ranks=4)
 
 
 def weights():
-    """Return arrays of experts, as numpy arrays."""
     rng = np.random.default_rng(0)
     return dict(
         w=rng.normal(size=(EXPERTS, 4, 3)).astype(np.float32),

@@ -20,14 +20,14 @@ from test_fp8_layer import relative_error
 import jax_moe_a2a as ma
 
 RANKS = harness.SEVERAL
-HIDDEN, WIDTH = 136, 72  # H and I: a group of 128 and one of 8, and a group of 72
+HIDDEN, WIDTH = 136, 72  # groups of 128 and 8 numbers in H, and of 72 numbers in I
 LAYOUT = cases.Layout("padded", tokens=6, top_k=2, local_experts=2, hidden=HIDDEN)
 RELU = ma.gated(jax.nn.relu)
 FIELDS = "w_in", "w_out", "b_in", "b_out"
 
 
 def arguments(activation=RELU):
-    """Return all ranks' x, topk_weights, experts and ids; most weights are zeros."""
+    """Return x, topk_weights, experts and ids of all ranks. Most weights of experts are zeros."""
     rng = np.random.default_rng(0)
     experts = LAYOUT.local_experts
 
@@ -102,8 +102,8 @@ def test_padding_changes_no_number(name):
 
 @functools.cache
 def gradients(name, *, is_padded=False, num_chunks=None):
-    """Return the gradients of a layer on one device: of x, of weights of choices, and of experts
-    that are not frozen."""
+    """Return the gradients of a layer on one device: of x, of router weights, and of experts that
+    are not frozen."""
     x, topk_weights, experts, ids = arguments()
     if is_padded:
         experts = jax.vmap(lambda experts: experts.padded())(experts)
@@ -139,7 +139,7 @@ def test_parameters_that_were_padded_train_alike_and_their_zeros_stay_zeros():
 
 @pytest.mark.exchanges(6)
 def test_a_whole_layer_has_a_router_and_a_shared_expert_of_the_true_width():
-    """The result is the same if the user pads tokens and router."""
+    """The result equals that of tokens and a router that the user has padded."""
     config = ma.MoEConfig(HIDDEN, WIDTH, 4, ma.TopK(2), bias=True, shared_hidden=24)
     params = ma.init_moe(jax.random.key(0), config)
     params["experts"] = ma.quantize_experts(params["experts"])

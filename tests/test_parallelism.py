@@ -67,7 +67,7 @@ def assert_close(actual, expected, tolerance=2e-5):
 
 
 def test_the_portable_path_sends_a_block_of_all_tokens_to_every_rank():
-    """Check the statements of the documents for users of TPUs."""
+    """As the documents tell users of TPUs, each exchange is an all-to-all of such blocks."""
 
     def on_rank(x, logits):
         recv = ma.dispatch(

@@ -30,7 +30,7 @@ def placement_of(rng, ranks, local, spare, kind="random"):
     return ma.Placement.from_slots(table, experts, num_ranks=ranks), spares
 
 
-def on_ranks(fn, ranks):
+def on_ranks(fn):
     return jax.jit(jax.vmap(fn, axis_name="ep"))
 
 
@@ -45,11 +45,11 @@ def test_spare_slots_have_the_weights_of_their_experts(monkeypatch, ranks, spare
         fp8=jnp.asarray(rng.normal(size=(ranks, local, 7)), jnp.float8_e4m3fn),
     )
 
-    @functools.partial(on_ranks, ranks=ranks)
+    @on_ranks
     def fetched(w, placement):
         return ma.fetch_experts(w, placement, group=group)
 
-    @functools.partial(on_ranks, ranks=ranks)
+    @on_ranks
     def gradient(w, cts, placement):
         of = lambda w: ma.fetch_experts(w, placement, group=group)
         return jax.vjp(of, w)[1](cts)[0]
@@ -169,7 +169,7 @@ def test_gradients_of_rows_of_other_experts_do_not_count():
 
 @pytest.mark.parametrize("kind", ("frozen, chunks", "trained"))
 def test_replicas_compute_in_fp8(kind):
-    """Fetched weights are equal numbers, so only the order of sums differs."""
+    """A layer with replicas equals the layer without a placement, up to the order of sums."""
     size, rng = 128, np.random.default_rng(5)
     placement, _ = placement_of(rng, RANKS, LOCAL, 2)
     ids, (_, topk_weights, *_) = layer_arguments(rng)
@@ -199,7 +199,7 @@ def test_replicas_compute_in_fp8(kind):
 
 
 def test_chunks_fetch_once():
-    # A fetch and its transpose; two exchanges of each chunk, and three in its backward pass.
+    # The fetch and its transpose are two exchanges. A chunk has two, and three in its backward pass.
     found = exchanges_of(of_ranks(value_and_gradients, num_chunks=TOKENS), *problem())
     assert found == dict(combine=1 + 2, dispatch=1 + 1 + 2)
 
@@ -237,8 +237,7 @@ def test_the_backward_pass_fetches_again_and_no_program_joins_weights():
     ids, floats, placement = args = problem()
     forward, both = of_ranks(layer), of_ranks(value_and_gradients)
     assert exchanges_of(forward, *args) == dict(combine=1, dispatch=1, routed_dispatch=1)
-    # The exchanges of the gradients of outputs and of tokens, the second fetch, and the exchange of
-    # the fetch's gradient.
+    # Two exchanges and the fetch, and backward two exchanges, the second fetch and its transpose.
     found = exchanges_of(both, *args)
     assert found == dict(combine=1 + 2, dispatch=1 + 2 + 1)
     _, transpose = jax.vjp(lambda floats: forward(ids, floats, placement), floats)

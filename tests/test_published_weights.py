@@ -1,4 +1,4 @@
-"""Read and write the quantized weights of published files: FP8 in squares, and MXFP4.
+"""Read and write the quantized weights of published files: FP8 in 128x128 blocks, and MXFP4.
 
 The tests decode the numbers of both in numpy, from the definitions of their bits.
 """

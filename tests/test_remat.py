@@ -22,8 +22,8 @@ def saves_results_of(*names):
     return lambda primitive, *_, **__: primitive.name in [f"moe_a2a_{name}" for name in names]
 
 
-# Policies, and the number of each primitive in value and gradient of a checkpointed layer: one
-# route, one dispatch, the repetitions in the backward pass, and ``ONCE``.
+# A policy, and the numbers of routes and dispatches in value and gradient of a checkpointed layer.
+# ``ONCE`` has its other exchanges.
 ROUTING_ONLY = POLICIES.save_only_these_names(ma.ROUTING_CHECKPOINT_NAME)
 CASES = {
     "nothing": (POLICIES.nothing_saveable, dict(route=2, dispatch=2)),
@@ -75,7 +75,7 @@ def counted_gradient(policy, **options):
 @pytest.mark.parametrize("routed_before", (False, True), ids=("ids", "routing"))
 @pytest.mark.parametrize("name", CASES)
 def test_a_policy_decides_what_is_exchanged_again_in_the_backward_pass(name, routed_before):
-    """The result is the same for a dispatch of ids and a dispatch with a routing."""
+    """The numbers are the same for a dispatch of ids and a dispatch with a routing."""
     policy, expected = CASES[name]
     counted = counted_gradient(policy, routed_before=routed_before)
     assert counted == expected | ONCE
@@ -106,7 +106,6 @@ def test_a_scan_over_checkpointed_layers_equals_the_dense_layers(name):
 @pytest.mark.parametrize("name", ("nothing", "routing", "rows"))
 @pytest.mark.parametrize("is_inside", (False, True), ids=("around", "inside"))
 def test_a_batch_moves_rows_at_once_around_and_inside_a_checkpoint(is_inside, name):
-    """Few tokens of each element are routed and moved separately."""
     policy, expected = CASES[name]
     floats, ids, _ = small_layer.stacked(*(small_layer.arguments(RANKS, seed) for seed in (0, 1)))
     if is_inside:

@@ -420,7 +420,6 @@ OF_OTHERS = (
     ),
     (ma.quantile_select_bias, quantile_of(histogram=LOGITS), ("histogram must hold int", "scale")),
 )
-# errors of `choose`, and of other functions
 ERRORS = [(choose, dict(logits=LOGITS, k=TOP_K) | own, naming) for own, naming in OF_CHOICE]
 
 

@@ -38,7 +38,7 @@ def op_names(config, num_tokens, **options):
 
 @pytest.fixture(scope="module")
 def names():
-    """Return the names of a layer with everything that has a name."""
+    """Return the names of the operations of a layer that uses every scope."""
     experts = RANKS
     slots = [slot for expert in range(experts) for slot in (expert, -1)]
     placement = ma.Placement.from_slots(slots, experts, num_ranks=RANKS)
@@ -63,8 +63,8 @@ def test_scopes_of_the_user_stay_around_those_of_the_package(names):
 
 
 def test_a_scope_is_not_in_itself(names):
-    """In a backward pass, JAX repeats the names around a checkpoint and in a jvp rule. Additions of
-    a sum have a name that does not begin with "jit(", and that does not say which pass it is."""
+    """Names of the backward pass may repeat a scope, because JAX repeats the names around a
+    checkpoint. Additions of a sum have names without "jit(", which do not tell the pass."""
     of_passes = [op_name for op_name in names if op_name.startswith("jit(")]
     forward = [op_name for op_name in of_passes if "transpose(" not in op_name]
     assert forward

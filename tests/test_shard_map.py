@@ -42,7 +42,6 @@ def assert_equals_dense(layer, arguments, place=lambda floats: floats):
 
 
 def test_without_check_vma_the_layer_equals_the_dense_layer():
-    """All tests below use check_vma."""
     layer = small_layer.layer_of_all_ranks(check_vma=False)
     assert_equals_dense(layer, small_layer.arguments(RANKS))
 
@@ -154,7 +153,7 @@ PARTIAL_MANUAL = {
     ids=PARTIAL_MANUAL,
 )
 def test_a_partial_manual_mesh_equals_the_dense_layer(specs, check_vma):
-    """dp and tp stay Auto, and shard tokens, hidden and weights outside."""
+    """The axes dp and tp stay Auto. They divide tokens, hidden or weights outside shard_map."""
     dp, ep, tp = {8: (2, 2, 2), 4: (1, 2, 2), 2: (1, 2, 1), 1: (1, 1, 1)}[MANY]
     mesh = mesh_with((dp, ep, tp), ("dp", "ep", "tp"))
     layer = small_layer.layer_of(group_over(mesh, "ep"))

@@ -30,7 +30,7 @@ FORWARD_AND_BACKWARD = {"dispatch_start": 2, "combine_start": 2}
 
 
 def split_layer(x, topk_weights, w, ids, group=GROUP, layout=LAYOUT):
-    """Return the layer with work during both exchanges."""
+    """Compute the layer, and other work during both exchanges."""
     inflight = ma.dispatch_start(x, ids, topk_weights, **route_args(group, layout))
     inflight, shared = ma.overlap(inflight, jnp.sin, x)
     recv = ma.dispatch_done(inflight)
@@ -71,7 +71,7 @@ FORMATTED = cases.Layout("formatted", tokens=6, top_k=3, local_experts=2, hidden
 @pytest.mark.exchanges(1 + 3, split=2)
 @pytest.mark.parametrize("layout", (cases.PLAIN, cases.CUT), ids=lambda layout: layout.name)
 def test_a_split_exchange_returns_the_bytes_of_the_whole_one(layout):
-    """This is tested for a payload of several dtypes, and for weights."""
+    """The payload has several dtypes and weights."""
     (ids, x, topk_weights, y), _ = harness.exchange_inputs(cases.Case(layout, "skewed"), RANKS)
 
     def of_split(ids, x, topk_weights, y):
@@ -128,7 +128,7 @@ def test_a_start_has_the_parameters_of_the_whole_exchange(name):
     assert list(start.values()) == list(whole.values())
 
 
-# Transforms: (layer of one rank) -> a function of the floats of all ranks, and its pairs.
+# Transforms of a layer of one rank to a function of the floats of all ranks
 
 
 def outside(layer):
@@ -186,18 +186,12 @@ def emulated(layer):
     return jax.grad(small_layer.loss_of(on_all, ids), OF_FLOATS)
 
 
-# The pairs of a program, and the exchanges of both layers: whole exchanges, because the split layer
-# routes separately, and split exchanges.
+# Pairs of starts and dones, and the numbers of whole and split exchanges of both layers. The route
+# of the split layer is a whole exchange.
 TRANSFORMS = {
     outside: (FORWARD_AND_BACKWARD, 6, 4),
-    forward_over_reverse: (
-        {"dispatch_start": 4, "combine_start": 4},
-        *(10, 8),
-    ),
-    reverse_over_reverse: (
-        {"dispatch_start": 4, "combine_start": 4},
-        *(10, 8),
-    ),
+    forward_over_reverse: ({"dispatch_start": 4, "combine_start": 4}, 10, 8),
+    reverse_over_reverse: ({"dispatch_start": 4, "combine_start": 4}, 10, 8),
     scanned: (dict(FORWARD_AND_BACKWARD, dispatch_start=3), 16, 10),
     in_a_branch: (FORWARD_AND_BACKWARD, 6, 4),
     batched: (FORWARD_AND_BACKWARD, 6, 4),
@@ -533,6 +527,3 @@ def test_start_and_done_work_outside_jit_on_the_portable_path():
         return ma.combine_done(ma.combine_start(recv.rows, recv))
 
     small_layer.assert_same(jax.vmap(on_rank, axis_name=harness.AXIS)(x, ids), x)
-
-
-# The lint itself

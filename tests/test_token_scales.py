@@ -21,7 +21,7 @@ from small_layer import DISPATCHES, routing_of
 import jax_moe_a2a as ma
 from jax_moe_a2a._src import api
 
-pytestmark = pytest.mark.exchanges(0)  # of tests without an exchange, or that only trace programs
+pytestmark = pytest.mark.exchanges(0)  # most tests run no exchange
 
 # Some choices are masked, some are dropped, and there is a tail.
 LAYOUT = cases.Layout(
@@ -107,8 +107,8 @@ def test_encode_and_decode_use_the_scale_of_each_token(dtype, shape):
 
 
 def whole_exchanges(form, layout=LAYOUT):
-    """Return the number of whole exchanges of two dispatches in a form. If the route is an
-    exchange, they share it."""
+    """Return the number of whole exchanges of two dispatches. If the route is an exchange, both
+    dispatches share it."""
     if form == "halves":
         return 1
     return 3 if form == "routing" or layout is MANY else 2
@@ -189,8 +189,8 @@ def small_arguments(elements=2):
 
 
 def by_form(form, group, ids, **options):
-    """Return a function (x, scales) -> rows. Without ``scales`` there is no format; otherwise rows
-    are decoded."""
+    """Return a function (x, scales) -> rows. Without ``scales``, the dispatch has no format. With
+    ``scales``, the rows are decoded."""
 
     def rows(x, scales):
         given = dict(options)
