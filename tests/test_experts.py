@@ -105,9 +105,6 @@ def assert_close(actual, right, tolerance=2e-5):
         np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance)
 
 
-# Values and derivatives
-
-
 # Without GPUs, gated activations suffice, because each one contains its ungated activation.
 @pytest.mark.parametrize(
     "activation", ACTIVATIONS if harness.ON_GPU else [GELU, *ACTIVATIONS[len(PLAIN) :]], ids=name_of
@@ -158,9 +155,6 @@ def test_any_subset_of_gradients(wanted):
     assert_close(found, (y, *(grads[i] for i in wanted)))
 
 
-# Rows without a token
-
-
 def test_rows_of_weight_zero_are_exact_zeros_whatever_they_hold():
     rows, w_in, b_in, weights, w_out, _ = operands(SWIGLU)
     rows = rows.at[1].set(jnp.nan).at[5].set(jnp.inf)
@@ -193,12 +187,7 @@ def test_gradients_of_router_weights_are_summed_in_float32():
 def test_one_row_and_no_rows(rows, sizes):
     args = operands(SWIGLU, rows=rows, sizes=sizes)
     of = lambda fn: value_and_grads(functools.partial(fn, sizes=sizes), (1, 4))
-    found, right = (jax.jit(of(fn))(*args) for fn in (fused, dense))
-    for actual, expected in zip(found, right, strict=True):
-        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
-
-
-# Dtypes
+    assert_close(*(jax.jit(of(fn))(*args) for fn in (fused, dense)), 1e-5)
 
 
 def with_cotangents(fn):
@@ -244,9 +233,6 @@ def test_short_floats(activation, dtype):
     assert_near(found, right, sum(sizes), tolerance)
 
 
-# Batches
-
-
 def of_one_element(*args):
     """Return a sum over the rows in use, and its gradients."""
     *floats, sizes = args
@@ -279,9 +265,6 @@ def test_vmap_over_any_operand(batched):
         own = [x[i] if is_batched else x for x, is_batched in zip(args, has, strict=True)]
         for actual, expected in zip(found, program_of_one_element(*own), strict=True):
             np.testing.assert_allclose(actual[i], expected, rtol=2e-5, atol=2e-5)
-
-
-# The operations of a program
 
 
 def passes(jaxpr, shape):
@@ -323,9 +306,6 @@ def test_the_layer_makes_no_pass_over_rows():
     unfused = own.replace(activation=ma.gated(jnp.tanh))
     jaxpr = jax.make_jaxpr(every)(*floats[:2], unfused, ids)
     assert "tanh" in passes(jaxpr, (ranks, capacity))
-
-
-# Programs for GPUs
 
 
 def avals(rows=512, groups=4, hidden=64, intermediate=320, dtype="bfloat16", lead=(), gated=True):
@@ -421,9 +401,6 @@ def test_what_the_kernel_cannot_do_is_the_composition(hopper, caplog, why, optio
         names = [name for name, *_ in calls(backward, *args)]
     assert set(names) <= {"grouped_gemm"}
     assert any("dot_act: not fused, because" in m and why in m for m in caplog.messages)
-
-
-# Home and spare weights
 
 
 def in_pairs(args, num):

@@ -76,8 +76,7 @@ def test_plans_of_the_gpu_are_those_of_numpy(ranks, experts, spare):
         assert fill.TARGET in lowered.as_text(), fill.why_no_kernel(ranks, experts)
         in_turn = jax.jit(lambda loads, own=own: jax.lax.map(own, loads))
         for found in (lowered.compile()(many), in_turn(many)):
-            for ours, theirs in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-                harness.assert_same_bytes(ours, theirs)
+            jax.tree.map(harness.assert_same_bytes, found, expected)
 
 
 def calls(fn, *args):
@@ -126,8 +125,7 @@ def test_transforms_keep_the_plans():
 
     for transform in (jax.grad(loss, has_aux=True), lambda x: jax.linearize(loss, x)[0]):
         _, found = harness.jit(transform)(np.float32(2))
-        for ours, theirs in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-            harness.assert_same_bytes(ours, theirs)
+        jax.tree.map(harness.assert_same_bytes, found, expected)
 
 
 @pytest.mark.skipif(not native.has_kernels(), reason="the extension was built without kernels")

@@ -61,9 +61,6 @@ def test_every_format_stands_wherever_formats_are_listed():
     assert more[ma.NvFp4] == {"global_scale"}
 
 
-# Inputs
-
-
 def every_pattern(dtype, group_size):
     """Return groups with all 65536 numbers of a 16-bit float. Another number of the group enlarges
     the scale. The numbers of a group have similar magnitudes, except in the last, random groups."""
@@ -157,9 +154,6 @@ def assert_quantized_is(actual, expected, what=""):
         harness.assert_same_bytes(np.asarray(a), e, f"{what} {field}")
 
 
-# Encoding and decoding
-
-
 @of_every_dtype
 @of_every_format
 def test_encode_returns_the_bits_of_the_oracle(name, dtype):
@@ -210,9 +204,6 @@ def test_the_rounding_that_made_a_token_is_not_skipped(dtype):
         assert_quantized_is(actual, encode(fmt, rounded))
 
 
-# The global scale of NvFp4
-
-
 def test_a_traced_global_scale_means_what_a_static_one_does():
     """Tokens are encoded with random and extreme global scales, and the bits are compared with the
     oracle's."""
@@ -247,8 +238,6 @@ def test_unpacked_values_are_float4():
     codes = np.stack([values & 15, values >> 4], axis=-1).reshape(1, -1)
     np.testing.assert_array_equal(unpacked.astype(np.float32), codes.view(E2M1).astype(np.float32))
 
-
-# Dispatch
 
 PADDED, TIGHT = (dataclasses.replace(layout, hidden=256) for layout in (cases.PADDED, cases.TIGHT))
 SMALL = cases.Layout(
@@ -408,9 +397,6 @@ def test_dispatch_encodes_tokens_of_which_several_share_a_flag(name):
     dispatch_and_check_rows(name, x, parts, "bfloat16")
 
 
-# The wire dtype of combine
-
-
 def on_the_wire(fmt):
     """Return the function that encodes and decodes partial sums, as combine does."""
     return lambda sums: decode(fmt, *encode(fmt, sums), "float32").reshape(sums.shape)
@@ -548,17 +534,10 @@ def test_derivatives_are_those_of_a_dispatch_without_a_format(check_vma):
     assert_same_trees(actual, expected)
 
 
-def two_by_two(axes, axis_type):
-    """Return a mesh of four devices, with the same number from each process."""
-    if harness.NUM_DEVICES < 4:
-        pytest.skip("needs four devices")
-    return jax.make_mesh((2, 2), axes, axis_types=(axis_type,) * 2, devices=harness.devices(4))
-
-
 @pytest.mark.several_devices("it needs a second mesh axis")
 def test_hidden_may_be_sharded_by_an_explicit_axis():
     """Each device has whole groups. Values and scales have the same sharding."""
-    mesh = two_by_two((harness.AXIS, "tp"), jax.sharding.AxisType.Explicit)
+    mesh = harness.mesh_over(jax.sharding.AxisType.Explicit, ep=2, tp=2)
     group = ma.Group(mesh, harness.AXIS, implementation=harness.IMPLEMENTATION)
     P = jax.sharding.PartitionSpec
     layout = dataclasses.replace(SMALL, hidden=256)
@@ -583,9 +562,6 @@ def test_hidden_may_be_sharded_by_an_explicit_axis():
         x = jnp.ones((2 * layout.tokens, 256), out_sharding=P(harness.AXIS, "tp"))
         out = jax.eval_shape(mapped, ids, x)
     assert [a.sharding.spec for a in jax.tree.leaves(out)] == [P(harness.AXIS, "tp")] * 3
-
-
-# Errors
 
 
 def dispatch(*x, **options):

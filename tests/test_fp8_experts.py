@@ -154,9 +154,6 @@ def test_rows_that_kernels_leave_unwritten_reach_no_gradient(monkeypatch):
         np.testing.assert_allclose(one, right, rtol=0, atol=1e-2 * np.abs(right).max())
 
 
-# Programs for GPUs
-
-
 def avals(dtype="bfloat16"):
     shapes = (512, 256), (3, 256, 768), (3, 768), (512,), (3, 384, 256), (3, 256)
     dtypes = (dtype,) * 3 + ("float32",) + (dtype,) * 2

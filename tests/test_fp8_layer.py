@@ -82,9 +82,6 @@ def test_a_recognized_activation_and_quantization_are_one_pass():
         assert "act_encode" not in small_layer.counts(of_all_ranks(), *args)
 
 
-# Gradients through frozen weights
-
-
 @pytest.mark.exchanges(0)
 @pytest.mark.parametrize("trainable", (False, True))
 def test_gradients_of_numbers_in_fp8_are_refused(trainable):
@@ -260,9 +257,6 @@ def test_an_error_names_the_argument(changed, error, message):
         jax.eval_shape(on_one_device(**options), x, weights, experts, ids)
 
 
-# Training, and the errors of outputs and gradients
-
-
 def value_and_grads(floats, ids, ct, *, fn=layer, **options):
     """Return the result of a layer, and the gradients of all floats for a cotangent."""
     y, transpose = jax.vjp(lambda *floats: of_all_ranks(fn, **options)(*floats, ids), *floats)
@@ -405,9 +399,6 @@ def test_errors_are_those_of_the_page(row):
     # On a GPU, or with all ranks on one device, XLA omits different roundings to bfloat16.
     rtol = 0.25 if harness.ON_GPU or harness.RANKS_ON_ONE_GPU else 0.15
     np.testing.assert_allclose(found, stated, rtol=rtol, atol=0.001)
-
-
-# The whole layer on global arrays
 
 
 @pytest.mark.several_devices("meshes of several axes")

@@ -40,9 +40,6 @@ PRIMITIVES = {
 }
 
 
-# Paths
-
-
 def read_table(target, results, arrays, num_sms, aliases=None, *, product):
     """Compute the results of the kernel as its header defines them. Rows that the kernel does not
     write are NaN."""
@@ -205,15 +202,6 @@ def close(found, right, dtype, terms=1, length=512):
     np.testing.assert_allclose(found.astype(np.float64), right, rtol=eps, atol=slack + 1e-7)
 
 
-def in_groups(x, sizes, zero_tail):
-    """Return the rows of groups, and also the tail if it must be zero."""
-    x = np.asarray(x)
-    return x if zero_tail else x[: sum(sizes)]
-
-
-# Results and derivatives
-
-
 DTYPES_AND_TAILS = [("float32", "zero"), ("bfloat16", "unspecified")]
 if harness.ON_GPU:
     tails = "zero", "unspecified"
@@ -246,7 +234,7 @@ def test_products_and_first_derivatives(path, case, dtype, tail):
         dot64(rows_dot, w, sizes),
         dot64(rows_dot, w, sizes) + dot64(rows, w_dot, sizes),
     )
-    cut = lambda x: in_groups(x, sizes, tail == "zero")
+    cut = lambda x: np.asarray(x) if tail == "zero" else np.asarray(x)[: sum(sizes)]
     out, d_rows, d_w, of_rows, of_both = found
     close(cut(out), cut(right[0]), dtype)
     close(cut(d_rows), cut(right[1]), dtype)
@@ -328,17 +316,9 @@ def test_any_number_of_multiprocessors(path, num_sms):
     assert_product_and_gradients(found, rows, w, ct, LARGE[-1])
 
 
-# Batches
-
 BATCH = 3
 BATCH_SIZES = [[50, 0, 30], [0, 0, 0], [20, 41, 29]]
-SUBSETS = [
-    (rows, w, sizes)
-    for rows in (True, False)
-    for w in (True, False)
-    for sizes in (True, False)
-    if rows or w or sizes
-]
+SUBSETS = [has for has in itertools.product((True, False), repeat=3) if any(has)]
 
 
 def batch(has_rows, has_w, has_sizes, dtype, num_rows=90, k=128, n=128):
@@ -393,9 +373,6 @@ def test_vmap_of_any_operand(path, has, dtype):
         close(d_w, right[2].sum(0), dtype, terms=2 * BATCH)
 
 
-# Under other transformations
-
-
 def test_nan_in_a_group_stays_in_the_group(path):
     if path == "careless":
         pytest.skip("its gradient masks by a product, and lets it into neighbours")
@@ -425,7 +402,6 @@ def test_weights_of_empty_groups_reach_nothing(path, dtype):
         return jax.jvp(dot, primals, tangents), jax.jvp(transpose, primals, tangents)
 
     found, expected = (jax.jit(derivatives)(jnp.asarray(x, dtype)) for x in (np.nan, 0.0))
-    for ours, right in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        np.testing.assert_array_equal(np.asarray(ours), np.asarray(right))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
     (_, gradient), _ = found[1]
     assert (np.asarray(gradient)[sizes == 0] == 0).all()

@@ -22,9 +22,6 @@ from jax_moe_a2a._src.grouped import lowering, quantized
 pytestmark = [pytest.mark.one_process("each process would do the same"), pytest.mark.exchanges(0)]
 
 
-# Arguments
-
-
 ROWS = jnp.zeros((8, 16), jnp.bfloat16)
 W = jnp.zeros((2, 16, 24), jnp.bfloat16)
 SIZES = np.array([3, 4])
@@ -72,9 +69,6 @@ def test_wrong_arguments_are_named(error, message, change):
             jax.jit(lambda **others: ma.grouped_dot(group_sizes=sizes, **known, **others))(
                 **arguments
             )
-
-
-# Which path runs
 
 
 def products(fn, *args, target="grouped_gemm"):

@@ -122,9 +122,6 @@ def keeps_what_does_not_change(library):
     for operation, call in CALLS.items():
         for suffix in ("", "_in_graph"):
             runs_without_allocations(library, make(operation + suffix, *call))
-
-
-def keeps_it_in_two_halves(library):
     runs_without_allocations(library, split_program())
 
 
@@ -282,7 +279,6 @@ def raises_or_gives_nan(library):
 
 SCENARIOS = [
     keeps_what_does_not_change,
-    keeps_it_in_two_halves,
     opens_again,
     grows,
     comes_with_a_loaded_executable,

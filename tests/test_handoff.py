@@ -230,10 +230,9 @@ def test_hosts_with_ranks_here_and_there_take_the_portable_path(told):
 
 def test_a_host_of_another_version_takes_no_kernels_within_it(told, monkeypatch):
     """Hosts with different versions of the package could trace different programs."""
+    hosts_of_two(told, monkeypatch)
     for index in (2, 3):
         tell(told, index, host="another", package="0.0.1")
-    tell(told, 1)
-    monkeypatch.setattr(Gpu, "partition_index", property(lambda gpu: gpu.id // 2), raising=False)
     gpus = np.array([Gpu(i, i) for i in range(4)]).reshape(2, 2)
     group = ma.Group(Mesh(gpus, ("host", "ep")), ("host", "ep"))
     assert group.path == "portable"
@@ -601,14 +600,6 @@ def test_a_process_of_another_user_gets_no_answer_even_with_the_secret(
         assert asked.stdout.strip() == str(answer_bytes), asked
 
 
-def assert_ended(peers, listener):
-    command = [peers, "ask", *listener.endpoint, str(listener.process.pid)]
-    begin = time.monotonic()
-    asked = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    assert asked.stdout.strip() == "it has ended|1|0"
-    assert time.monotonic() - begin < 5
-
-
 @needs_a_compiler
 @pytest.mark.parametrize("delay_ms", (0, 500))
 def test_a_dead_process_is_known_to_have_ended_while_a_child_that_it_forked_lives(peers, delay_ms):
@@ -619,7 +610,11 @@ def test_a_dead_process_is_known_to_have_ended_while_a_child_that_it_forked_live
             listener.fork()
             assert ask(listener.endpoint, listener.endpoint[1], []) is not None  # it still answers
         listener.kill()
-        assert_ended(peers, listener)
+        command = [peers, "ask", *listener.endpoint, str(listener.process.pid)]
+        begin = time.monotonic()
+        asked = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        assert asked.stdout.strip() == "it has ended|1|0"
+        assert time.monotonic() - begin < 5
 
 
 @needs_a_compiler

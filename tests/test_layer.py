@@ -90,9 +90,6 @@ def assert_is_dense(layout, routing):
     small_layer.assert_close(actual, dense_program(floats, ids, kept), routing, tolerance=5e-5)
 
 
-# Values and gradients
-
-
 @pytest.mark.parametrize("layout", (SMALL, CUT), ids=lambda layout: layout.name)
 def test_results_and_gradients_are_those_of_the_dense_layer(layout):
     for routing in ("uniform", "skewed", "first_expert_only", "idle_rank", "silent_rank"):
@@ -127,9 +124,6 @@ def test_without_tokens_gradients_of_weights_are_zero():
     assert not any(np.any(grad) for grad in harness.numpy_of(grads))
 
 
-# Rows without a token must affect neither results nor gradients.
-
-
 @pytest.mark.exchanges(0)
 def test_rows_without_a_token_add_nothing_to_gradients_of_arrays_that_an_activation_reads():
     """The derivative of slope * log(abs(h)) in slope is infinite at h = 0, and 0 * inf is NaN."""
@@ -154,9 +148,6 @@ def test_rows_without_a_token_add_nothing_to_gradients_of_arrays_that_an_activat
         small_layer.assert_close(*grads, routing, tolerance=1e-4)
 
 
-# Transforms
-
-
 @pytest.mark.several_devices("the other tests do this where all ranks share a GPU")
 def test_the_layer_is_the_same_with_all_ranks_on_one_device():
     floats, ids, kept = arguments(CUT, "repeated")
@@ -167,8 +158,6 @@ def test_the_layer_is_the_same_with_all_ranks_on_one_device():
     )
     small_layer.assert_close(actual, dense_program(floats, ids, kept), tolerance=5e-5)
 
-
-# The number of exchanges
 
 POLICIES = jax.checkpoint_policies
 ROUTING, ROWS = ma.ROUTING_CHECKPOINT_NAME, ma.ROWS_CHECKPOINT_NAME
@@ -302,30 +291,6 @@ def test_gradients_that_are_not_requested_are_not_exchanged(wanted, expected):
     assert moved == expected
 
 
-# Errors
-
-
-def refused(naming, error, **changed):
-    """Trace the layer of two emulated ranks with changed arguments; it must raise an error."""
-    shapes = dict(x=(6, 5), weights=(6, 3), w_in=(2, 5, 2, 3), w_out=(2, 3, 5))
-    shapes |= {name: value for name, value in changed.items() if isinstance(value, tuple)}
-    options = dict(group=harness.emulated_group(2), num_experts=4, activation=SWIGLU)
-    options |= {name: value for name, value in changed.items() if name not in shapes}
-    activation = options.pop("activation")
-
-    def fn(arrays):
-        x, weights, ids = arrays.pop("x"), arrays.pop("weights"), jnp.zeros((6, 3), int)
-        experts = ma.Experts(**arrays, activation=activation)
-        choices = ma.RouterChoices(ids, weights)
-        return ma.moe_mlp(x, choices, experts, **harness.exchanging(options))
-
-    arrays = {name: jax.ShapeDtypeStruct((2, *s), "float32") for name, s in shapes.items()}
-    with pytest.raises(error) as caught:
-        jax.eval_shape(jax.vmap(fn, axis_name=harness.AXIS), arrays)
-    for text in naming:
-        assert text in str(caught.value), caught.value
-
-
 @pytest.mark.exchanges(0)
 @pytest.mark.parametrize(
     "changed, error, naming",
@@ -346,10 +311,23 @@ def refused(naming, error, **changed):
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
 def test_an_error_names_the_argument_and_what_it_must_be(changed, error, naming):
-    refused(naming, error, **changed)
+    shapes = dict(x=(6, 5), weights=(6, 3), w_in=(2, 5, 2, 3), w_out=(2, 3, 5))
+    shapes |= {name: value for name, value in changed.items() if isinstance(value, tuple)}
+    options = dict(group=harness.emulated_group(2), num_experts=4, activation=SWIGLU)
+    options |= {name: value for name, value in changed.items() if name not in shapes}
+    activation = options.pop("activation")
 
+    def fn(arrays):
+        x, weights, ids = arrays.pop("x"), arrays.pop("weights"), jnp.zeros((6, 3), int)
+        experts = ma.Experts(**arrays, activation=activation)
+        choices = ma.RouterChoices(ids, weights)
+        return ma.moe_mlp(x, choices, experts, **harness.exchanging(options))
 
-# Chunks
+    arrays = {name: jax.ShapeDtypeStruct((2, *s), "float32") for name, s in shapes.items()}
+    with pytest.raises(error) as caught:
+        jax.eval_shape(jax.vmap(fn, axis_name=harness.AXIS), arrays)
+    for text in naming:
+        assert text in str(caught.value), caught.value
 
 
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))

@@ -146,7 +146,7 @@ def test_two_levels_are_calls_of_the_kernels_along_each_axis(capacity):
     order. Within a host, the kernels accept any capacity, like the kernels of a group with one
     level."""
     axes, hosts = ("host", harness.AXIS), 2
-    mesh = Mesh(np.array(harness.devices(RANKS)).reshape(hosts, -1), axes)
+    mesh = harness.mesh_over(host=hosts, ep=RANKS // hosts)
     group = ma.Group(mesh, axes, two_level=True, implementation="cuda")
     spec = PartitionSpec(axes)
 
@@ -256,8 +256,7 @@ def test_a_batch_is_encoded_by_the_call(in_axes):
 
 def test_a_batch_over_another_mesh_axis_keeps_one_scale_for_each_token():
     """A token has one scale for the whole batch, because the handler refuses more scales."""
-    devices = np.array(harness.devices(RANKS)).reshape(2, -1)
-    mesh = Mesh(devices, ("dp", harness.AXIS))
+    mesh = harness.mesh_over(dp=2, ep=RANKS // 2)
     group, spec = ma.Group(mesh, harness.AXIS), PartitionSpec(harness.AXIS)
 
     def rows(x, ids, scale):

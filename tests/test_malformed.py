@@ -144,9 +144,6 @@ def check_every_damage(target, fn, monkeypatch, caplog, unchecked=()):
     return call
 
 
-# Exchanges
-
-
 def routing_of(ids):
     return ma.route(ids, group=group_of(), num_experts=EXPERTS)
 
@@ -236,9 +233,6 @@ def test_a_target_without_a_kernel_raises():
     group = group_of()
     with pytest.raises(RuntimeError, match="no kernel has the target 'moe_a2a_nothing'"):
         native.why_not("moe_a2a_nothing", {}, [], [], group.topology, False)
-
-
-# Products
 
 
 ROWS_FP8 = jax.ShapeDtypeStruct((512, 256), jnp.bfloat16)

@@ -105,9 +105,6 @@ def test_a_routing_of_another_group_is_refused_by_each_call(use):
         raises(lambda recv=recv: use(zeros(recv)), FLAT, "group|recv|topk_ids", "; got", r"\. ")
 
 
-# Routings
-
-
 DAMAGES = {
     "float32": lambda a: a.astype(jnp.float32),
     "uint32": lambda a: a.astype(jnp.uint32),
@@ -175,9 +172,6 @@ def test_a_routing_of_numpy_arrays_is_accepted():
     recv = recv_of(FLAT)
     routing = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), recv.routing)
     assert trace(lambda: ma.dispatch(X, routing).rows, FLAT).shape == recv.rows.shape
-
-
-# Placements
 
 
 def plan(experts=EXPERTS, **options):
@@ -267,9 +261,6 @@ def test_transforms_may_put_any_objects_into_a_placement():
     assert jax.tree.structure(layers) == treedef
     sums = jax.vmap(lambda plan: plan.num_replicas.sum())(layers)
     assert jax.lax.map(lambda plan: plan.num_replicas.sum(), layers).tolist() == sums.tolist()
-
-
-# Quantized weights
 
 
 def quantized(w, **options):

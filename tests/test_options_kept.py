@@ -11,11 +11,10 @@ import cases
 import harness
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 import small_layer
 from dense_layer import experts_of
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.exchange import arguments, record
@@ -59,7 +58,7 @@ def sentinels(monkeypatch):
 
 def group_of(two_level):
     if two_level:
-        mesh = Mesh(np.array(harness.devices(RANKS)).reshape(2, -1), ("host", harness.AXIS))
+        mesh = harness.mesh_over(host=2, ep=RANKS // 2)
         return ma.Group(mesh, mesh.axis_names, two_level=True)
     return ma.Group(harness.mesh_of(RANKS), harness.AXIS)
 

@@ -113,7 +113,7 @@ def gradients(name, *, is_padded=False, num_chunks=None):
     ct = np.random.default_rng(1).normal(size=x.shape).astype(np.float32)
     loss = lambda *args: jnp.sum(layers(*args, ids) * ct)
     argnums = (0, 1) if name in ("frozen", "transposed") else (0, 1, 2)
-    grad = jax.jit(jax.grad(loss, argnums), compiler_options=harness.QUICKLY)
+    grad = harness.quickly(jax.grad(loss, argnums))
     return jax.tree.leaves(grad(x, topk_weights, experts))
 
 
@@ -162,7 +162,7 @@ def test_a_whole_layer_has_a_router_and_a_shared_expert_of_the_true_width():
     mesh = jax.make_mesh((1,), ("ep",), devices=jax.devices()[:1])
     with jax.set_mesh(mesh):
         layer = lambda x, params: ma.moe(x, **params, axes="ep")[0]
-        run = jax.jit(layer, compiler_options=harness.QUICKLY)
+        run = harness.quickly(layer)
         found, (wide_x, wide_params) = run(x, params), wide(params, x)
         expected = run(wide_x, wide_params)
     assert found.shape == x.shape

@@ -154,8 +154,7 @@ def test_a_layer_with_replicas_equals_the_layer_without(spare, options):
         placement, _ = placement_of(rng, RANKS, LOCAL, spare, kind)
         ids, floats = layer_arguments(rng, kind == "one")
         actual, expected = run(ids, floats, placement), run(ids, floats, None)
-        for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4)
+        small_layer.assert_close(actual, expected, tolerance=2e-4)
     assert run._cache_size() == 2  # with a placement, and without one
 
 
@@ -199,7 +198,7 @@ def test_replicas_compute_in_fp8(kind):
 
 
 def test_chunks_fetch_once():
-    # The fetch and its transpose are two exchanges. A chunk has two, and three in its backward pass.
+    # The fetch and its transpose, and the exchanges of a chunk: two forward, and three backward.
     found = exchanges_of(of_ranks(value_and_gradients, num_chunks=TOKENS), *problem())
     assert found == dict(combine=1 + 2, dispatch=1 + 1 + 2)
 
@@ -288,6 +287,4 @@ def test_moved_experts_change_no_bit_and_second_derivatives_are_those_of_the_pla
         tangents, of = jax.tree.map(jnp.cos, floats), of_ranks(value_and_gradients)
         return jax.jvp(lambda floats: of(ids, floats, placement)[0], (floats,), (tangents,))[1]
 
-    pairs = zip(second(floats, placement), second(floats, None), strict=True)
-    for a, b in pairs:
-        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3)
+    small_layer.assert_close(second(floats, placement), second(floats, None), tolerance=1e-3)

@@ -191,9 +191,6 @@ def test_tensors_of_pytorch_in_fp8_make_a_round_trip():
     assert {n: bits(x) for n, x in back.items()} == {n: bits(x) for n, x in block.items()}
 
 
-# MXFP4
-
-
 def e2m1(nibble):
     """Return a number of 4 bits by the OCP MX specification v1.0, section 5.3.3: sign, two bits of
     exponent with bias 1, one bit of mantissa; exponent 0 is subnormal."""

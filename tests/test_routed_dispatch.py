@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_layer
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from small_layer import route_args
 
 import jax_moe_a2a as ma
@@ -103,7 +103,7 @@ def test_a_routing_is_typed_as_varying_by_its_ids_alone(check_vma):
     """
     dp = min(2, harness.MANY)
     ranks = harness.MANY // dp
-    mesh = Mesh(np.array(harness.devices(harness.MANY)).reshape(dp, ranks), ("dp", harness.AXIS))
+    mesh = harness.mesh_over(dp=dp, ep=ranks)
     group = ma.Group(mesh, harness.AXIS, implementation=harness.IMPLEMENTATION)
     ids = small_layer.arguments(ranks).ids
     x = np.stack([small_layer.arguments(ranks, seed).floats[0] for seed in range(dp)])

@@ -44,26 +44,12 @@ def whole_layer(x, topk_weights, w, ids, group=GROUP, layout=LAYOUT):
     return small_layer.layer_of(group, layout)(x, topk_weights, w, ids) + jnp.sin(x) ** 2
 
 
-def equal_pairs(program, layer_pairs, *args, tolerance=2e-5):
-    """Assert that program(layer) has equal results for the split and the whole layer, and that the
-    split layer has these pairs and no whole exchanges."""
-    jaxpr = jax.make_jaxpr(program(split_layer))(*args)
-    assert pairs.num_pairs(jaxpr) == layer_pairs
-    assert not {"dispatch", "combine", "weighted_combine"} & set(harness.count_primitives(jaxpr))
-    actual, expected = (
-        small_layer.compiled(program(layer))(*args) for layer in (split_layer, whole_layer)
-    )
-    small_layer.assert_close(actual, expected, tolerance=tolerance)
-
-
 @functools.cache
 def problem():
     """Return floats and ids of all ranks, and directions, as arrays."""
     floats, ids, _ = small_layer.arguments(RANKS)
     return jax.tree.map(jnp.asarray, (floats, ids, small_layer.directions(RANKS)))
 
-
-# Payloads
 
 FORMATTED = cases.Layout("formatted", tokens=6, top_k=3, local_experts=2, hidden=64)
 
@@ -207,7 +193,13 @@ def test_under_every_transform_a_split_layer_is_the_whole_one_and_every_done_has
     transform,
 ):
     floats, _, _ = problem()
-    equal_pairs(transform, TRANSFORMS[transform][0], *floats, tolerance=1e-4)
+    jaxpr = jax.make_jaxpr(transform(split_layer))(*floats)
+    assert pairs.num_pairs(jaxpr) == TRANSFORMS[transform][0]
+    assert not {"dispatch", "combine", "weighted_combine"} & set(harness.count_primitives(jaxpr))
+    actual, expected = (
+        small_layer.compiled(transform(layer))(*floats) for layer in (split_layer, whole_layer)
+    )
+    small_layer.assert_close(actual, expected, tolerance=1e-4)
 
 
 # Micro-batches. On GPUs, XLA would fuse a call with slices of larger arrays that it reads or
@@ -316,12 +308,8 @@ def test_both_halves_move_all_leaves_where_only_one_has_a_gradient():
     for program in (jax.grad(total), lambda x: jax.jvp(total, (x,), (x,))):
         jaxpr = jax.make_jaxpr(program)(x)
         assert pairs.num_pairs(jaxpr)
-        leaves = {len(small_layer.payload(e)[0]) for e in harness.equations(jaxpr) if is_start(e)}
-        assert leaves == {2}
-
-
-def is_start(eqn):
-    return eqn.primitive.name in pairs.STARTS
+        starts = [e for e in harness.equations(jaxpr) if e.primitive.name in pairs.STARTS]
+        assert {len(small_layer.payload(e)[0]) for e in starts} == {2}
 
 
 def test_a_done_is_batched_where_only_one_half_of_what_is_in_flight_is():
@@ -352,9 +340,6 @@ def test_an_unused_exchange_is_neither_started_nor_done():
     closed = jax.make_jaxpr(small_layer.on_all_ranks(of_one_rank))(*floats, ids)
     jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
     assert set(harness.count_primitives(jaxpr)) == {"tie"}
-
-
-# Overlap
 
 
 def lies_between(eqn, jaxpr, start, done):
@@ -400,21 +385,6 @@ def test_overlap_puts_work_between_start_and_done_forward_and_backward(is_tied):
                 ends = halves.replace("start", "done")
                 found.append((is_backward, lies_between(eqn, jaxpr, halves, ends)))
     assert sorted(found) == [(False, is_tied), (True, is_tied)]
-
-
-# Misuse
-
-
-def refused(use, error, match):
-    """Apply `use` to an `InFlight` and x, in a function of one rank."""
-
-    def of_one_rank(x, ids):
-        inflight = ma.dispatch_start(x, ids, **route_args(GROUP))
-        return use(inflight, x)
-
-    (x, _, _), ids, _ = problem()
-    with pytest.raises(error, match=match):
-        jax.make_jaxpr(small_layer.on_all_ranks(of_one_rank))(x, ids)
 
 
 def done_twice(inflight, x):
@@ -495,7 +465,14 @@ MISUSES = {
 
 @pytest.mark.parametrize("misuse", MISUSES)
 def test_misuse_of_what_is_in_flight_is_refused(misuse):
-    refused(*MISUSES[misuse])
+    use, error, message = MISUSES[misuse]
+
+    def of_one_rank(x, ids):
+        return use(ma.dispatch_start(x, ids, **route_args(GROUP)), x)
+
+    (x, _, _), ids, _ = problem()
+    with pytest.raises(error, match=message):
+        jax.make_jaxpr(small_layer.on_all_ranks(of_one_rank))(x, ids)
 
 
 @pytest.mark.parametrize(

@@ -133,9 +133,6 @@ def test_only_leaves_with_a_cotangent_are_moved_back():
     assert gradient(lambda recv: [recv.rows["a"], recv.weights]) == [([ROWS], [(capacity,)])]
 
 
-# The sums and the movements of gradients
-
-
 def transpose_of_dispatch(layout, ranks, wire_dtype):
     """Return a function (ids, x, topk_weights, cotangents of rows and of weights) -> cotangents of
     x and topk_weights."""

@@ -106,9 +106,6 @@ def check_case(case, hosts):
     harness.assert_sums_agree(results["weighted"], *combine(y, expected, hosts, weights), case.name)
 
 
-# Payloads and sums
-
-
 @pytest.mark.parametrize("layout", cases.few_layouts(), ids=lambda layout: layout.name)
 def test_rows_are_those_of_the_flat_exchange_and_sums_those_of_hosts_in_order(layout):
     for case in cases.cases_of(layout):
@@ -275,9 +272,6 @@ def test_a_wire_dtype_may_be_wider_than_what_is_only_moved():
     trace_exchange("dispatch", ["bfloat16"], group_of(HOSTS), wire_dtype="float32", replicated=True)
 
 
-# Modes
-
-
 def assert_as_flat(exchange, *args, group=None):
     """Compare `exchange(group)`, which returns a Recv and sums of one rank, between a flat and a
     two-level group: the Recvs have the same bytes, and the sums agree within a few roundings."""
@@ -337,9 +331,6 @@ def test_start_and_done_are_the_whole_exchange():
     small_layer.assert_close(actual, small_layer.dense_value_and_grads(floats, ids, kept))
 
 
-# Transforms
-
-
 @pytest.mark.parametrize("hosts", EVERY_HOSTS[:1], ids=lambda n: f"{n}x{RANKS // n}")
 def test_gradients_are_those_of_the_dense_layer(hosts):
     floats, ids, kept = small_layer.arguments(RANKS)
@@ -372,9 +363,6 @@ def test_rematerialization_keeps_the_routing_of_both_levels_where_it_is_told(
     if policy is not None:
         expected = small_layer.dense_value_and_grads(floats, ids, kept)
         small_layer.assert_close(compiled(program)(*floats), expected)
-
-
-# The group
 
 
 @of_devices

@@ -14,7 +14,7 @@ import numpy as np
 import oracle
 import pytest
 import small_layer
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from small_layer import LAYOUT, OF_FLOATS, route_args
 
 import jax_moe_a2a as ma
@@ -67,9 +67,18 @@ def assert_is_the_oracles(results, ids, x, topk_weights, y):
     harness.assert_sums_agree(results["weighted"], *oracle.combine(y, expected, weights))
 
 
-def check_batch(batched):
-    """Run and count a batch in which `batched` inputs (of ids, x, weights, y) have one value for
-    each element, and the other inputs one value for all."""
+@pytest.mark.exchanges(4)
+@pytest.mark.parametrize(
+    "batched",
+    [
+        (True, True, True, True),
+        (False, True, True, True),
+        (False, False, True, False),
+    ],
+    ids=("all", "shared_ids", "only_weights"),
+)
+def test_every_element_of_a_batch_is_exchanged_as_if_alone_in_one_exchange(batched):
+    """Each of ids, x, weights and y has one value for each element, or one value for all."""
     inputs, axes = [], []
     for i, is_batched in enumerate(batched):
         values = [each[i] for each in elements()]
@@ -84,20 +93,6 @@ def check_batch(batched):
         assert_is_the_oracles(element(results, b), *own)
     jaxpr = jax.make_jaxpr(small_layer.on_all_ranks(mapped))(*inputs)
     assert harness.count_primitives(jaxpr) == ONCE
-
-
-@pytest.mark.exchanges(4)
-@pytest.mark.parametrize(
-    "batched",
-    [
-        (True, True, True, True),
-        (False, True, True, True),
-        (False, False, True, False),
-    ],
-    ids=("all", "shared_ids", "only_weights"),
-)
-def test_every_element_of_a_batch_is_exchanged_as_if_alone_in_one_exchange(batched):
-    check_batch(batched)
 
 
 @pytest.mark.exchanges(0)
@@ -219,8 +214,7 @@ def test_a_batch_may_be_spread_over_another_axis_of_the_mesh(shared):
     """
     dp = min(2, harness.MANY)
     ranks = harness.MANY // dp
-    devices = np.array(harness.devices(harness.MANY)).reshape(dp, ranks)
-    mesh = Mesh(devices, ("dp", harness.AXIS))
+    mesh = harness.mesh_over(dp=dp, ep=ranks)
     group = ma.Group(mesh, harness.AXIS, implementation=harness.IMPLEMENTATION)
     each = [small_layer.arguments(ranks, seed) for seed in range(2)]
     (x, topk_weights, w), ids, kept = small_layer.stacked(*each)
@@ -241,8 +235,6 @@ def test_a_batch_may_be_spread_over_another_axis_of_the_mesh(shared):
         small_layer.compiled(small_layer.value_and_grads(dense, ids, kept))(*floats),
     )
 
-
-# The group's own axis
 
 # The ranks that share a GPU, or else 3: not a power of two, and more than some machines' devices.
 EMULATED = harness.RANKS_ON_ONE_GPU or 3

@@ -71,17 +71,14 @@ IN_WORDS = (
 LAYOUTS = (*cases.few_layouts(), *IN_WORDS[: None if harness.ON_GPU else 0])
 
 
-def exchanges_of(layout):
-    """Count the exchanges of both programs, including their routes. The fused program exchanges
-    once for each pair of rows and weights. In the other program, XLA merges all dispatches."""
-    return (2 + (3 if layout.hidden == 24 else 1) + 1) * layout.has_rows(RANKS)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_a_weighted_dispatch_has_the_bits_of_the_separate_steps(layout):
     """The cases are two pairs, only weights and only rows, with NaN in rows without a token."""
     ranks = harness.SEVERAL
     rng = np.random.default_rng(0)
+    # Both programs have a route. The fused program exchanges once for each pair of rows and
+    # weights. In the other program, XLA merges all dispatches.
+    num_exchanges = (2 + (3 if layout.hidden == 24 else 1) + 1) * layout.has_rows(RANKS)
     for case in cases.cases_of(layout):
         ids = case.ids(ranks)
         row_token = small_layer.routing_of(ids, layout).row_token
@@ -94,7 +91,7 @@ def test_a_weighted_dispatch_has_the_bits_of_the_separate_steps(layout):
                 array[row_token < 0] = np.nan
             args = ids, g, rows, weights
             programs = (weigh_program(f, layout, ranks) for f in (fused, separate))
-            with harness.expect_exchanges(exchanges_of(layout)):
+            with harness.expect_exchanges(num_exchanges):
                 actual, expected = (program(*args) for program in programs)
             small_layer.assert_same(actual, expected, f"{case.name} {dtype}")
 
