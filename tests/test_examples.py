@@ -31,7 +31,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 def program(name: str, *args: str, **environment: str) -> tuple[list[str], dict[str, str]]:
     """Return the command of an example, and the additions to its environment."""
-    # On GPUs this process has most of the memory already.
+    # On GPUs, this process has already reserved most of the memory.
     more = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     return [sys.executable, str(EXAMPLES / name), *args], more | environment
 
@@ -94,7 +94,7 @@ def test_a_training_that_continues_on_another_mesh_equals_the_dense_reference(
 
 @pytest.mark.skipif(harness.NUM_DEVICES < 2, reason="needs a device for each process")
 def test_two_processes_train_like_the_dense_reference_in_one(tmp_path, dense_losses):
-    flags = os.environ.get("XLA_FLAGS", "")  # XLA uses the last number of devices
+    flags = os.environ.get("XLA_FLAGS", "")  # if a flag is repeated, XLA uses the last value
     flags += " --xla_force_host_platform_device_count=1 --xla_backend_optimization_level=0"
     programs = [
         program(

@@ -1,4 +1,4 @@
-"""Placements of experts: tables, plans in NumPy and JAX, and the choice among replicas."""
+"""Test the tables of placements, their plans in NumPy and JAX, and the choice among replicas."""
 
 import functools
 import operator

@@ -174,7 +174,7 @@ def test_rows_of_weight_zero_are_exact_zeros_whatever_they_hold():
 
 
 def test_gradients_of_router_weights_are_summed_in_float32():
-    """The square of 129/128 needs 15 bits, and bfloat16 has 8."""
+    """The square of 129/128 needs 15 bits, and bfloat16 has only 8."""
     x = jnp.full((1, 1), 129 / 128, "bfloat16")
     sizes, ones = jnp.ones(1, jnp.int32), jnp.ones(1, jnp.float32)
     gradient = experts.Gradient(x, x, ones, jnp.ones((1, 1, 1), x.dtype), sizes)
@@ -191,7 +191,7 @@ def test_one_row_and_no_rows(rows, sizes):
 
 
 def with_cotangents(fn):
-    """Return a compiled function of the operands: the result of `fn`, and its cotangents."""
+    """Compile a function of the operands that returns the result of `fn` and its cotangents."""
 
     def run(*args):
         y, transpose = jax.vjp(fn, *args)

@@ -15,7 +15,7 @@ from jax_moe_a2a._src import compat
 pytestmark = [
     pytest.mark.one_process("it starts processes of its own"),
     pytest.mark.several_devices("it starts processes, each with its devices"),
-    pytest.mark.exchanges(0),  # of this process
+    pytest.mark.exchanges(0),  # this process exchanges nothing
 ]
 
 # The runs of `memory` take about 2 seconds together, and the runs of `programs` about 8.

@@ -88,7 +88,7 @@ def calls(fn, *args):
 
 @pytest.fixture
 def on_gpus(monkeypatch):
-    """Pretend GPUs that run the kernel."""
+    """Pretend that the machine has GPUs that run the kernel."""
     if not native.has_kernels():
         pytest.skip("the extension, which checks the call, was not built")
     jax.clear_caches()

@@ -1,4 +1,4 @@
-"""Token formats: the bits of values and scales, which arrays move, and which are differentiated.
+"""Test the bits of token formats, the arrays that a dispatch moves, and derivatives.
 
 The oracle is `format_oracle.py`, which shares no code with the package.
 """
@@ -111,7 +111,7 @@ def float32_groups(group_size):
         for scale in E4M3_VALUES[code] * np.array([1, np.float32(ODD_SCALE)]):
             groups.append(in_groups(with_neighbours(bounds * scale), 6 * scale))
 
-    # Largest magnitudes of a group at which the scale changes, alone and next to other numbers.
+    # Add groups whose largest magnitude is near a number at which the scale changes.
     bounds = 6 * (E4M3_VALUES[:-1] + E4M3_VALUES[1:]) / 2
     firsts = [with_neighbours(bounds), with_neighbours(bounds * ODD_SCALE), [448 * 6, 1e9]]
     firsts += [with_neighbours(factor * 2.0 ** np.arange(-126, 119)) for factor in (1, 1.75, 1.9)]
@@ -213,7 +213,7 @@ def test_a_traced_global_scale_means_what_a_static_one_does():
         [2.0**-116, 2.0**116, 1, 0.5, np.nextafter(1, 0), np.nextafter(np.float32(1), 2)]
     )
     scales = np.concatenate([scales, edges.astype(np.float32)])
-    # Groups of the bounds between two values, and of the neighbours of these bounds.
+    # Each group has the bounds between two values, or the neighbours of these bounds.
     bounds = (E2M1_VALUES[:-1] + E2M1_VALUES[1:]) / 2
     factors = E4M3_VALUES[rng.integers(8, 127, scales.size)] * scales
     x = (factors[:, None] * np.concatenate([[6, 6], bounds, bounds])).astype(np.float32)
@@ -259,8 +259,9 @@ def dispatch_both(x, ids, topk_weights, **options):
 
 @functools.cache
 def dispatch_program(name, layout, ranks):
-    """Return a program of (ids, x, topk_weights). Its results are Recvs of quantized rows, by ids
-    and by a routing; Recvs of decoded rows; and the combine of the decoded rows."""
+    """Compile a function of (ids, x, topk_weights) that dispatches by ids and by a routing. The
+    function returns Recvs of quantized rows, Recvs of decoded rows, and a combine of decoded
+    rows."""
     fmt, static = FORMATS[name], layout.route_args(harness.group_of(ranks))
 
     def dispatch(ids, x, topk_weights):
@@ -366,7 +367,7 @@ def dispatch_and_check_rows(name, x, expected_parts, out_dtype):
         harness.assert_same_bytes(weights, weights_of_rows)
 
 
-@pytest.mark.gpu  # on CPUs, `encode` encodes tokens
+@pytest.mark.gpu  # on CPUs, a dispatch calls `encode`
 @pytest.mark.exchanges(5)
 @of_every_dtype
 @of_every_format
@@ -402,8 +403,8 @@ def on_the_wire(fmt):
     return lambda sums: decode(fmt, *encode(fmt, sums), "float32").reshape(sums.shape)
 
 
-# Groups that do not fill a warp, groups that exceed one step of a warp, and values that end inside
-# a vector.
+# Some groups do not fill a warp, some exceed one step of a warp, and some values end inside a
+# vector.
 WIRES = (
     ("blockwise", dataclasses.replace(cases.PADDED, hidden=640), "bfloat16"),
     ("mx", dataclasses.replace(cases.CUT, hidden=96), "float16"),

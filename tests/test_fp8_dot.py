@@ -239,7 +239,7 @@ def test_weights_are_quantized_by_squares():
     np.testing.assert_array_equal(
         np.asarray(found.transposed).view(np.uint8), np.swapaxes(values, 1, 2).view(np.uint8)
     )
-    # Gate and up, and the experts of several layers.
+    # Quantize gate and up together, and the experts of several layers.
     pair = ma.quantize_experts(np.stack([w, w[:, :, ::-1]], axis=2))
     assert pair.values.shape == (2, 2, 200, 256) and pair.scales.shape == (2, 2, 2, 2)
     np.testing.assert_array_equal(np.asarray(pair.values[:, 0]), np.asarray(found.values))
@@ -434,7 +434,7 @@ def test_quantization_counts_as_the_identity_for_derivatives():
     rows, d_rows = (normal(seed, (9, 128), "bfloat16") for seed in (7, 8))
     ct, d_ct = (normal(seed, (9, 256), "bfloat16") for seed in (9, 10))
     w, d_w = (normal(seed, (3, 128, 256), "bfloat16") for seed in (11, 12))
-    w[:, :, BLOCK:] *= 8  # squares have different scales
+    w[:, :, BLOCK:] *= 8  # blocks have different scales
     end = sizes.sum()
 
     def derivatives(dot):

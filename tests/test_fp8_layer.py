@@ -201,7 +201,7 @@ def test_training_has_the_gradients_of_decoded_numbers(weigh_input):
 
 @functools.cache
 def emulated(variant=None):
-    """Return the result and the gradients of frozen layers of ranks on one device."""
+    """Run a layer with frozen weights on one device, and return its result and gradients."""
     options = {}
     x, topk_weights, experts, ids = frozen(arguments("float32"))
     if variant == "unfused":
@@ -265,7 +265,7 @@ def value_and_grads(floats, ids, ct, *, fn=layer, **options):
 
 @functools.cache
 def exact():
-    """Return floats, ids and a cotangent, and the results of a layer in float32 for them."""
+    """Return (floats, ids, a cotangent), and the results of a layer in float32."""
     *floats, ids = arguments("bfloat16")
     ct = jnp.asarray(cases.normal(np.random.default_rng(1), floats[0].shape, "float32"))
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), floats)
@@ -328,7 +328,7 @@ OF_PRODUCTS = POLICIES.save_only_these_names(ma.PRODUCTS_CHECKPOINT_NAME)
     ids=("weights", "products", "everything", "frozen, rows"),
 )
 def test_a_policy_saves_all_numbers_in_fp8(in_fp8, policy):
-    """JAX itself would turn each float8_e4m3fn from 256 on into NaN."""
+    """A policy alone would make JAX save each float8_e4m3fn number from 256 on as NaN."""
     x, topk_weights, experts, ids = arguments() if in_fp8 else frozen(arguments())
 
     def gradients(policy, x):
@@ -381,7 +381,7 @@ def test_chunks_quantize_weights_once_and_train_as_one():
 
 
 FP8 = ma.BlockwiseFp8()
-ROWS = {  # of the table in docs/fp8.md
+ROWS = {  # the rows of the table in docs/fp8.md
     "bfloat16": dict(),
     "tokens in FP8": dict(token_format=FP8),
     "quantized weights": dict(frozen=True),

@@ -1,8 +1,8 @@
 """Compare `grouped_dot` with plain numpy products in float64, on every path that the machine has.
 
-On CPU these are `lax.ragged_dot`, numpy with the kernel's table of groups ("table"), and products
-that mask less than `lax.ragged_dot` ("careless"). With MOE_A2A_TEST_GPU=1 these are the kernel and
-`lax.ragged_dot`.
+On CPU, the paths are `lax.ragged_dot`, numpy with the kernel's table of groups ("table"), and
+products that mask less than `lax.ragged_dot` ("careless"). With MOE_A2A_TEST_GPU=1, the paths are
+the kernel and `lax.ragged_dot`.
 
 Rows after the last group are NaN and infinite in every operand of every test.
 """
@@ -123,7 +123,7 @@ def path(request):
         yield request.param
 
 
-# The oracle, in float64. In its results, rows that belong to no group are zero.
+# The oracle computes in float64. Rows that belong to no group are zero in its results.
 
 
 def wide(*arrays):
@@ -154,8 +154,8 @@ CASES = dict(
     no_columns=(16, 0, 64, [5, 6]),
     odd_columns=(50, 20, 12, [20, 13]),
 )
-# Sizes slightly below and above the kernel's tiles, and more groups than the kernel reads at a
-# time.
+# LARGE does not fill the last tiles of the kernel. With `many_groups`, the kernel reads the groups
+# in several steps.
 LARGE = 1500, 264, 392, [700, 0, 129, 511]
 if harness.ON_GPU:
     CASES |= dict(

@@ -1,4 +1,4 @@
-"""Arguments of `grouped_dot`, and the path of a product: the kernel or another path.
+"""Check the arguments of `grouped_dot`, and whether a product runs the kernel.
 
 Lowering for CUDA needs no GPU, so most of these tests run on every machine with a build of the
 kernel.

@@ -115,7 +115,7 @@ def run(program):
     jax.block_until_ready(step(*arguments))
 
 
-# Functions that run with the library in separate processes.
+# Each of these functions runs with the library in a separate process.
 
 
 def keeps_what_does_not_change(library):

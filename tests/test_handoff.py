@@ -30,7 +30,7 @@ pytestmark = [
 ]
 
 VERSION = 1
-WORDS = 7  # of a request, before the ids of the devices
+WORDS = 7  # words of a request before the ids of the devices
 REFUSED = 2
 
 
@@ -91,7 +91,7 @@ ASKING = {
 
 @pytest.mark.parametrize("ask", ASKING.values(), ids=ASKING)
 def test_a_process_announces_itself_before_it_waits_for_another_one(told, monkeypatch, ask):
-    """Otherwise two processes that need each other's notice would wait for each other."""
+    """If both processes waited first, each would wait for the other's notice."""
     own = processes.KEY.format(0)
 
     def get(key, timeout):

@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.one_process("it starts processes of its own"),
     pytest.mark.several_devices("it starts processes, each with its devices"),
     pytest.mark.skipif(harness.ON_GPU, reason="it starts processes that have CPU devices"),
-    pytest.mark.exchanges(0),  # of this process
+    pytest.mark.exchanges(0),  # this process exchanges nothing
 ]
 
 CHOSEN = (

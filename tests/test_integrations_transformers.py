@@ -1,4 +1,4 @@
-"""Weights of Hugging Face transformers, converted in both directions.
+"""Weights of Hugging Face transformers are converted in both directions.
 
 State dicts are written by hand, so that most tests run without PyTorch. The last test converts
 models of transformers, and `test_examples.py` compares outputs and gradients.
@@ -193,7 +193,7 @@ def original(kind, block, x):
 
 
 def converted(params, x):
-    """Compute the same from converted weights, with the package's router and dense experts."""
+    """Compute a block from converted weights, with the package's router and dense experts."""
     router, zeros = params["router"], np.zeros(E, x.dtype)
     logits = x @ router.kernel + (zeros if router.bias is None else router.bias)[None]
     choices = router.choose(logits, select_bias=router.select_bias)

@@ -345,7 +345,7 @@ def test_chunks_of_tokens_are_layers_whose_gradients_are_summed_in_float32(dtype
     scans = [eqn for eqn in harness.equations(jaxpr) if eqn.primitive.name == "scan"]
     backward = [eqn for eqn in scans if eqn.params["reverse"]]
     results = [v.aval for eqn in backward for v in eqn.outvars]
-    # The sum that the loop carries: of one rank, or of all ranks that share a device.
+    # The loop carries the sum of one rank, or of all ranks that share a device.
     of_w_in = [aval for aval in results if aval.shape in (floats[2].shape[1:], floats[2].shape)]
     assert [aval.dtype for aval in of_w_in] == ["float32"]
     found = small_layer.compiled(run, exchanges=21)(floats, ids)

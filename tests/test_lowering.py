@@ -438,8 +438,8 @@ def test_every_half_is_one_custom_call_forward_and_backward():
 
 
 def test_a_constant_enters_one_barrier_for_a_start_and_its_done():
-    """Otherwise XLA copies the constant for each call, and the done would look for the exchange at
-    a different address."""
+    """Without the barrier, XLA copies the constant for each call, and the done would look for the
+    exchange at another address."""
 
     def ones(x, ids):
         recv = ma.dispatch_done(
@@ -929,7 +929,8 @@ def test_devices_are_told_domain_after_domain():
 
 
 def test_every_call_stands_before_a_barrier():
-    """Otherwise, if a loop uses a result and stores it in a larger array, XLA repeats the call."""
+    """Without a barrier, XLA repeats a call whose result a loop uses and stores in a larger
+    array."""
     x = aval(TOKENS, HIDDEN)
 
     def exchange(x, ids, weights):

@@ -1,5 +1,5 @@
-"""Two processes use JAX's coordination service: they meet, lower programs in different orders, and
-begin a second job. GPUs are pretended.
+"""Two processes with pretended GPUs use JAX's coordination service. The processes meet, lower
+programs in different orders, and begin a second job.
 
 One run starts this file in two processes. Each test looks at one scenario of this run.
 """
@@ -20,8 +20,8 @@ pytestmark = [
 ]
 
 DEADLINE = 150  # seconds, for everything; it needs about ten on idle cores
-PATIENCE = 3.0  # of a meeting
-SECOND_ADDRESS = "MOE_A2A_TEST_SECOND_ADDRESS"  # of the job that begins again
+PATIENCE = 3.0  # seconds that a meeting waits
+SECOND_ADDRESS = "MOE_A2A_TEST_SECOND_ADDRESS"  # address of the second job
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 

@@ -1,5 +1,5 @@
-"""Pytrees made for a different group, size or form raise an error while a program is traced, and
-routings with damaged arrays, too.
+"""Pytrees made for a different group, size or form raise an error while a program is traced.
+Routings with damaged arrays raise an error, too.
 
 These tests run no program. Each pytree is made in a program of its group, and then used, with the
 same arrays, in a program of a group of 8 ranks.
@@ -168,7 +168,7 @@ def test_an_array_of_a_level_is_refused_by_its_name(name):
 
 
 def test_a_routing_of_numpy_arrays_is_accepted():
-    """A restored checkpoint has numpy arrays."""
+    """The arrays of a restored checkpoint are numpy arrays."""
     recv = recv_of(FLAT)
     routing = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), recv.routing)
     assert trace(lambda: ma.dispatch(X, routing).rows, FLAT).shape == recv.rows.shape

@@ -33,7 +33,6 @@ def weights():
 
 
 def in_slots(w, placement):
-    """Return the weights of a placement's slots, one after the other."""
     slots = placement.slot_experts
     return jax.tree.map(
         lambda x: np.stack([x[e] if e >= 0 else np.zeros_like(x[0]) for e in slots]), w

@@ -1,6 +1,6 @@
 """Every static option of a dispatch reaches all exchanges of the dispatch, forward and backward.
 
-Options that these tests do not interpret have sentinels as values. One of them is invented."""
+Options that these tests do not interpret have sentinels as values. One option is invented."""
 
 import collections
 import functools

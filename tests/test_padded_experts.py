@@ -35,7 +35,7 @@ def arguments(activation=RELU):
         found = rng.integers(-3, 4, size=(RANKS, *shape)) * (rng.random((RANKS, *shape)) < density)
         return found.astype(np.float32)
 
-    x = 2 * integers(LAYOUT.tokens, HIDDEN) + 1  # not exact in FP8 next to large numbers
+    x = 2 * integers(LAYOUT.tokens, HIDDEN) + 1  # FP8 rounds these numbers next to large ones
     x[..., ::40] *= 100
     x[..., HIDDEN - 1] = 3  # so that the last group differs from all other groups
     w_in = integers(experts, HIDDEN, 2 * WIDTH, density=0.05)
@@ -120,7 +120,7 @@ def gradients(name, *, is_padded=False, num_chunks=None):
 @pytest.mark.exchanges(0)
 @pytest.mark.parametrize("name", WRAPS)
 def test_gradients_through_padded_experts_are_those_of_the_layer(name):
-    """With chunks, the tokens of each chunk are padded."""
+    """One case has chunks, whose tokens are padded chunk by chunk."""
     found = gradients(name, num_chunks=2 if name == "transposed" else None)
     assert len(found) == (6 if name == "in_fp8" else 2)
     for one, right in zip(found, gradients("in the dtype of x"), strict=False):

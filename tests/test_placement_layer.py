@@ -159,7 +159,7 @@ def test_a_layer_with_replicas_equals_the_layer_without(spare, options):
 
 
 def test_gradients_of_rows_of_other_experts_do_not_count():
-    """Products of rows without an expert may have any values, including NaN."""
+    """The second row has no expert. Its cotangent is NaN, and its gradient becomes zero."""
     is_kept = jnp.array([True, False])
     rows, of_rows = jax.vjp(lambda x: placed._with_gradients_of(x, is_kept), jnp.ones((2, 3)))
     (found,) = of_rows(jnp.full((2, 3), 5.0).at[1].set(jnp.nan))
@@ -198,7 +198,8 @@ def test_replicas_compute_in_fp8(kind):
 
 
 def test_chunks_fetch_once():
-    # The fetch and its transpose, and the exchanges of a chunk: two forward, and three backward.
+    # The program fetches weights and sends their gradients back. A chunk has two exchanges forward,
+    # and three backward.
     found = exchanges_of(of_ranks(value_and_gradients, num_chunks=TOKENS), *problem())
     assert found == dict(combine=1 + 2, dispatch=1 + 1 + 2)
 
@@ -236,7 +237,8 @@ def test_the_backward_pass_fetches_again_and_no_program_joins_weights():
     ids, floats, placement = args = problem()
     forward, both = of_ranks(layer), of_ranks(value_and_gradients)
     assert exchanges_of(forward, *args) == dict(combine=1, dispatch=1, routed_dispatch=1)
-    # Two exchanges and the fetch, and backward two exchanges, the second fetch and its transpose.
+    # The forward pass has a fetch and two exchanges. The backward pass has a second fetch, its
+    # transpose, and two exchanges.
     found = exchanges_of(both, *args)
     assert found == dict(combine=1 + 2, dispatch=1 + 2 + 1)
     _, transpose = jax.vjp(lambda floats: forward(ids, floats, placement), floats)

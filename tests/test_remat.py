@@ -23,7 +23,7 @@ def saves_results_of(*names):
 
 
 # A policy, and the numbers of routes and dispatches in value and gradient of a checkpointed layer.
-# ``ONCE`` has its other exchanges.
+# ``ONCE`` has the other exchanges of the layer.
 ROUTING_ONLY = POLICIES.save_only_these_names(ma.ROUTING_CHECKPOINT_NAME)
 CASES = {
     "nothing": (POLICIES.nothing_saveable, dict(route=2, dispatch=2)),
@@ -78,7 +78,7 @@ def test_a_policy_decides_what_is_exchanged_again_in_the_backward_pass(name, rou
 @pytest.mark.exchanges(lambda name: 18 if name == "routing" else 21)
 @pytest.mark.parametrize("name", ("no_policy", "routing"))
 def test_a_scan_over_checkpointed_layers_equals_the_dense_layers(name):
-    """This is the usual way to train deep models. The scan stacks the arrays that each step
+    """Deep models are usually trained with such a scan, which stacks the arrays that each step
     saves."""
     policy, expected = CASES[name]
     floats, ids, _ = problem()

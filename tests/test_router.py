@@ -278,7 +278,7 @@ def test_logits_of_bfloat16_are_routed_in_float32():
 
 
 def balance(logits, axis_name=None):
-    """Return the sum of both losses, and the losses and the next bias."""
+    """Return the sum of both losses, and (balance loss, z-loss, next bias)."""
     found = choose(logits, TOP_K)
     counts = jax.nn.one_hot(found.ids, EXPERTS).sum(axis=(0, 1))
     balance_loss = ma.load_balancing_loss(found.scores, found.ids, axis_name=axis_name)

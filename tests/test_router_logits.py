@@ -43,7 +43,8 @@ def exact(array):
 
 
 def assert_equal_to(found, expected, dtype, within=2e-6):
-    """Compare relative to the largest number. A result of 16 bits may be rounded once more."""
+    """Bound the error relative to the largest number. A result of 16 bits may be rounded once
+    more."""
     assert found.dtype == dtype
     bits = jnp.finfo(dtype).nmant
     error = np.abs(exact(found) - expected).max() / np.abs(expected).max()
@@ -69,7 +70,8 @@ def test_logits_and_gradients_are_those_of_float32(x_dtype, router_dtype):
 @pytest.mark.parametrize("dtypes", PRODUCTS, ids="-".join)
 @pytest.mark.parametrize("sizes", ((40, 512, 24), (6, 8, 24)), ids=("large", "small"))
 def test_products_of_pieces_are_those_of_float32(dtypes, sizes, monkeypatch):
-    """GPUs use this form. In this test, XLA multiplies the pieces in float32, which is exact."""
+    """GPUs multiply pieces of 16 bits. In this test, XLA multiplies them in float32, which is
+    exact."""
 
     def matmul(a, b, dtype):
         assert a.dtype == b.dtype != jnp.float32

@@ -40,8 +40,8 @@ def test_without_check_vma_the_layer_equals_the_dense_layer():
 
 
 def test_all_that_dispatch_and_combine_return_is_typed_as_varying_over_the_group():
-    """Otherwise shard_map would use one rank's result as the result of all ranks. With replicated
-    arguments, only the ids and the count of invalid ids are replicated.
+    """If a result did not vary, shard_map would use one rank's result as the result of all ranks.
+    With replicated arguments, only the ids and the count of invalid ids are replicated.
     """
     group = harness.group_of(RANKS)
     varying = {}
@@ -117,7 +117,7 @@ def test_every_row_of_a_dp_x_ep_mesh_is_a_domain_of_its_own(order):
 
 @pytest.mark.parametrize("axes", (("a", "b"), ("b", "a")), ids="".join)
 def test_ranks_of_a_group_over_two_axes_count_row_major_in_the_groups_order(axes):
-    """The mesh has the axes ("a", "b"). The order of the axes in the mesh does not matter."""
+    """The order of the axes in the mesh, ("a", "b"), does not matter."""
     mesh = harness.mesh_over(a=DP, b=MANY // DP)
     group = group_over(mesh, axes)
     assert group.size == MANY
@@ -154,8 +154,8 @@ def test_a_partial_manual_mesh_equals_the_dense_layer(specs, check_vma):
     def of_one_rank(x, *others):
         x = x[0]
         if specs == "both":
-            # Otherwise the partitioner of jax 0.12.0.1 aborts at a gather along one of two sharded
-            # axes.
+            # Without this constraint, the partitioner of jax 0.12.0.1 aborts at a gather along one
+            # of two sharded axes.
             x = lax.with_sharding_constraint(x, P(None, P.UNCONSTRAINED))
         return layer(x, *(other[0] for other in others))[None]
 
@@ -176,7 +176,7 @@ def test_a_partial_manual_mesh_equals_the_dense_layer(specs, check_vma):
 
 
 def test_a_payload_may_be_sharded_by_an_explicit_axis_that_is_not_the_groups():
-    """The rows and sums of the payload are then sharded in the same way."""
+    """The rows and the sums are sharded like the payload."""
     tp = 2 if MANY >= 4 else 1
     ranks = MANY // tp
     mesh = harness.mesh_over(AxisType.Explicit, ep=ranks, tp=tp)

@@ -21,7 +21,7 @@ import jax_moe_a2a as ma
 from jax_moe_a2a._src.exchange.dispatch_combine import DISPATCH
 from jax_moe_a2a._src.exchange.record import Options
 
-pytestmark = pytest.mark.exchanges(0)  # of tests that only trace programs
+pytestmark = pytest.mark.exchanges(0)  # most tests only trace programs
 
 RANKS = harness.SEVERAL
 GROUP = harness.group_of(RANKS)
@@ -46,7 +46,7 @@ def whole_layer(x, topk_weights, w, ids, group=GROUP, layout=LAYOUT):
 
 @functools.cache
 def problem():
-    """Return floats and ids of all ranks, and directions, as arrays."""
+    """Return floats, ids and directions of all ranks as JAX arrays."""
     floats, ids, _ = small_layer.arguments(RANKS)
     return jax.tree.map(jnp.asarray, (floats, ids, small_layer.directions(RANKS)))
 
@@ -202,10 +202,9 @@ def test_under_every_transform_a_split_layer_is_the_whole_one_and_every_done_has
     small_layer.assert_close(actual, expected, tolerance=1e-4)
 
 
-# Micro-batches. On GPUs, XLA would fuse a call with slices of larger arrays that it reads or
-# writes, if the slices begin at multiples of 128 bytes. The slices of this layout begin there. The
-# rows of the worst case grow with the square of the number of ranks, so many ranks have fewer
-# tokens.
+# On GPUs, XLA would fuse a call with slices of larger arrays that it reads or writes, if the slices
+# begin at multiples of 128 bytes. The slices of this layout begin there. The rows of the worst case
+# grow with the square of the number of ranks, so many ranks have fewer tokens.
 NUM_LARGE = 128 if RANKS <= cases.MOST_RANKS else 32
 LARGE = cases.Layout("large", tokens=NUM_LARGE, top_k=4, local_experts=2, hidden=64)
 

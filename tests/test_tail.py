@@ -34,7 +34,7 @@ def route_args(layout, ranks=RANKS, group=None):
     return layout.route_args(group or harness.group_of(ranks))
 
 
-# By name: how rows are dispatched, and the options.
+# How rows are dispatched, and the options of the dispatch
 FORMS = dict(
     ids=("ids", {}),
     routing=("routing", {}),

@@ -1,4 +1,4 @@
-"""With two levels, rows equal those of one level, in the same order. Sums are first computed within
+"""Rows of two levels equal the rows of one level, in the same order. Sums are first computed within
 hosts, and a token crosses to each host only once.
 
 The devices are divided into two hosts, and into every other possible number of hosts. If all ranks
@@ -172,7 +172,8 @@ def test_a_token_crosses_to_each_host_once():
 
 @of_devices
 def test_a_layer_crosses_between_hosts_once_each_way():
-    """Ids, tokens with their weights, sums, and the gradients of these cross between hosts."""
+    """Forward, ids, tokens and sums cross between hosts. Backward, the gradients of sums and of
+    tokens cross."""
     floats, ids, _ = small_layer.arguments(RANKS)
     layer = small_layer.on_all_ranks(small_layer.layer_of(group_of(HOSTS)), mesh_of(HOSTS))
     forward = jax.make_jaxpr(layer)(*floats, ids)
@@ -251,7 +252,8 @@ def trace_exchange(name, dtypes, group, **options):
 @of_devices
 @pytest.mark.parametrize("name", EXCHANGES)
 def test_a_wire_dtype_wider_than_the_rows_is_refused(name):
-    """The call raises an error, because a host's sum would be rounded to the dtype of the rows."""
+    """A wider wire dtype is an error, because a host's sum would be rounded to the dtype of the
+    rows."""
     group = group_of(HOSTS)
     for dtypes in (["bfloat16"], ["float32", "float16"]):
         naming = (
@@ -273,8 +275,9 @@ def test_a_wire_dtype_may_be_wider_than_what_is_only_moved():
 
 
 def assert_as_flat(exchange, *args, group=None):
-    """Compare `exchange(group)`, which returns a Recv and sums of one rank, between a flat and a
-    two-level group: the Recvs have the same bytes, and the sums agree within a few roundings."""
+    """Run `exchange(group)`, which returns a Recv and sums of one rank, with a flat and with a
+    two-level group. Assert that both Recvs have the same bytes, and that sums agree within a few
+    roundings."""
     group = group or group_of(HOSTS)
     actual, expected = (
         on_each_rank(exchange(each), each.mesh)(*args) for each in (group, flat_group())

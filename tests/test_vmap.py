@@ -209,8 +209,8 @@ def test_grad_of_vmap_equals_that_of_the_dense_layer():
 @pytest.mark.several_devices("it needs a second mesh axis")
 @pytest.mark.parametrize("shared", (False, True), ids=("own_routing", "shared_routing"))
 def test_a_batch_may_be_spread_over_another_axis_of_the_mesh(shared):
-    """With vmap's spmd_axis_name, each device runs its own elements. All elements may share the
-    ids, and then also the weights.
+    """With vmap's spmd_axis_name, each device runs its own elements. One case shares the ids and
+    the weights among all elements.
     """
     dp = min(2, harness.MANY)
     ranks = harness.MANY // dp
@@ -236,7 +236,8 @@ def test_a_batch_may_be_spread_over_another_axis_of_the_mesh(shared):
     )
 
 
-# The ranks that share a GPU, or else 3: not a power of two, and more than some machines' devices.
+# By default, 3 ranks are emulated, because 3 is no power of two and exceeds the devices of some
+# machines.
 EMULATED = harness.RANKS_ON_ONE_GPU or 3
 VMAPPED = harness.vmapped_group(EMULATED)
 
@@ -247,7 +248,7 @@ def emulated(fn, **options):
 
 @pytest.mark.exchanges(5)
 def test_grad_inside_the_emulation_equals_that_of_the_dense_layer():
-    """Cotangents cross between the emulated ranks."""
+    """The gradients are taken on each emulated rank, so cotangents cross between ranks."""
     floats, ids, kept = small_layer.arguments(EMULATED)
 
     def of_one_rank(*args):

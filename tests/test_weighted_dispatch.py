@@ -40,7 +40,7 @@ def fused(g, rows, weights, routing):
 
 
 def separate(g, rows, weights, routing):
-    """Return the same results from a dispatch and ordinary operations after it."""
+    """Return the results of `fused` from a dispatch and ordinary operations."""
     moved = ma.dispatch(g, routing).rows.astype(jnp.float32)
     is_row = routing.row_rank >= 0
     scaled = [jnp.where(is_row[:, None], w[:, None] * moved, 0).astype(g.dtype) for w in weights]
@@ -63,7 +63,7 @@ def weigh_program(weigh, layout, ranks):
     return harness.on_each_rank(of_one_rank, group.mesh)
 
 
-# The kernel weights rows of whole 16-byte words. Other rows are dispatched, and XLA weights them.
+# The kernel multiplies rows of whole 16-byte words by their weights. XLA multiplies all other rows.
 IN_WORDS = (
     dataclasses.replace(cases.PLAIN, name="plain_in_words", hidden=24),
     dataclasses.replace(cases.CUT, name="cut_in_words", hidden=24),
