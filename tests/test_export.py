@@ -19,7 +19,7 @@ TARGETS = [
     for name in ("route", "dispatch", "combine", "routed_dispatch", "weighted_dispatch")
     for suffix in ("", "_in_graph")
 ]
-# JAX guarantees stability only for its own custom calls.
+# Without these checks, JAX exports custom calls for which it does not guarantee stability.
 CUSTOM_CALLS = [export.DisabledSafetyCheck.custom_call(target) for target in TARGETS]
 
 has_no_cpu_path = pytest.mark.several_devices("a group that names 'cuda' is not lowered for CPUs")

@@ -488,8 +488,8 @@ def test_batches_halves_and_gradients_of_sums_in_a_format():
         assert_same_trees(actual, expected)
 
 
-# Transforms. Except for the format's rounding, dispatch and an unweighted combine are linear.
-# Straight-through derivatives therefore equal those without a format bit for bit.
+# Except for the format's rounding, dispatch and an unweighted combine are linear. Straight-through
+# derivatives therefore equal those without a format bit for bit.
 
 
 def transposed(fn, x, direction):

@@ -121,7 +121,7 @@ def read_table(target, results, arrays, num_sms, product):
     scope="module", params=("kernel", "decoded") if harness.ON_GPU else ("table", "reference")
 )
 def path(request):
-    """Lower every product for one path."""
+    """Make `grouped_dot` take the path that the parameter names."""
     jax.clear_caches()
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "decoded":

@@ -92,7 +92,7 @@ def careless_outer(x, y, sizes, *, dtype):
 
 @contextlib.contextmanager
 def only(path):
-    """Lower every product for one path."""
+    """Make `grouped_dot` take the path of this name."""
     jax.clear_caches()
     as_on_gpu = path == "table"
     with pytest.MonkeyPatch.context() as patch:

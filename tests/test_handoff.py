@@ -323,7 +323,7 @@ OTHER_VERSION = "it runs another version"
 NOT_UNDERSTOOD = "it does not understand the request"
 UNDERSTOOD = "is unknown in this process"  # the devices, which no process owns
 DEVICES = (7001, 7002)
-MOST_BYTES = 32 << 30  # of a ring half
+MOST_BYTES = 32 << 30  # the largest ring half
 
 
 def request_of(

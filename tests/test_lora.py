@@ -179,7 +179,7 @@ def base_gradients(program):
 def test_no_gradient_of_frozen_weights_is_computed_or_sent(name):
     program = jax.make_jaxpr(functools.partial(gradients, **OPTIONS[name]))(*problem())
     assert not base_gradients(program)
-    # A row of sent gradients would have as many features as an array of weights.
+    # If gradients of weights were sent, a row would have as many numbers as an array of weights.
     sent = [small_layer.payload(eqn)[0] for eqn in small_layer.equations(program, "combine")]
     sizes = {shape[-1] for shapes in sent for shape in shapes}
     assert not sizes & {HIDDEN * 2 * WIDTH, WIDTH * HIDDEN}

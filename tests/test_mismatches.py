@@ -178,7 +178,7 @@ def plan(experts=EXPERTS, **options):
     return ma.plan_placement(np.arange(experts), **dict(num_ranks=8, spare=1) | options)
 
 
-SLOTS = 2 * EXPERTS  # of all ranks
+SLOTS = 2 * EXPERTS  # the slots of all ranks
 OF_EXPERTS, OF_SLOTS = recv_of(FLAT), recv_of(FLAT, SLOTS)
 HOME, SERVING = plan(), plan(home=False)
 WRONG_PLANS = {

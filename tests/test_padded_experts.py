@@ -1,7 +1,7 @@
 """If the sizes of FP8 experts are not multiples of 128, padding with zeros changes no result.
 
-The oracle does not pad. In the oracle, the last group of each row holds fewer than 128 numbers.
-Numbers are integers, so that all sums are exact in any order.
+The oracle does not pad. In the oracle, the last group of each row holds fewer than 128 numbers. All
+inputs are integers, so that sums are exact in any order.
 """
 
 import functools

@@ -161,7 +161,7 @@ def test_rows_and_their_scales_are_those_of_the_oracle(form, layout, routing, dt
         assert np.isnan(global_scales[~written]).all()
 
 
-# Transforms, of ranks that `vmap` emulates. A global scale has no derivative.
+# The ranks of the following tests are emulated by `vmap`.
 
 VMAPPED = harness.RANKS_ON_ONE_GPU or 2
 

@@ -56,7 +56,7 @@ def exchanged_within(hosts):
 
 
 def by_kernels(program):
-    """Return a program that fails if all ranks share a GPU, and no kernel runs."""
+    """If all ranks share a GPU, return a program that fails unless a kernel runs."""
     if not ON_ONE_GPU:
         return program
 
@@ -493,7 +493,7 @@ def test_collective_bytes_are_those_that_xla_sends_and_receives_between_hosts(dt
     shapes = (choices, "int32"), ((tokens, 40), dtype), (choices, "float32")
     traced = jax.jit(mapped).trace(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    found = [  # of ids, tokens, weights and sums; a buffer has the same size at both ends
+    found = [  # ids, tokens, weights and sums, which have the same size at both ends
         2 * math.prod(map(int, shape[:-1].split("x"))) * int(bits) // 8
         for line in text.splitlines()
         if "all_to_all" in line

@@ -53,7 +53,7 @@ def element(results, b, dim=1):
 
 
 def assert_is_the_oracles(results, ids, x, topk_weights, y):
-    """Compare one element of the batch, all ranks, with the oracle."""
+    """Compare one element of the batch on all ranks with the oracle."""
     expected = small_layer.routing_of(ids)
     recv = results["recv"]
     harness.assert_routing_is(recv.routing, expected)

@@ -96,7 +96,7 @@ def test_a_weighted_dispatch_has_the_bits_of_the_separate_steps(layout):
             small_layer.assert_same(actual, expected, f"{case.name} {dtype}")
 
 
-# Transforms. Numbers are small integers in float32, so that sums are exact in any order.
+# Numbers are small integers in float32, so that sums are exact in any order.
 
 
 def integers(*shape, seed=0):
