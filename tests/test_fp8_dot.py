@@ -43,7 +43,7 @@ CASES = dict(
     no_groups=(6, 128, 8, []),
     odd_columns=(9, 128, 12, [4, 3]),
 )
-# Sizes near the edges of tiles, which have 128 rows and 192 columns, or 64 rows and 256 columns.
+# These sizes are near the edges of tiles of 128 rows and 192 columns, or 64 rows and 256 columns.
 HOSTILE = dict(
     one_row=(1, 128, 8, [1]),
     all_empty=(70, 256, 136, [0, 0, 0]),

@@ -159,7 +159,7 @@ def with_decoded_weights(*args, weigh_input=False, in_fp8=False):
 
 
 def frozen_gradients(fn, args):
-    """Return the result of a function of all ranks, and the gradients of the floats."""
+    """Return the result of `fn`, and the gradients of x, router weights and biases."""
     x, topk_weights, experts, ids = args
     ct = jnp.asarray(cases.normal(np.random.default_rng(1), x.shape, "float32"))
 
@@ -340,7 +340,7 @@ def test_a_policy_saves_all_numbers_in_fp8(in_fp8, policy):
     saving, again = (functools.partial(gradients, each) for each in (policy, None))
     if policy is OF_QUANTIZED:
         counts = (small_layer.counts(fn, x)["encode_squares"] for fn in (saving, again))
-        assert tuple(counts) == (2, 4)  # of two arrays of weights
+        assert tuple(counts) == (2, 4)  # two arrays of weights are quantized
     if policy is OF_PRODUCTS:
         counts = (small_layer.counts(fn, x)["straight_through_dot"] for fn in (saving, again))
         assert tuple(counts) == (3, 4)  # the first product is not repeated

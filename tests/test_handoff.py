@@ -59,7 +59,8 @@ def told(monkeypatch):
 
 
 def tell(told, index, host=None, **fields):
-    """Publish the notice of another process. Only these fields differ from this process."""
+    """Publish the notice of another process. Only these fields differ from the notice of this
+    process."""
     fields = dict(dict(socket=f"name{index}", secret="secret", version=VERSION), **fields)
     notice = dataclasses.replace(processes._own_notice(), host=host or processes._host(), **fields)
     told[processes.KEY.format(index)] = json.dumps(dataclasses.asdict(notice))

@@ -1,4 +1,5 @@
-"""Groups of two levels over hosts. Each process is a host, and gloo connects the processes, on CPU.
+"""Test groups of two levels over hosts. Each process is a host, and gloo connects the processes, on
+CPU.
 
 With root, each process has a separate network (`hosts.py`). `make test-hosts` runs all tests of two
 levels with the same numbers of hosts and ranks.

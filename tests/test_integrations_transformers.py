@@ -356,7 +356,8 @@ def torch():
 
 
 def model_of(kind, **fields):
-    """Return a tiny model of transformers with two layers. In some families the first is dense."""
+    """Return a tiny model of transformers with two layers. In some families, the first layer is
+    dense."""
     import transformers
 
     more = dict(vocab_size=8, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2)

@@ -34,7 +34,7 @@ ACTIVATIONS = pytest.mark.parametrize("activation", (SWIGLU, UNFUSED), ids=("fus
 
 
 def arguments(layout=SMALL, routing="skewed", dtype="float32", width=2 * INTERMEDIATE, seed=0):
-    """Return floats of all ranks in the order of NAMES, ids, and which choices have a row."""
+    """Return (floats in the order of NAMES, ids, which choices have a row) of all ranks."""
     rng = np.random.default_rng([seed, layout.tokens])
     ids = cases.Case(layout, routing).ids(RANKS, seed)
     shapes = small_layer.shapes_of_moe(layout, width, INTERMEDIATE)

@@ -44,7 +44,7 @@ def adapted(experts, num_lead=1, seed=0):
 
 
 def merged(experts):
-    """Return experts with the sums of frozen weights and adapters."""
+    """Return experts whose weights are the sums of frozen weights and adapters."""
 
     def add(w, lora):
         flat = lora.b.reshape(*lora.a.shape[:-2], lora.b.shape[lora.a.ndim - 2], -1)

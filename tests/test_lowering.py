@@ -115,9 +115,6 @@ def route(ids, group=None, num_experts=EXPERTS, capacity=None):
     )
 
 
-# One call for each primitive
-
-
 def test_every_primitive_is_one_custom_call_and_no_collective():
     text = lower(exchange_by_routing, aval(TOKENS, HIDDEN), IDS, WEIGHTS)
     assert calls(text) == {"route": 1, "dispatch": 1, "combine": 1}
@@ -353,9 +350,6 @@ def test_weights_return_with_the_sums_of_the_first_dtype_only():
     assert [re.search(r"num_choice_arrays = (\d)", line)[1] for line in lines] == ["1", "0"]
 
 
-# The modes
-
-
 def gradients_of_mode(x, ids, weights, ct, **modes):
     def there_and_back(x, weights):
         recv = ma.dispatch(
@@ -391,9 +385,6 @@ def test_xla_quantizes_the_tokens_of_a_single_rank():
     assert calls(lower(rows, x, ids)) == {"routed_dispatch": 1}
     alone = calls(lower(functools.partial(rows, replicated=True), x, ids))
     assert alone in ({"route": 1, "dispatch": 1}, {"routed_dispatch": 1})
-
-
-# Split phases
 
 
 def split_exchange(x, ids, weights, group=None, beside=jnp.sin):
@@ -507,9 +498,6 @@ def test_halves_whose_whole_is_portable_are_portable_too():
     assert calls(lower(combine, mixed, IDS)) == {"route": 1, "combine_start": 2, "combine_done": 2}
 
 
-# The weighted dispatch
-
-
 def cotangents(y, weights, ct, ids, of=("rows", "weights")):
     """Return cotangents of a weighted combine, with respect to rows, weights or both."""
     routing = route(ids)
@@ -571,9 +559,6 @@ def test_a_batch_is_weighed_by_the_call_where_it_folds_into_one_routing(ids_axis
     assert found == expected
 
 
-# Batches
-
-
 @pytest.mark.parametrize("in_axes", ((0, 0, 0), (0, None, None), (0, None, 0), (0, 0, None)))
 def test_a_batch_is_one_custom_call_of_each_kind(in_axes):
     batch = 3
@@ -613,9 +598,6 @@ def test_a_call_for_the_only_rank_of_a_vmap_has_no_axis_of_ranks(tokens):
         assert signature(text, "dispatch_in_graph")[0][0] == x
     assert signature(text, "dispatch_start")[0][0] == signature(text, "dispatch_done")[0][0] == x
     assert signature(text, "combine")[1] == [x]
-
-
-# Exchanges that the kernels do not support
 
 
 def refused(*avals, of=None, **wire):
@@ -853,9 +835,6 @@ def test_as_much_as_one_launch_takes_is_one_custom_call_and_more_is_two(name, mo
     most = most_of(most_tokens)
     for n, expected in ((most, {"routed_dispatch": 1}), (most + 1, APART)):
         assert calls(lower(*program(n, most_tokens))) == expected
-
-
-# Attributes
 
 
 @pytest.mark.parametrize("on_failure", ("raise", "nan"))

@@ -29,7 +29,8 @@ from jax_moe_a2a._src.placement import fill
 
 pytestmark = test_lowering.pytestmark
 
-TOKENS = 6  # not the number of ranks: token_slot [T, R] and slot_token [R, T] have different shapes
+# If TOKENS equaled RANKS, token_slot [T, R] and slot_token [R, T] would have the same shape.
+TOKENS = 6
 IDS = aval(TOKENS, TOP_K, dtype="int32")
 WEIGHTS = aval(TOKENS, TOP_K, dtype="float32")
 X = aval(TOKENS, 128)

@@ -73,7 +73,7 @@ class Worker:
 
 
 def one_sided(worker):
-    """Process 0 arrives alone. Then both processes meet for another reason."""
+    """Process 0 arrives alone. Then both processes meet under another name."""
     alone = worker.meet("alone") if worker.own == 0 else None
     worker.step()
     return [alone, worker.meet("again")]

@@ -51,7 +51,7 @@ def on_one_gpu(group):
 
 
 def avals(*lead, mesh=None):
-    """Return tokens and ids of all ranks. On a mesh, they are sharded along the leading axis."""
+    """Return tokens and ids of all ranks. On a mesh, both are sharded along the leading axis."""
     sharding = None if mesh is None else NamedSharding(mesh, PartitionSpec("ep"))
     return (
         jax.ShapeDtypeStruct((*lead, HIDDEN), jnp.bfloat16, sharding=sharding),

@@ -121,7 +121,7 @@ def problem(seed=0):
 
 
 def of_ranks(fn, **options):
-    """Return a function of ids and floats of all ranks, and a placement."""
+    """Return a function of (ids, floats, placement) of all ranks."""
     on_rank = functools.partial(fn, group=GROUP, **options)
     return jax.vmap(on_rank, axis_name="ep", in_axes=(0, 0, None))
 

@@ -192,7 +192,7 @@ def test_rows_that_a_product_of_another_library_leaves_unwritten_reach_no_result
             compiler_options=harness.QUICKLY,
         )
         found[multiply] = program(x, weights, w, ids)
-    # The products add in different orders, and on GPUs multiply in TF32.
+    # The products sum in different orders, and multiply in TF32 on GPUs.
     same = functools.partial(assert_finite_and_same, atol=1e-2 if harness.ON_GPU else 1e-4)
     right_y, right_gradients = found[ma.grouped_dot]
     same(found[masked], (right_y, right_gradients))

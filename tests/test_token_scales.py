@@ -1,4 +1,4 @@
-"""`NvFp4` with a global scale for each token, which travels with its row.
+"""Test `NvFp4` with a global scale for each token. The scale travels with the token's row.
 
 The oracle is `format_oracle.py`, which shares no code with the package.
 """

@@ -23,9 +23,8 @@ RANKS = harness.SEVERAL
 
 @functools.cache
 def maps():
-    """Return (dispatch, combine) of (rows, weights) as linear functions of all ranks' arrays.
-
-    No public function combines only weights, so this function transposes their dispatch.
+    """Return (dispatch of rows and weights, combine of rows) as linear functions of all ranks'
+    arrays.
     """
     group = harness.group_of(RANKS)
     ids = small_layer.arguments(RANKS).ids
