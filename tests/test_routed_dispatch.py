@@ -99,8 +99,7 @@ def test_derivatives_have_a_route_and_dispatches_of_their_own():
 @pytest.mark.parametrize("check_vma", (True, False), ids=("vma", "no_vma"))
 def test_a_routing_is_typed_as_varying_by_its_ids_alone(check_vma):
     """The payload differs between the devices of a second axis, but the ids are equal, so the
-    routing may leave shard_map replicated over this axis.
-    """
+    routing may leave shard_map replicated over this axis."""
     dp = min(2, harness.MANY)
     ranks = harness.MANY // dp
     mesh = harness.mesh_over(dp=dp, ep=ranks)

@@ -41,8 +41,7 @@ def test_without_check_vma_the_layer_equals_the_dense_layer():
 
 def test_all_that_dispatch_and_combine_return_is_typed_as_varying_over_the_group():
     """If a result did not vary, shard_map would use one rank's result as the result of all ranks.
-    With replicated arguments, only the ids and the count of invalid ids are replicated.
-    """
+    With replicated arguments, only the ids and the count of invalid ids are replicated."""
     group = harness.group_of(RANKS)
     varying = {}
 

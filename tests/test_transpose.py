@@ -24,8 +24,7 @@ RANKS = harness.SEVERAL
 @functools.cache
 def maps():
     """Return (dispatch of rows and weights, combine of rows) as linear functions of all ranks'
-    arrays.
-    """
+    arrays."""
     group = harness.group_of(RANKS)
     ids = small_layer.arguments(RANKS).ids
 

@@ -210,8 +210,7 @@ def test_grad_of_vmap_equals_that_of_the_dense_layer():
 @pytest.mark.parametrize("shared", (False, True), ids=("own_routing", "shared_routing"))
 def test_a_batch_may_be_spread_over_another_axis_of_the_mesh(shared):
     """With vmap's spmd_axis_name, each device runs its own elements. One case shares the ids and
-    the weights among all elements.
-    """
+    the weights among all elements."""
     dp = min(2, harness.MANY)
     ranks = harness.MANY // dp
     mesh = harness.mesh_over(dp=dp, ep=ranks)

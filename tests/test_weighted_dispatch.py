@@ -182,8 +182,7 @@ BATCH = 3
 )
 def test_a_batch_is_one_exchange_with_the_bits_of_its_elements(batched, counted):
     """Elements with separate routings become one larger routing. With a shared routing, rows of g
-    become larger, or g stays unbatched.
-    """
+    become larger, or g stays unbatched."""
     each = [arguments(seed=5 * b) for b in range(BATCH)]
 
     def own(b, name):
