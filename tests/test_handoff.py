@@ -441,8 +441,8 @@ int main(int argc, char** argv) {
 }
 """
 
-# Takes the name of a socket, optionally as a different user, and answers with a descriptor. Prints
-# what it received.
+# This program takes the name of a socket, optionally as a different user, and answers with a
+# descriptor. It prints what it received.
 IMPOSTOR = r"""
 import os, socket, struct, sys
 name, user = sys.argv[1], int(sys.argv[2])

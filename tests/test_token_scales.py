@@ -370,7 +370,7 @@ def test_the_estimate_counts_the_scales():
     fmt = ma.NvFp4(global_scale=jnp.ones(128, jnp.float32))
     scaled = ma.memory_estimate(**harness.exchanging(sizes, token_format=fmt))
     assert scaled.rows_bytes - plain.rows_bytes == 4 * plain.capacity
-    # A choice array of 16 bytes for each token.
+    # The scales are a choice array of 16 bytes for each token.
     wide = dict(sizes, wire_dtype=ma.NvFp4())
     added = [
         ma.memory_estimate(**harness.exchanging(wide, token_format=f)).workspace_bytes
