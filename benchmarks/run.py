@@ -316,11 +316,7 @@ def describe_run(mesh: Mesh, num_gpus: int, **more: Any) -> dict[str, Any]:
         f"{num_gpus} x {kind}" if num_gpus else "none (virtual CPU devices: not GPU figures)",
         mesh.size,
         test_hooks=native.has_test_hooks(),
-        default_num_sms=dict(
-            many=lowering.DEFAULT_NUM_SMS,
-            few=lowering.FEW_NUM_SMS,
-            weighted_dispatch=lowering.WEIGHTED_NUM_SMS,
-        ),
+        tuning=dict(native.TUNING),
         default_cuda_graphs=lowering.DEFAULT_CUDA_GRAPHS,
         alignment=1,
         **more,

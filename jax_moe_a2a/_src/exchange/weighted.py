@@ -25,10 +25,11 @@ from ..ad import (
     select,
     zero_tangent,
 )
+from ..group import native
 from ..group.group import Group
 from . import reference, rules
 from .dispatch_combine import added_tangents, bind_dispatch, combine_call, cotangents_of_addends
-from .lowering import WEIGHTED_NUM_SMS, CallPlacement, KernelCall, Refused
+from .lowering import CallPlacement, KernelCall, Refused
 from .record import ROW, TOKEN, Layouts, Options, Record, split_routing
 
 
@@ -90,7 +91,7 @@ def _dispatch_calls(
             range(len(payload)),
             range(num_rows + num_weights),
             dict(num_rows=num_rows, num_weights=num_weights),
-            call_placement.group.sms_of("dispatch") or WEIGHTED_NUM_SMS,
+            call_placement.group.sms_of("dispatch") or native.tuning("WEIGHTED_NUM_SMS"),
         )
     ]
 
