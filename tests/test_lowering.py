@@ -905,6 +905,18 @@ def test_the_first_wait_for_a_peer_is_no_shorter_than_others(timeout, first_time
     assert attribute(text, "combine", "first_timeout_ns") == f"{seconds}000000000 : i64"
 
 
+def test_a_program_has_the_tuning_of_the_time_when_it_is_lowered(monkeypatch):
+    program = functools.partial(exchange_by_routing, group=group_of())
+    avals = aval(TOKENS, HIDDEN), IDS, WEIGHTS
+    before = lower(program, *avals)
+    monkeypatch.setitem(native.TUNING, "FEW_NUM_SMS", 77)
+    monkeypatch.setitem(native.TUNING, "ROUTE_LEAST_TOKENS", 32)
+    after = lower(program, *avals)
+    assert attribute(before, "dispatch", "num_sms") != attribute(after, "dispatch", "num_sms")
+    assert attribute(after, "combine", "num_sms") == "77 : i64"
+    assert attribute(after, "route", "tokens_per_chunk") == "32 : i64"
+
+
 def test_the_budget_of_sms_may_differ_by_operation():
     group = group_of(num_sms={"dispatch": 5, "combine": 9})
     avals = aval(TOKENS, HIDDEN), IDS, WEIGHTS
