@@ -300,7 +300,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     num_gpus = runs.set_platform(args.ranks)
     run = runs.open_run(args, num_gpus, ["tune"], "tune", SAMPLES if num_gpus else 1)
-    gpu, architecture, num_sms = run.mesh.devices.flat[0], args.architecture, 132
+    gpu, architecture = run.mesh.devices.flat[0], args.architecture
+    num_sms = 132  # without a GPU, any number
     if num_gpus:
         architecture, num_sms = gpu.compute_capability.replace(".", ""), gpu.core_count
     if num_gpus == 1:
