@@ -77,6 +77,8 @@ def prepare(
             pairs = dict(out=(out, x), dx=(dx, x), d_weights=(d_weights, norms))
         else:
             pairs = dict(out=(round_trip(method, x, routed, weights), x))
+        if ROUND_TRIP in ops:  # Few tokens are routed and dispatched in one launch.
+            pairs["out_of_ids"] = (round_trip(method, x, ids, weights), x)
         found["errors"] = {name: squares(*pair) for name, pair in pairs.items()}
         return found
 

@@ -228,8 +228,13 @@ class Run:
         )
 
     def time(self, program: Program, *args: Any) -> tuple[timing.Timing, int]:
-        """Return the time of a repetition, and the number of repetitions of the timed program. If
-        XLA has merged repetitions, a program with one repetition is timed."""
+        """Return the time of a repetition, and the number of repetitions of the timed program."""
+        sample_us, reps = self.sampler(program, *args)
+        return timing.Timing.of([sample_us() for _ in range(self.samples)]), reps
+
+    def sampler(self, program: Program, *args: Any) -> tuple[Callable[[], float], int]:
+        """Return a function that samples the microseconds of a repetition, and the number of
+        repetitions of the timed program. If XLA has merged repetitions, this number is 1."""
         self.check_time()
         compiled, reps = program.compiling.result(), program.reps
         try:
@@ -240,8 +245,7 @@ class Run:
             say(f"{error}; one repetition instead")
             compiled, reps = program.compile_once(), 1
             timing.check_unmerged(compiled, reps, program.exchanges)
-        sample_us = timing.sampler(compiled, args, reps, self.sample_seconds)
-        return timing.Timing.of([sample_us() for _ in range(self.samples)]), reps
+        return timing.sampler(compiled, args, reps, self.sample_seconds), reps
 
 
 def in_words(row: Row) -> str:
@@ -287,6 +291,7 @@ def open_run(
         gpus if num_gpus else "none (virtual CPU devices: not GPU figures)",
         mesh.size,
         test_hooks=native.has_test_hooks(),
+        tuning=dict(native.TUNING),
         wire=measured,
         sweeps=list(sweeps),
         failures=[],

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.exchange import lowering
+from jax_moe_a2a._src.group import native
 
 from . import operations, timing, wire
 from .methods import METHODS
@@ -293,9 +294,9 @@ def sms_of(group: ma.Group, op: str, setting: Setting) -> int:
     memory = ma.memory_estimate(**sizes, num_experts=setting.experts, group_size=group.size)
     default = lowering.default_num_sms(setting.tokens, memory.half_bytes)
     if op == "backward":
-        default = max(default, lowering.WEIGHTED_NUM_SMS)
+        default = max(default, native.tuning("WEIGHTED_NUM_SMS"))
     if setting.formatted:
-        default = lowering.FORMAT_NUM_SMS
+        default = native.tuning("FORMAT_NUM_SMS")
     return max(group.sms_of(part) or default for part in operations.parts(op) or (op,))
 
 

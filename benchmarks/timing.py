@@ -180,10 +180,10 @@ def count_fusions(compiled: Any) -> int:
     return len(_FUSION.findall(compiled.as_text()))
 
 
-def take_turns(samplers: Mapping[Any, Callable[[], float]], samples: int) -> dict[Any, list[float]]:
+def take_turns(samplers: Mapping[Any, Callable[[], Any]], samples: int) -> dict[Any, list[Any]]:
     """Return samples by name, taken in turns, because a GPU's clock falls when the GPU is hot. Each
     turn has a random order, because the clock also depends on the previous program."""
-    taken: dict[Any, list[float]] = {name: [] for name in samplers}
+    taken: dict[Any, list[Any]] = {name: [] for name in samplers}
     draw = random.Random(0)
     for _ in range(samples):
         for name in draw.sample(list(samplers), len(samplers)):

@@ -50,7 +50,7 @@ def build(folder: str) -> str:
         raise RuntimeError("no nvcc on PATH or under CUDA_HOME")
     program = os.path.join(folder, "wire")
     options = ["-O3", "-std=c++17", f"-I{ROOT / 'cuda'}", *ARCHITECTURES]
-    _run([nvcc, *options, "-o", program, str(SOURCE)], timeout=120)
+    run([nvcc, *options, "-o", program, str(SOURCE)], timeout=120)
     return program
 
 
@@ -71,7 +71,7 @@ def measure(sizes: Iterable[int], num_gpus: int) -> dict[str, Any]:
     """
     with tempfile.TemporaryDirectory() as folder:
         command = [build(folder), str(num_gpus), *(str(size) for size in sorted(set(sizes)))]
-        return json.loads(_run(command, timeout=60))
+        return json.loads(run(command, timeout=60))
 
 
 def microseconds(measured: dict[str, Any] | None, num_bytes: int) -> float | None:
@@ -96,7 +96,7 @@ def in_words(measured: dict[str, Any]) -> str:
     )
 
 
-def _run(command: list[str], timeout: float) -> str:
+def run(command: list[str], timeout: float) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired:

@@ -15,11 +15,11 @@ pytestmark = [
 # Numbers of multiprocessors.
 GPUS = {"H20": 78, "H100 PCIe": 114, "H100 SXM": 132, "B200": 148}
 BUDGETS = (
-    lowering.DEFAULT_NUM_SMS,
-    lowering.FEW_NUM_SMS,
-    lowering.WEIGHTED_NUM_SMS,
-    lowering.FORMAT_NUM_SMS,
-    lowering.SPLIT_NUM_SMS,
+    native.tuning("DEFAULT_NUM_SMS"),
+    native.tuning("FEW_NUM_SMS"),
+    native.tuning("WEIGHTED_NUM_SMS"),
+    native.tuning("FORMAT_NUM_SMS"),
+    native.tuning("SPLIT_NUM_SMS"),
     10_000,
 )
 
@@ -36,13 +36,13 @@ def test_a_whole_and_a_split_exchange_leave_room_for_each_other(num_sms, num_ran
 
 @pytest.mark.parametrize("num_sms", GPUS.values(), ids=GPUS)
 def test_a_single_rank_may_fill_its_gpu(num_sms):
-    blocks = min(lowering.ALONE_NUM_SMS, native._native.launch_blocks(1, num_sms))
+    blocks = min(lowering.ALL_SMS, native._native.launch_blocks(1, num_sms))
     assert blocks == num_sms
 
 
 def test_few_tokens_or_few_bytes_have_the_budget_of_few():
-    few, many = lowering.FEW_NUM_SMS, lowering.DEFAULT_NUM_SMS
-    tokens, num_bytes = lowering.FEW_TOKENS, lowering.FEW_BYTES
+    few, many = native.tuning("FEW_NUM_SMS"), native.tuning("DEFAULT_NUM_SMS")
+    tokens, num_bytes = native.tuning("FEW_TOKENS"), native.tuning("FEW_BYTES")
     assert few != many
     assert lowering.default_num_sms(tokens, num_bytes + 1) == few
     assert lowering.default_num_sms(tokens + 1, num_bytes) == few

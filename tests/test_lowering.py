@@ -421,7 +421,7 @@ def test_every_half_is_one_custom_call_forward_and_backward():
     assert calls(text) == {"route": 1, **{name: 2 for name in twice}}
     for line in halves(text):
         assert "has_side_effect = true" in line and "workspace_kind = 1 : i64" in line, line
-        assert f"num_sms = {lowered.SPLIT_NUM_SMS} : i64" in line, line
+        assert f"num_sms = {native.tuning('SPLIT_NUM_SMS')} : i64" in line, line
     for operation in ("dispatch", "combine"):
         for name in ("half_bytes", "num_sms", "num_choice_arrays"):
             values = [attribute(text, f"{operation}_{half}", name) for half in ("start", "done")]
@@ -480,7 +480,7 @@ def test_the_budget_of_a_group_is_that_of_its_split_exchanges_too():
     group = group_of(num_sms={"combine": 20})
     text = lower(functools.partial(split_exchange, group=group), aval(TOKENS, HIDDEN), IDS, WEIGHTS)
     assert attribute(text, "combine_start", "num_sms") == "20 : i64"
-    assert attribute(text, "dispatch_start", "num_sms") == f"{lowered.SPLIT_NUM_SMS} : i64"
+    assert attribute(text, "dispatch_start", "num_sms") == f"{native.tuning('SPLIT_NUM_SMS')} : i64"
 
 
 def test_halves_whose_whole_is_portable_are_portable_too():
@@ -670,7 +670,7 @@ def test_sums_in_a_token_format_are_quantized_by_the_custom_call(name, dtype):
     for text in (alone, lower(weighted, y, weights, IDS)):
         assert calls(text) == {"route": 1, "combine": 1}
         assert attribute(text, "combine", "wire") == f'"{type(fmt).__name__}"'
-        assert attribute(text, "combine", "num_sms") == f"{lowered.FORMAT_NUM_SMS} : i64"
+        assert attribute(text, "combine", "num_sms") == f"{native.tuning('FORMAT_NUM_SMS')} : i64"
         given = float(attribute(text, "combine", "global_scale").split(" ")[0])
         assert given == getattr(fmt, "global_scale", 1)
         values, scales = (
@@ -689,7 +689,7 @@ def test_the_halves_of_a_combine_in_a_token_format_are_calls_too():
     text = lower(combine, aval(ROWS, 128), IDS)
     assert calls(text) == {"route": 1, "combine_start": 1, "combine_done": 1}
     assert attribute(text, "combine_start", "wire") == '"BlockwiseFp8"'
-    assert attribute(text, "combine_start", "num_sms") == f"{lowered.SPLIT_NUM_SMS} : i64"
+    assert attribute(text, "combine_start", "num_sms") == f"{native.tuning('SPLIT_NUM_SMS')} : i64"
 
 
 @pytest.mark.parametrize("top_k", (1, 32))
@@ -862,6 +862,18 @@ def test_the_first_wait_for_a_peer_is_no_shorter_than_others(timeout, first_time
     assert attribute(text, "combine", "first_timeout_ns") == f"{seconds}000000000 : i64"
 
 
+def test_a_program_has_the_tuning_of_the_time_when_it_is_lowered(monkeypatch):
+    program = functools.partial(exchange_by_routing, group=group_of())
+    avals = aval(TOKENS, HIDDEN), IDS, WEIGHTS
+    before = lower(program, *avals)
+    monkeypatch.setitem(native.TUNING, "FEW_NUM_SMS", 77)
+    monkeypatch.setitem(native.TUNING, "ROUTE_LEAST_TOKENS", 32)
+    after = lower(program, *avals)
+    assert attribute(before, "dispatch", "num_sms") != attribute(after, "dispatch", "num_sms")
+    assert attribute(after, "combine", "num_sms") == "77 : i64"
+    assert attribute(after, "route", "tokens_per_chunk") == "32 : i64"
+
+
 def test_the_budget_of_sms_may_differ_by_operation():
     group = group_of(num_sms={"dispatch": 5, "combine": 9})
     avals = aval(TOKENS, HIDDEN), IDS, WEIGHTS
@@ -873,10 +885,11 @@ def test_the_budget_of_sms_may_differ_by_operation():
 
 
 @pytest.mark.parametrize(
-    ("hidden", "expected"), ((1 << 8, lowered.FEW_NUM_SMS), (1 << 16, lowered.DEFAULT_NUM_SMS))
+    ("hidden", "expected"),
+    ((1 << 8, native.tuning("FEW_NUM_SMS")), (1 << 16, native.tuning("DEFAULT_NUM_SMS"))),
 )
 def test_the_default_of_sms_depends_on_the_bytes_of_a_call(hidden, expected):
-    tokens = lowered.FEW_TOKENS + 1
+    tokens = native.tuning("FEW_TOKENS") + 1
     ids, weights = (aval(tokens, TOP_K, dtype=dtype) for dtype in ("int32", "float32"))
     program = functools.partial(exchange_by_routing, group=group_of())
     text = lower(program, aval(tokens, hidden), ids, weights)

@@ -27,7 +27,7 @@ from ..formats.formats import NvFp4, TokenFormat
 from ..group import native
 from ..plan.plan import RoutingArrays
 from . import reference, rules
-from .lowering import FORMAT_NUM_SMS, CallPlacement, KernelCall
+from .lowering import CallPlacement, KernelCall
 from .record import CHOICE, ROW, TOKEN, Layout, Layouts, Options, Record, split_routing
 
 
@@ -104,7 +104,7 @@ def dispatch_calls(
     if options.token_format is None:
         return [KernelCall("moe_a2a_dispatch", arrays, arrays, attributes)]
     num_results = options.results_per_leaf * params["num_leaves"] + params["num_choice_arrays"]
-    num_sms = call_placement.group.sms_of("dispatch") or FORMAT_NUM_SMS
+    num_sms = call_placement.group.sms_of("dispatch") or native.tuning("FORMAT_NUM_SMS")
     return [KernelCall("moe_a2a_format_dispatch", arrays, range(num_results), attributes, num_sms)]
 
 
@@ -143,7 +143,7 @@ def combine_call(
     fmt = wire if isinstance(wire, TokenFormat) else None
     num_sms, name = None, ""
     if fmt and call_placement.group.size > 1:
-        num_sms = call_placement.group.sms_of("combine") or FORMAT_NUM_SMS
+        num_sms = call_placement.group.sms_of("combine") or native.tuning("FORMAT_NUM_SMS")
     if dtype is not None:
         name = type(fmt).__name__ if fmt else native.type_name(dtype if wire is None else wire)
     attributes = dict(counts, wire=name, global_scale=global_scale(fmt))

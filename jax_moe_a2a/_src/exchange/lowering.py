@@ -25,16 +25,7 @@ from ..paths import Choice
 from .record import Record, split_routing
 
 DEFAULT_CUDA_GRAPHS = True  # measured (docs/history/speed.md)
-# The default numbers of SMs of calls are measured; cuda/tuning.h has their reasons. The handler
-# limits a budget to the SMs of the GPU.
-DEFAULT_NUM_SMS = native.tuning("DEFAULT_NUM_SMS")
-FEW_TOKENS = native.tuning("FEW_TOKENS")
-FEW_BYTES = native.tuning("FEW_BYTES")
-FEW_NUM_SMS = native.tuning("FEW_NUM_SMS")  # for few tokens, or few bytes on the links
-WEIGHTED_NUM_SMS = native.tuning("WEIGHTED_NUM_SMS")
-FORMAT_NUM_SMS = native.tuning("FORMAT_NUM_SMS")
-ALONE_NUM_SMS = native.tuning("ALONE_NUM_SMS")  # for a domain of one rank
-SPLIT_NUM_SMS = native.tuning("SPLIT_NUM_SMS")  # for a split exchange
+ALL_SMS = 2**31 - 1  # the handler limits the SMs of a call to the SMs of the GPU
 # The arrays of a routing that the kernels read, in the order of the handlers' operands.
 READ_BY_KERNELS = ("token_slot", "slot_token", "choice_rank", "slot_rows", "row_slot")
 
@@ -172,15 +163,16 @@ barrier = mlir.lower_fun(lambda *arrays: lax.optimization_barrier(arrays), multi
 def default_num_sms(num_tokens: int, half_bytes: int) -> int:
     """Return the default SMs of a call with ``num_tokens`` tokens per rank. ``half_bytes`` is the
     size of a ring half: the bytes of a rank's tokens, times the ranks."""
-    is_few = num_tokens <= FEW_TOKENS or half_bytes <= FEW_BYTES
-    return FEW_NUM_SMS if is_few else DEFAULT_NUM_SMS
+    tuning = native.tuning
+    is_few = num_tokens <= tuning("FEW_TOKENS") or half_bytes <= tuning("FEW_BYTES")
+    return tuning("FEW_NUM_SMS" if is_few else "DEFAULT_NUM_SMS")
 
 
 def num_sms_of(group: Group, operation: str, num_tokens: int, half_bytes: int) -> int:
     """Return the SMs of a route or a whole exchange. The last two arguments are those of
     ``default_num_sms``."""
     is_alone = group.size == 1  # then only local memory limits the speed
-    default = ALONE_NUM_SMS if is_alone else default_num_sms(num_tokens, half_bytes)
+    default = ALL_SMS if is_alone else default_num_sms(num_tokens, half_bytes)
     return group.sms_of(operation) or default
 
 
@@ -326,7 +318,7 @@ def lower_by_kernels(
             become_results = [in_flight[i] for i in call.results] if phase == "done" else []
             num_inputs, num_aliased = len(call_avals_in), len(become_results)
             if phase:
-                num_sms = group.sms_of(operation) or SPLIT_NUM_SMS
+                num_sms = group.sms_of(operation) or native.tuning("SPLIT_NUM_SMS")
             else:
                 num_sms = call.num_sms or num_sms_of(group, operation, num_slots, half_bytes)
             call_results = custom_call(

@@ -25,9 +25,10 @@ from ..ad import (
     select,
     zero_tangent,
 )
+from ..group import native
 from . import reference, rules
 from .dispatch_combine import added_tangents, bind_dispatch, combine_call, cotangents_of_addends
-from .lowering import WEIGHTED_NUM_SMS, CallPlacement, KernelCall, Refused
+from .lowering import CallPlacement, KernelCall, Refused
 from .record import ROW, TOKEN, Layouts, Options, Record, split_routing
 
 
@@ -77,7 +78,7 @@ def _dispatch_calls(
     num_rows, num_weights = params["num_leaves"], params["num_choice_arrays"]
     arrays, results = range(len(payload)), range(num_rows + num_weights)
     attributes = dict(num_rows=num_rows, num_weights=num_weights)
-    num_sms = call_placement.group.sms_of("dispatch") or WEIGHTED_NUM_SMS
+    num_sms = call_placement.group.sms_of("dispatch") or native.tuning("WEIGHTED_NUM_SMS")
     return [KernelCall("moe_a2a_weighted_dispatch", arrays, results, attributes, num_sms)]
 
 

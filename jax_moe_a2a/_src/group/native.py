@@ -169,9 +169,13 @@ def limit(name: str) -> int:
     return getattr(_native, name)
 
 
+TUNING: dict[str, int] = dict(_native.tuning) if _native is not None else {}
+"""The numbers of ``kLoweringTuning`` in ``cuda/tuning.h``. ``benchmarks.tune`` replaces them."""
+
+
 def tuning(name: str) -> int:
-    """Return a number of ``kLoweringTuning`` in ``cuda/tuning.h``; 0 without the extension."""
-    return _native.tuning[name] if _native is not None else 0
+    """Return a number of ``TUNING``, when a program is lowered; 0 without the extension."""
+    return TUNING.get(name, 0)
 
 
 _XLA_LETTERS = dict(bfloat="BF", float="F", int="S", uint="U", complex="C", bool="PRED")

@@ -194,8 +194,9 @@ def sum_of_columns(
     counted: jax.Array | None = None,
     num_counted: int = 0,
 ) -> jax.Array:
-    """Return one array [E + n + ``num_counted``]: the sums of an array [..., E] and of n arrays [...]
-    over all leading axes, and how often ``counted`` [..., K] has each integer below ``num_counted``.
+    """Return one array [E + n + ``num_counted``]: the sums of an array [..., E] and of n arrays
+    [...] over all leading axes, and how often ``counted`` [..., K] has each integer from 0 to
+    ``num_counted`` - 1.
 
     XLA computes the columns while it adds them. If the columns were concatenated, XLA would write
     them to an array.
