@@ -59,6 +59,9 @@ struct Form {
   static constexpr Epilogue kEpilogue = kEpilogue_;
   // Tiles have different numbers of rows, along n, up to kTileN (RowTiles).
   static constexpr bool kVaries = kVaries_;
+  // Clusters take tiles in turn, and not from a counter. With few rows, all tiles take about the same
+  // time, and a counter would have to be set to 0 before the launch.
+  static constexpr bool kTakesInTurn = kRows == Axis::kN;
   // The axis along which the two blocks of a cluster have neighbouring tiles.
   static constexpr Axis kPaired = kVaries ? Axis::kN : Axis::kM;
   static constexpr int kStepK = kTileK;  // elements of k in a tile of an operand
