@@ -56,6 +56,9 @@ struct Form {
   static constexpr int kStages = kStages_;
   static constexpr Epilogue kEpilogue = kEpilogue_;
   static constexpr bool kVaries = kVaries_;  // tiles have different numbers of rows (RowTiles)
+  // Clusters take tiles in turn, and not from a counter. With few rows, all tiles take about the
+  // same time, and a counter would have to be set to 0 before the launch.
+  static constexpr bool kTakesInTurn = kRows == Axis::kN;
   // The two blocks of a cluster have neighbouring tiles along this axis.
   static constexpr Axis kPaired = kVaries ? Axis::kN : Axis::kM;
   static constexpr int kStepK = kTileK;  // elements of k in a tile of an operand

@@ -123,11 +123,17 @@ __device__ inline void take_tiles(const GemmParams& p, GemmShared<F>& shared, ui
   Cursor<kWorkEntries> entry;
   if (rank == 0) {
     Walk<F> walk(p);
-    while (true) {
-      wait_for<kIsCluster>(&shared.work_read[entry.place], entry.parity ^ 1);
+    const auto take = [&] {
       int taken = 0;
       if (lane_index() == 0) taken = atomicAdd(p.next_tile, 1);
-      const Work work = walk.at(__shfl_sync(kAllLanes, taken, 0));
+      return __shfl_sync(kAllLanes, taken, 0);
+    };
+    int position = blockIdx.x / F::kBlocks;
+    while (true) {
+      if constexpr (!F::kTakesInTurn) position = take();
+      const Work work = walk.at(position);
+      position += gridDim.x / F::kBlocks;
+      wait_for<kIsCluster>(&shared.work_read[entry.place], entry.parity ^ 1);
       if (lane_index() < F::kBlocks) {
         const int4 words = {work.start, work.size, work.weight, static_cast<int>(work.tile)};
         send(reinterpret_cast<int4*>(&shared.work[entry.place]), &shared.work_sent[entry.place],

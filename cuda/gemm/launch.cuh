@@ -102,8 +102,10 @@ cudaError_t Load() {
 
 template <typename F, typename Shared, typename Params>
 Problem LaunchForm(void (*kernel)(Params), const Params& params, int num_sms, cudaStream_t stream) {
-  Problem problem = ProblemOf(cudaMemsetAsync(params.next_tile, 0, sizeof(int32_t), stream));
-  if (!problem.empty()) return problem;
+  if (!F::kTakesInTurn) {
+    Problem problem = ProblemOf(cudaMemsetAsync(params.next_tile, 0, sizeof(int32_t), stream));
+    if (!problem.empty()) return problem;
+  }
   cudaLaunchAttribute cluster = {};
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim = {F::kBlocks, 1, 1};
