@@ -43,11 +43,6 @@ CASES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def the_kernel_chooses_from_few_keys(monkeypatch):
-    monkeypatch.setattr(choose, "LEAST_KEYS", 0)
-
-
 all_cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 TOKENS = 40
 
@@ -219,13 +214,6 @@ def test_more_experts_than_the_kernel_holds_are_composed(on_gpus, caplog, num_gr
     why = f"{choose.TARGET}: lax.top_k, because the kernel chooses from at most 32 groups and 1024"
     got = f"got {num_groups or 1} groups and {least} experts"
     assert any(why in message and got in message for message in caplog.messages)
-
-
-def test_few_keys_without_groups_are_composed(on_gpus, monkeypatch):
-    monkeypatch.setattr(choose, "LEAST_KEYS", 6 * 32)
-    groups = ma.TopK(4, num_groups=4, top_groups=2)
-    assert types_of(ma.TopK(4), aval(5, 32)) == []
-    assert len(types_of(ma.TopK(4), aval(6, 32))) == len(types_of(groups, aval(5, 32))) == 1
 
 
 @pytest.mark.several_devices("Auto axes need a mesh")

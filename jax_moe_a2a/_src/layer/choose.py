@@ -32,10 +32,6 @@ from ..grouped.primitives import bind
 from ..paths import Choice
 
 TARGET = "moe_a2a_choose"
-# The kernel takes 15 to 18 us for 128 tokens, and lax.top_k 6 to 8 us. With 4,096 tokens and 128
-# experts the times are 26 and 28 us, and with 16,384 tokens 34 and 90 us (one H200). With groups,
-# the kernel is faster for any number of tokens.
-LEAST_KEYS = 1 << 18
 
 choose_p = compat.Primitive(TARGET)
 choose_p.multiple_results = True
@@ -185,8 +181,6 @@ def why_no_kernel(keys: Any, groups: Groups | None = None) -> str:
 def _cuda(ctx: Any, *operands: Any, **params: Any) -> Choice:
     if compat.is_partitioned(ctx):
         why = "XLA divides the program among devices: call it in jax.shard_map"
-    elif params["groups"] is None and ctx.avals_in[0].size < LEAST_KEYS:
-        why = f"lax.top_k is faster for fewer than {LEAST_KEYS} keys; got {short(ctx.avals_in[0])}"
     else:
         why = why_no_kernel(ctx.avals_in[0], params["groups"])
     return native.choose_kernel(ctx, operands, params, _kernel, why, _composition, "lax.top_k")
