@@ -1,8 +1,8 @@
-"""Compute the experts of a rank, SwiGLU over rows grouped by expert, in several ways.
+"""Compute the experts of a rank (SwiGLU over rows grouped by expert) in several ways.
 
-Each candidate is ``experts(rows [C, H], w_in [L, H, 2, I], w_out [L, I, H], sizes [L]) -> [C, H]``,
-and is differentiable in all arguments except ``sizes``. Rows after the last group are zero, and
-their results are not read.
+Each of the ``CANDIDATES`` makes a function ``experts(rows [C, H], w_in [L, H, 2, I],
+w_out [L, I, H], sizes [L]) -> [C, H]``, which is differentiable in all arguments except ``sizes``.
+Rows after the last group are zero, and their results are not read.
 """
 
 from __future__ import annotations
@@ -36,13 +36,11 @@ def swiglu(gate_up: jax.Array) -> jax.Array:
 
 
 def side_by_side(pairs: jax.Array) -> jax.Array:
-    """Return gate and up [..., 2, I] as one array [..., 2 I], which plain products need."""
+    """Return gate and up [..., 2, I] as [..., 2 I], the layout that grouped products read."""
     return pairs.reshape(*pairs.shape[:-2], -1)
 
 
 def by_product(product: Product) -> Experts:
-    """Make experts from a grouped product of rows."""
-
     def experts(rows: jax.Array, w_in: jax.Array, w_out: jax.Array, sizes: jax.Array) -> jax.Array:
         return product(swiglu(product(rows, side_by_side(w_in), sizes)), w_out, sizes)
 
@@ -59,12 +57,12 @@ def fused(rows: jax.Array, w_in: jax.Array, w_out: jax.Array, sizes: jax.Array) 
     return primitives.bind_experts(operands, activation=activation)[0]
 
 
-# The results of ``with_gradients``, in order. ``errors`` compares some or all of these results.
+# The results of ``with_gradients``, in order.
 RESULTS = ("y", "d_rows", "d_w_in", "d_w_out")
 
 
 def with_gradients(experts: Experts) -> Callable[..., tuple[jax.Array, ...]]:
-    """Return a function (rows, w_in, w_out, sizes) -> ``RESULTS``; the cotangent is ``rows``."""
+    """Return a function (rows, w_in, w_out, sizes) -> ``RESULTS``, with the cotangent ``rows``."""
 
     def run(
         rows: jax.Array, w_in: jax.Array, w_out: jax.Array, sizes: jax.Array
@@ -76,12 +74,11 @@ def with_gradients(experts: Experts) -> Callable[..., tuple[jax.Array, ...]]:
 
 
 def mosaic_product() -> Product:
-    """Make the Mosaic GPU kernels that come with JAX (Hopper) differentiable."""
+    """Make a differentiable product from the Mosaic GPU kernels that come with JAX (Hopper)."""
     ragged_dot = _mosaic("ragged_dot").ragged_dot
     ragged_outer = _mosaic("transposed_ragged_dot").transposed_ragged_dot
 
     def tiles(rows: jax.Array) -> dict[str, int]:
-        """Return the tile sizes that all records use. No record compares tile sizes."""
         block_m = 128 if rows.shape[0] >= 4096 else 64
         return dict(
             block_m=block_m, block_n=128, block_k=64, max_concurrent_steps=4, grid_block_n=4
@@ -98,19 +95,8 @@ def mosaic_product() -> Product:
     return _differentiable(multiply, outer)
 
 
-def _mosaic(name: str) -> Any:
-    """Import a module of JAX's kernels, or raise an error if JAX has no such kernels."""
-    name = f"jax.experimental.pallas.ops.gpu.{name}_mgpu"
-    try:
-        return importlib.import_module(name)
-    except ImportError:  # the module imports JAX's test utilities, which need more packages
-        utilities = "jax._src.test_util"
-        sys.modules.setdefault(utilities, types.ModuleType(utilities))
-        return importlib.import_module(name)
-
-
 def library_product() -> Product:
-    """Make cuBLASLt's grouped product differentiable, whether or not ``grouped_dot`` uses it."""
+    """Make a differentiable product from cuBLASLt, whether or not ``grouped_dot`` uses it."""
     if not native.has_grouped_gemm() or native.library_version() < (13, 3):
         raise ImportError("the process has no cuBLASLt 13.3 or newer; see --cublas-lt")
     native.register_targets()
@@ -142,8 +128,18 @@ def _differentiable(multiply: Callable[..., jax.Array], outer: Callable[..., jax
     return product
 
 
+def _mosaic(name: str) -> Any:
+    name = f"jax.experimental.pallas.ops.gpu.{name}_mgpu"
+    try:
+        return importlib.import_module(name)
+    except ImportError:  # JAX's test utilities, which the module imports, need more packages
+        utilities = "jax._src.test_util"
+        sys.modules.setdefault(utilities, types.ModuleType(utilities))
+        return importlib.import_module(name)
+
+
 def fp8_product(rows: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Quantize and multiply like FP8 training with one micro-batch."""
+    """Quantize rows and weights, and multiply them, as FP8 training with one micro-batch does."""
     return straight_through.dot_in_fp8(rows, ma.QuantizedExperts(source=w), sizes)
 
 
@@ -169,10 +165,11 @@ def errors(
     """Compare experts with plain matrix products, for the first and the last expert of a rank.
 
     Args:
-      found: ``y`` [C, H]; and, for the cotangent ``rows``, ``d_rows``, ``d_w_in``, ``d_w_out``.
+      found: some or all of the ``RESULTS`` of ``with_gradients``, by name.
+      fullest: the number of rows of the fullest expert.
 
     Returns:
-      For each result, [2]: the sums of squares of the difference and of the right result.
+      For each result, ``operations.squares`` [2] of the result and of the exact result.
     """
     starts = jnp.cumsum(sizes) - sizes
 

@@ -1,23 +1,18 @@
 """Time a whole MoE layer (exchange, experts and weighted combine) of this package and of plain JAX.
 
     python -m benchmarks.layer                     training and decode, on this machine's GPUs
-    python -m benchmarks.layer --only decode       or training
     python -m benchmarks.layer --grouped grouped_dot "Mosaic GPU"
-    python -m benchmarks.layer --shapes A B qwen3-30b deepseek-v3 --methods ours moe_mlp
-    python -m benchmarks.layer --capacities tight worst 1.25 --methods moe_mlp moe_mlp_fp8
+    python -m benchmarks.layer --shapes A B --methods moe_mlp --capacities tight worst 1.25
     python -m benchmarks.layer --tokens 8 128 1024 4096 --sigma 0 1.1
-    python -m benchmarks.layer --methods moe_mlp moe_mlp_lora moe_mlp_fp8 moe_mlp_fp8_lora
     python -m benchmarks.layer --stages            whole layers of models, stage by stage
 
-``ours`` is written with dispatch, grouped products and combine. ``moe_mlp`` is the layer in one
-call. ``moe_mlp_fp8`` has quantized weights, without gradients; ``moe_mlp_to_fp8`` quantizes rows
-and weights for the products, with gradients. ``_lora`` adds adapters of rank 16, and only the
-adapters get gradients. ``benchmarks.products`` times only the experts. The router's choices are
-inputs. The mode "training" times a forward pass, without and with the gradients of tokens, router
-weights and experts. The mode "decode" times a forward pass of up to 128 tokens. Every result is
-checked before it is timed, against ``all_gather``. If the capacity drops rows, it is checked
-against ``ours``, because plain JAX would drop other rows. The programs of all settings are compiled
-first.
+The method ``ours`` consists of dispatch, grouped products and combine. ``moe_mlp`` is the layer in
+one call. ``moe_mlp_fp8`` reads quantized weights, which get no gradients. ``moe_mlp_to_fp8``
+quantizes rows and weights for the products, with gradients. The choices of experts are inputs.
+Training is a forward pass, without and with the gradients of tokens, router weights and experts.
+Decode is a forward pass of up to 128 tokens. Before a method is timed, its result is compared with
+the result of ``all_gather``, or of ``ours`` if the capacity drops rows (plain JAX would drop other
+rows). The programs of all settings are compiled first.
 """
 
 from __future__ import annotations
@@ -35,7 +30,6 @@ import numpy as np
 from jax import lax
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src.ad import select, spread
 
 from . import experts, operations, stages, suite, timing
 from . import run as runs
@@ -49,15 +43,11 @@ TINY_INTERMEDIATE = 128
 TINY_LAYER: dict[str, Any] = dict(hidden=128, top_k=2, experts=16)
 METHODS = ("all_gather", "ours", "moe_mlp", "moe_mlp_fp8", "moe_mlp_to_fp8")
 METHODS += ("dense", "ragged", "ragged32")
-OF_FP8, LORA = "moe_mlp_fp8", "_lora"
-FROZEN = ("moe_mlp_fp8", "moe_mlp_lora", "moe_mlp_fp8_lora")  # weights without gradients
-RANK = 16  # of adapters
-OF_MOE_MLP = {  # method: a function of the weights, which returns its experts
+FROZEN = "moe_mlp_fp8"  # the method whose weights get no gradients
+OF_MOE_MLP = {  # for each method of moe_mlp, a function that makes its experts from the weights
     "moe_mlp": ma.Experts,
-    OF_FP8: ma.Experts,
+    FROZEN: ma.Experts,
     "moe_mlp_to_fp8": lambda w_in, w_out: ma.Experts(w_in, w_out).in_fp8(),
-    "moe_mlp_lora": lambda *pairs: with_adapters(*pairs),
-    "moe_mlp_fp8_lora": lambda *pairs: with_adapters(*pairs),
 }
 OURS = ("ours", *OF_MOE_MLP)
 TOLERANCE = 2e-2  # bfloat16 has 8 bits, and each method rounds its own partial sums
@@ -68,8 +58,6 @@ SAMPLES = 5
 
 
 class Shape(NamedTuple):
-    """One layer to measure."""
-
     name: str
     workload: Workload
     intermediate: int
@@ -77,29 +65,24 @@ class Shape(NamedTuple):
 
     @property
     def sweep(self) -> str:
-        """Return the name of the sweep to which the rows belong."""
         return "layer" if self.is_training else "decode"
 
     @property
     def reference(self) -> str:
-        """Return the method with which the other methods are compared. All of them drop the same
-        rows."""
+        """Return the method with which the other methods are compared."""
         return "ours" if self.workload.dropped else "all_gather"
 
     @property
     def reps(self) -> int:
-        """Return how often a forward pass is repeated in its program."""
         return 1 if self.is_training else DECODE_REPS
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Return the command line."""
     parser = runs.make_parser("benchmarks.layer", __doc__)
     parser.add_argument("--only", choices=("training", "decode"), help="default: both")
     parser.add_argument("--stages", action="store_true", help="router, exchange and products")
     parser.add_argument("--shapes", nargs="+", choices=LAYERS, default=("A",))
-    every = dict.fromkeys((*METHODS, *OF_MOE_MLP))
-    parser.add_argument("--methods", nargs="+", choices=every, default=METHODS)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--tokens", nargs="+", type=int, help="per rank, of training and decode")
     parser.add_argument("--sigma", nargs="+", type=float, default=(0.0,), help="Setting.sigma")
     parser.add_argument(
@@ -114,7 +97,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the benchmark, and return the exit status: 1 if anything failed."""
     args = parse(argv)
     if args.stages:
         return stages.main(args)
@@ -133,7 +115,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def shapes(args: argparse.Namespace, ranks: int, on_gpu: bool) -> list[Shape]:
-    """Return what to measure."""
     found = []
     for name in args.shapes:
         training, intermediate = LAYERS[name]
@@ -155,29 +136,29 @@ def shapes(args: argparse.Namespace, ranks: int, on_gpu: bool) -> list[Shape]:
 def methods(args: argparse.Namespace, shape: Shape, grouped: str, on_gpu: bool) -> list[str]:
     """Return the methods that can compute a layer with these grouped products."""
     wanted = [*args.methods]
-    if not on_gpu:  # XLA:CPU does not have it
+    if not on_gpu:  # XLA:CPU has no ragged_all_to_all
         wanted = [method for method in wanted if not method.startswith("ragged")]
     if shape.workload.dropped:  # plain JAX would drop other rows
         wanted = [method for method in wanted if method in OURS]
-    if grouped != GROUPED_DOT:  # moe_mlp uses only this one
+    if grouped != GROUPED_DOT:  # moe_mlp has no other product
         wanted = [method for method in wanted if method not in OF_MOE_MLP]
     return wanted
 
 
 class Bench:
-    """The state that all measurements of a shape with one grouped product share."""
+    """The measurements of a layer with one grouped product, by all methods."""
 
     def __init__(self, run: Run, shape: Shape, grouped: str):
         self.run, self.shape, self.grouped = run, shape, grouped
         self.experts = experts.CANDIDATES[grouped]()
         self.group = run.group()
-        # These are shapes until all programs are compiled.
+        # Shapes of arrays. ``measure`` replaces them by arrays.
         self.state, *self.weights = jax.eval_shape(lambda: make_inputs(run.mesh, shape))
         self.reference: Any = None  # the results of the first method
         self.cases: list[Case] = []
 
     def start(self, wanted: list[str]) -> None:
-        """Compile the layer by each of the methods that are wanted."""
+        """Start to compile the layer, once for each method."""
         shape = self.shape
         setting, capacity = shape.workload.setting, shape.workload.capacity
         say(f"{shape.name}, {shape.sweep}, {setting}, {self.grouped}: {capacity} rows, compiling")
@@ -187,7 +168,7 @@ class Bench:
                 self.cases.append(case if method in wanted else case._replace(jobs=[]))
 
     def measure(self) -> None:
-        """Measure what was started."""
+        """Check and time the layers that ``start`` has compiled."""
         shape = self.shape
         self.run.wait()
         say(f"{shape.name}, {shape.sweep}, {shape.workload.setting}, {self.grouped}")
@@ -197,13 +178,12 @@ class Bench:
         self.state = self.weights = self.reference = None  # frees memory for the next shape
 
     def layer_case(self, method: str) -> Case:
-        """Return the case that runs the layer by a method. Its results must equal the results of
-        the first method."""
+        """Return the case of a method, whose check compares the results with those of the first
+        method."""
         layer = self.layer(method)
-        of_rank = functools.partial(prepared, method)
-        prepare = self.run.per_rank(of_rank) if method in FROZEN else lambda weights: weights
+        is_frozen = method == FROZEN
+        prepare = self.run.per_rank(quantized) if is_frozen else lambda weights: weights
         shapes = jax.eval_shape(prepare, self.weights)
-        is_trained = lambda w: method not in FROZEN or isinstance(w, ma.LoRA)
 
         def forward(state: Any, w_in: Any, w_out: Any) -> Any:
             x, ids, weights = state
@@ -211,14 +191,11 @@ class Bench:
 
         def both(state: Any, w_in: Any, w_out: Any) -> Any:
             x, ids, weights = state
-            is_leaf = lambda w: isinstance(w, ma.LoRA)
-            leaves, tree = jax.tree.flatten((w_in, w_out), is_leaf=is_leaf)
-            are_trained = list(map(is_trained, leaves))
-
-            def of_trained(x: Any, weights: Any, trained: list[Any]) -> jax.Array:
-                return layer(ids, x, weights, *tree.unflatten(spread(are_trained, trained, leaves)))
-
-            out, vjp = jax.vjp(of_trained, x, weights, select(are_trained, leaves))
+            if is_frozen:
+                of_trained = lambda x, weights: layer(ids, x, weights, w_in, w_out)
+                out, vjp = jax.vjp(of_trained, x, weights)
+            else:
+                out, vjp = jax.vjp(functools.partial(layer, ids), x, weights, w_in, w_out)
             return out, *vjp(x)
 
         def start(fn: Callable[..., Any], reps: int = 1) -> Program:
@@ -238,9 +215,7 @@ class Bench:
             found = jax.tree.leaves(checked.compiling.result()(*args))
             self.reference = found if self.reference is None else self.reference
             squares = jax.jit(operations.squares)
-            if method in FROZEN:
-                found = found[:3]  # the output, and the gradients of tokens and router weights
-            pairs = zip(found, self.reference, strict=method not in FROZEN)
+            pairs = zip(found, self.reference, strict=not is_frozen)
             errors = {f"result {i}": squares(*pair) for i, pair in enumerate(pairs)}
             operations.check_errors(errors, FP8_TOLERANCE if "fp8" in method else TOLERANCE)
             return args
@@ -249,7 +224,8 @@ class Bench:
         return Case(what, check, jobs, self.group)
 
     def layer(self, method: str) -> Callable[..., jax.Array]:
-        """Return the layer by a method, with the ids first."""
+        """Return a function of ids, tokens, router weights and weights, which computes the layer by
+        a method."""
         workload = self.shape.workload
         if method in OF_MOE_MLP:
             one_call = functools.partial(
@@ -272,7 +248,7 @@ class Bench:
         return layer
 
     def job(self, op: str, method: str, program: Program) -> Job:
-        """Return the job of a program. Its arguments are the results of its case's check. The time
+        """Return the job of a program, whose arguments are the result of the check. The time
         includes the tie, which takes about 1 % of a repetition."""
         shape, is_ours = self.shape, method in OURS
 
@@ -299,26 +275,13 @@ class Bench:
         return Job(op, program, lambda args: args, row)
 
 
-def prepared(method: str, weights: list[jax.Array]) -> list[Any]:
-    """Return the weights of one rank as a method reads them: in FP8, or in pairs with adapters. New
-    adapters change no result."""
-    experts = ma.Experts(*weights)
-    if method.endswith(LORA):
-        experts = experts.with_lora(jax.random.key(2), rank=RANK)
-    if method.startswith(OF_FP8):
-        experts = ma.quantize_experts(experts)
-    if not method.endswith(LORA):
-        return [experts.w_in, experts.w_out]
-    return [(experts.w_in, experts.lora_in), (experts.w_out, experts.lora_out)]
-
-
-def with_adapters(w_in: Any, w_out: Any) -> ma.Experts:
-    """Return experts. Each argument is a pair of weights and their adapters."""
-    return ma.Experts(w_in[0], w_out[0], lora_in=w_in[1], lora_out=w_out[1])
+def quantized(weights: list[jax.Array]) -> list[Any]:
+    experts = ma.quantize_experts(ma.Experts(*weights))
+    return [experts.w_in, experts.w_out]
 
 
 def make_inputs(mesh: Any, shape: Shape) -> tuple[Any, Any, Any]:
-    """Draw normal tokens, and experts that keep the size of tokens, for all ranks, each on its
+    """Draw normal tokens, and experts that keep the size of tokens. Each rank's arrays are on its
     device.
 
     Returns:

@@ -1,11 +1,11 @@
 """Train the example model in several ways on the same text, and record the loss of each step.
 
-    python -m benchmarks.losses --seeds 0 1 2 3              # each way with each seed; a record
+    python -m benchmarks.losses --seeds 0 1 2 3
     python -m benchmarks.losses --steps 20 --only portable --out /tmp/losses.json
 
-With the same seed all ways have the same initial parameters, text and batches
-(``examples/train_moe.py``), so their losses differ only by rounding. At first they differ by about
-one rounding error. Later, rounding errors grow and change choices of the router. No row is dropped.
+With the same seed, all ways have the same initial parameters, text and batches
+(``examples/train_moe.py``), and no row is dropped. The first losses differ by about one rounding
+error. Later, rounding errors grow and change choices of the router.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from . import record
 
 FOLDER = record.FOLDER / "losses"
 PROGRAM = record.ROOT / "examples/train_moe.py"
-WAYS = {
+WAYS = {  # options of the program
     "bf16": "",
     "one_rank": "--mesh 1,1",
     "fp8": "--experts fp8",
@@ -42,7 +42,7 @@ NAMES = {
     "portable": "portable path, bfloat16",
     "dense": "every expert for every token, float32",
 }
-# Modules of the standard library that are the same in Python 3.11.7, 3.12.1 and 3.13.0.
+# The text: modules of the standard library that are equal in Python 3.11.7, 3.12.1 and 3.13.0.
 MODULES = """difflib optparse zoneinfo/_zoneinfo email/header heapq concurrent/futures/_base
 tomllib/_parser weakref email/headerregistry tracemalloc xml/sax/handler _markupbase json/__init__
 xml/etree/ElementPath stringprep xml/dom/xmlbuilder multiprocessing/synchronize xml/sax/saxutils
@@ -53,14 +53,12 @@ END = 100  # a record has the mean loss of this many last steps
 
 
 def text() -> bytes:
-    """Return the text that all runs read."""
     root = pathlib.Path(sysconfig.get_paths()["stdlib"])
     return b"\n".join((root / f"{name}.py").read_bytes() for name in MODULES.split())
 
 
 def digest(data: bytes) -> str:
-    """Return the digest of a text. A record has the digest, so that a different text is
-    detected."""
+    """Return the digest of a text, with which a test compares the text of a record."""
     return hashlib.sha256(data).hexdigest()[:16]
 
 
@@ -69,7 +67,8 @@ def train(way: str, seed: int, *, steps: int, stop: int) -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
         source, losses = pathlib.Path(folder, "text"), pathlib.Path(folder, "losses.json")
         source.write_bytes(text())
-        options = f"--seed {seed} --steps {steps} --stop {stop} --sequences {SEQUENCES}"
+        options = f"{WAYS[way]} --seed {seed} --steps {steps} --stop {stop}"
+        options += f" --sequences {SEQUENCES}"
         options += f" --capacity-factor 0 --sample 0 --log-every {max(stop // 10, 1)}"
         paths = f"--text {source} --losses {losses} --out {folder}/losses.png"
         path = os.pathsep.join(filter(None, (str(record.ROOT), os.environ.get("PYTHONPATH"))))
@@ -82,13 +81,11 @@ def train(way: str, seed: int, *, steps: int, stop: int) -> list[float]:
 
 
 def smooth(losses: list[float], steps: int = 20) -> np.ndarray:
-    """Return the running mean over ``steps`` steps."""
     return np.convolve(losses, np.full(steps, 1 / steps), "valid")
 
 
 def draw(rows: record.Rows, path: pathlib.Path) -> None:
-    """Plot the losses of the first seed, and the differences of all losses from the dense
-    reference."""
+    """Plot the losses of the first seed, and all differences from the losses of the dense model."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -114,7 +111,7 @@ def draw(rows: record.Rows, path: pathlib.Path) -> None:
 
 
 def newest() -> record.Found:
-    """Return the newest record of losses of all ways."""
+    """Return the newest record that has losses of all ways."""
     found = (record.Found(path, json.loads(path.read_text())) for path in FOLDER.glob("*.json"))
     has_all = lambda f: {row["way"] for row in f.record["rows"]} == set(WAYS)
     return max(filter(has_all, found), key=lambda f: f.path.name)

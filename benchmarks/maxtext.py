@@ -2,12 +2,12 @@
 
     python -m benchmarks.maxtext --out maxtext.json               on this machine's GPUs
     python -m benchmarks.maxtext --geometries qwen3 --settings enable fsdp_tokamax
-    python -m benchmarks.maxtext --tiny --ranks 4                 on virtual CPU devices
+    python -m benchmarks.maxtext --ranks 4                        tiny sizes on CPU devices
 
 MaxText and the packages that it imports must be on Python's path. Each setting of a geometry runs
-in a separate process with a time limit. An error, a lack of memory or a deadlock therefore ends
-only this setting, and its row has the error. All settings of a geometry start from the same seed
-and see the same batch in each step. The record has MaxText's options for each row.
+in a separate process with a time limit, so an error, a lack of memory or a deadlock ends only this
+setting. Its row then has the error. All settings of a geometry start from the same seed and read
+the same batch in each step. Each row has MaxText's options.
 """
 
 from __future__ import annotations
@@ -36,33 +36,22 @@ WARMUP = 3
 
 SPARSE = dict(sparse_matmul=True, megablox=False)
 TOKAMAX = dict(SPARSE, use_tokamax_gmm=True)
+DENSE = dict(sparse_matmul=False, megablox=False, capacity_factor=1.25)
 TRANSFORMER_ENGINE = dict(SPARSE, te_moe_block=True, te_gmm_quantization="te_no_quant")
-# setting: (has expert parallelism, arguments of enable or None, options of MaxText)
+# name: (has expert parallelism, format of experts with `enable` or None, options of MaxText)
 SETTINGS: dict[str, tuple[bool, str | None, dict[str, Any]]] = {
     "enable": (True, "", SPARSE),
     "enable_fp8": (True, "fp8", SPARSE),
     "fsdp_tokamax": (False, None, TOKAMAX),
     "fsdp_tokamax_tuned": (False, None, TOKAMAX),
-    "dense_capacity_1.25": (
-        True,
-        None,
-        dict(sparse_matmul=False, megablox=False, capacity_factor=1.25),
-    ),
+    "dense_capacity_1.25": (True, None, DENSE),
     "ring_tokamax": (True, None, dict(TOKAMAX, use_ring_of_experts=True)),
     "ragged_all_to_all_tokamax": (True, None, TOKAMAX),
     "transformer_engine": (True, None, TRANSFORMER_ENGINE),
 }
 GEOMETRIES: dict[str, dict[str, Any]] = {
-    "qwen3": dict(
-        model_name="qwen3-30b-a3b",
-        base_num_decoder_layers=8,
-        vocab_size=25600,
-    ),
-    "mixtral": dict(
-        model_name="mixtral-8x7b",
-        base_num_decoder_layers=2,
-        vocab_size=4096,
-    ),
+    "qwen3": dict(model_name="qwen3-30b-a3b", base_num_decoder_layers=8, vocab_size=25600),
+    "mixtral": dict(model_name="mixtral-8x7b", base_num_decoder_layers=2, vocab_size=4096),
 }
 COMMON: dict[str, Any] = dict(
     per_device_batch_size=4,
@@ -103,9 +92,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10, help="timed steps of a setting")
     parser.add_argument("--limit", type=float, default=180, help="seconds of a setting")
     parser.add_argument("--budget", type=float, default=3600, help="seconds of all settings")
-    parser.add_argument("--option", action="append", default=[], help="NAME=VALUE of MaxText")
-    parser.add_argument("--tiny", action="store_true", help="small sizes, to test the program")
-    parser.add_argument("--ranks", type=int, help="virtual CPU devices in place of GPUs")
+    parser.add_argument("--ranks", type=int, help="tiny sizes on virtual CPU devices")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("maxtext.json"))
     parser.add_argument("--only", nargs=2, metavar=("GEOMETRY", "SETTING"), help=argparse.SUPPRESS)
     return parser.parse_args(argv)
@@ -135,7 +122,7 @@ def main(argv: list[str] | None = None) -> int:
 def in_own_process(
     args: argparse.Namespace, geometry: str, setting: str, seconds: float
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Measure one setting in a separate process. Return the head of a record, and a row."""
+    """Measure one setting in a separate process; return the head of a record, and a row."""
     row: dict[str, Any] = dict(sweep="maxtext", method=setting, geometry=geometry)
     if seconds < 20:
         return {}, row | dict(error="the time of all settings was spent")
@@ -143,8 +130,6 @@ def in_own_process(
         out, log = (pathlib.Path(folder, name) for name in ("out.json", "log"))
         command = [sys.executable, "-m", "benchmarks.maxtext", "--only", geometry, setting]
         command += ["--steps", str(args.steps), "--out", str(out)]
-        command += [part for option in args.option for part in ("--option", option)]
-        command += ["--tiny"] * args.tiny
         command += ["--ranks", str(args.ranks)] if args.ranks else []
         with open(log, "w") as file:
             process = subprocess.Popen(
@@ -163,21 +148,17 @@ def in_own_process(
 
 
 def options_of(args: argparse.Namespace, geometry: str, setting: str, ranks: int) -> dict[str, Any]:
-    """Return the options of MaxText."""
     has_experts, _, own = SETTINGS[setting]
     sharding = dict(
         ici_expert_parallelism=ranks if has_experts else 1,
         ici_fsdp_parallelism=1 if has_experts else ranks,
     )
-    on_cpu = dict(hardware="cpu", attention="dot_product")
+    on_cpu = dict(hardware="cpu", attention="dot_product", **TINY)
     on_gpu = dict(hardware="gpu", attention="cudnn_flash_jax")
-    found = COMMON | GEOMETRIES[geometry] | own | sharding | (on_cpu if args.ranks else on_gpu)
-    found |= TINY if args.tiny else {}
-    return found | dict(option.split("=", 1) for option in args.option)
+    return COMMON | GEOMETRIES[geometry] | own | sharding | (on_cpu if args.ranks else on_gpu)
 
 
 def measure_one(args: argparse.Namespace) -> int:
-    """Measure one setting in this process, and write its row."""
     geometry, setting = args.only
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_FRACTION)
     if args.ranks:
@@ -199,23 +180,19 @@ def measure_one(args: argparse.Namespace) -> int:
     os._exit(0)  # threads of libraries may outlive the program
 
 
-def tuning_of_tokamax(setting: str) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which tokamax tunes its products, if the setting asks for tuning."""
-    if not setting.endswith("_tuned"):
-        return contextlib.nullcontext()
-    import tokamax
-
-    return tokamax.config.autotuning_cache_miss_fallback("autotune")
-
-
 def timed(args: argparse.Namespace, setting: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the figures of a setting."""
+    """Return the entries of a row that are measured."""
     enable = SETTINGS[setting][1]
     maxtext_program.load()
     if enable is not None:
         maxtext.enable(fp8=enable == "fp8")
     start = time.monotonic()
-    with tuning_of_tokamax(setting):
+    with contextlib.ExitStack() as tuning:
+        if setting.endswith("_tuned"):
+            import tokamax
+
+            fallback = tokamax.config.autotuning_cache_miss_fallback
+            tuning.enter_context(fallback("autotune"))  # tokamax tunes its products
         program = maxtext_program.Program(options)
     compile_seconds = time.monotonic() - start
     losses, seconds = [], []
@@ -246,7 +223,6 @@ def timed(args: argparse.Namespace, setting: str, options: dict[str, Any]) -> di
 
 
 def describe(row: dict[str, Any]) -> str:
-    """Return a row in one line."""
     name = f"{row['geometry']}, {row['method']}"
     if "error" in row:
         return f"{name}: {' '.join(row['error'][-300:].split())}"
@@ -254,7 +230,6 @@ def describe(row: dict[str, Any]) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return the rows as a table of Markdown."""
     lines = ["| geometry | setting | ms a step | tokens/s/GPU | TFLOP/s/GPU | losses 1, 5, last |"]
     lines.append("| --- " * 6 + "|")
     for row in rows:

@@ -1,8 +1,8 @@
-"""Make the training program of an installed MaxText of any supported version.
+"""Make a training program of the installed MaxText.
 
-Configuration, model, optimizer, synthetic data and train step are MaxText's. The program imports
-modules for clouds and data sets, but never calls them. Empty modules replace the modules that are
-not installed.
+Configuration, model, optimizer, synthetic data and train step are MaxText's. MaxText imports
+modules for clouds and data sets, which training on synthetic data never calls. If such a module is
+not installed, an empty module replaces it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from unittest import mock
 
 import jax
 
-# Packages for clouds, data sets, checkpoints and their formats.
+# Packages for clouds, data sets and checkpoints.
 _OPTIONAL = """pathwaysutils xprof grain drjax PIL tiktoken sentencepiece sympy tensorboardX
 datasets transformers tokenizers huggingface_hub safetensors
 cloud_accelerator_diagnostics ml_goodput_measurement google.cloud google.api
@@ -55,7 +55,7 @@ COMMON: dict[str, Any] = dict(
 
 
 class _Anything:
-    """An object of a class that is not installed."""
+    """The base of each class of an empty module."""
 
     def __init__(self, *_: Any, **__: Any):
         pass
@@ -76,7 +76,7 @@ class _Empty(types.ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds empty modules for names and for their submodules."""
+    """A finder that makes empty modules for these names and for their submodules."""
 
     def __init__(self, names: Sequence[str]):
         self.names = names
@@ -159,13 +159,13 @@ class Program:
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """Enter MaxText's mesh and rules."""
+        """Enter MaxText's mesh and its rules for logical axes."""
         with jax.set_mesh(self.mesh), self._rules(self.config.logical_axis_rules):
             yield
 
     @property
     def tokens(self) -> int:
-        """Return the tokens of one device in a step."""
+        """Return the number of tokens of one device in a step."""
         return int(self.config.per_device_batch_size * self.config.max_target_length)
 
     @property
@@ -175,13 +175,9 @@ class Program:
         count = self.maxtext.maxtext_utils.calculate_tflops_training_per_device
         return float(count(self.config, log=False)[0])
 
-    def batch(self) -> Any:
-        """Return the next batch."""
-        return self._loader.load_next_batch(rampup_manager=self._rampup)
-
     def step(self) -> dict[str, Any]:
         """Start one training step, and return its metrics without waiting for them."""
-        batch = self.batch()
+        batch = self._loader.load_next_batch(rampup_manager=self._rampup)
         with self.scope():
             self.state, metrics = self.compiled(self.state, batch)
         return metrics["scalar"]

@@ -1,13 +1,12 @@
-"""Exchange with this package and with plain JAX. Each method is a pair of functions of one rank's
-arrays.
+"""Exchange tokens with this package and with plain JAX.
 
-``dispatch(x, ids, weights)`` returns rows grouped by local expert, in the same order for every
-method; ``combine(rows, state)`` returns the weighted sums. Every method is differentiable in x,
-rows and weights.
+Each method has two functions of one rank's arrays. ``dispatch(x, ids, weights)`` returns rows
+grouped by local expert, in the same order for every method. ``combine(rows, state)`` returns the
+weighted sums. Both are differentiable in x, rows and weights.
 
-The methods in plain JAX are written as a careful JAX user would write them: no rows are scattered,
-forward or backward. Rows move by gathers along a permutation, and the transposes are gathers along
-its inverse. These methods assume that ids are valid; this package does not.
+The methods in plain JAX scatter no rows, forward or backward, because gathers are faster. Rows move
+by gathers along a permutation, and the transposes are gathers along its inverse. These methods
+assume that all ids are valid.
 """
 
 from __future__ import annotations
@@ -22,19 +21,18 @@ from jax import lax
 
 import jax_moe_a2a as ma
 
-from .workload import DTYPE, Setting, Workload
+from .workload import DTYPE, Workload
 
-GLOBAL_SCALE = 0.002  # of NVFP4, for random normal tokens up to about 0.002 * 2688
+GLOBAL_SCALE = 0.002  # of NVFP4, which then represents numbers up to 0.002 * 2688
 
 
 class Dispatched(NamedTuple):
     """The inputs of a rank's experts, and the state that combine needs."""
 
     rows: Any
-    """[capacity, hidden], grouped by local expert; zero after the last group. Or values and scales
-    of a format."""
+    """[capacity, hidden], zero after the last group; or values and scales of a format."""
     weights: jax.Array | None
-    """[capacity], if the method sends them along."""
+    """[capacity], if the method sends router weights along with tokens."""
     group_sizes: jax.Array
     """[local experts] int32."""
     state: Any
@@ -49,13 +47,15 @@ class Method(NamedTuple):
     """(rows [capacity, H], state) -> [T, H]."""
     route: Callable[[jax.Array], Any] | None = None
     decode: Callable[[Any], jax.Array] = lambda rows: rows
-    """Makes what combine accepts from the rows of a dispatch."""
+    """Makes the argument of ``combine`` from the rows of ``dispatch``."""
 
 
 def ours(workload: Workload, group: ma.Group) -> Method:
-    """Make the method of this package."""
     setting = workload.setting
-    fmt, wire_dtype = token_format(setting), None
+    formats: dict[str, ma.TokenFormat] = dict(
+        BlockwiseFp8=ma.BlockwiseFp8(), MxFp8=ma.MxFp8(), NvFp4=ma.NvFp4(global_scale=GLOBAL_SCALE)
+    )
+    fmt, wire_dtype = formats.get(setting.format), None
     if setting.formatted == "sums":
         fmt, wire_dtype = None, fmt
     exchange = ma.Exchange(capacity=workload.capacity, token_format=fmt, wire_dtype=wire_dtype)
@@ -77,45 +77,28 @@ def ours(workload: Workload, group: ma.Group) -> Method:
     return method._replace(decode=lambda rows: fmt.decode(rows, jnp.dtype(DTYPE)))
 
 
-def token_format(setting: Setting) -> ma.TokenFormat | None:
-    """Return the format of a setting, or None."""
-    formats = dict(
-        BlockwiseFp8=ma.BlockwiseFp8(), MxFp8=ma.MxFp8(), NvFp4=ma.NvFp4(global_scale=GLOBAL_SCALE)
-    )
-    return formats.get(setting.format)
-
-
-def local(workload: Workload, group: ma.Group) -> Method:
-    """Make plain JAX for replicated tokens, in which each rank keeps the tokens of its experts."""
-    setting = workload.setting
-    local_experts = setting.experts // group.size
+def all_gather(workload: Workload, group: ma.Group) -> Method:
+    """Gather all tokens on every rank, keep the tokens of the rank's experts, and psum_scatter the
+    sums."""
+    axis, local_experts = group.axis_name, workload.setting.experts // group.size
 
     def dispatch(x: jax.Array, ids: jax.Array, weights: jax.Array) -> Dispatched:
-        own = ids - lax.axis_index(group.axis_name) * local_experts
+        x, ids, weights = (lax.all_gather(a, axis, tiled=True) for a in (x, ids, weights))
+        own = ids - lax.axis_index(axis) * local_experts
         keys = jnp.where((own >= 0) & (own < local_experts), own, local_experts)
         row_choice, choice_row, sizes = sort_by_key(keys.ravel(), local_experts, workload.capacity)
         links = Links(row_choice, choice_row.reshape(ids.shape))
         return Dispatched(spread(x, links), None, sizes, (weights, links))
 
-    return Method(dispatch, lambda rows, state: weighted_sum(rows, *state))
-
-
-def all_gather(workload: Workload, group: ma.Group) -> Method:
-    """Gather all tokens on every rank, keep the tokens of the rank's experts, and psum_scatter the
-    sums."""
-    axis, method = group.axis_name, local(workload, group)
-
-    def dispatch(x: jax.Array, ids: jax.Array, weights: jax.Array) -> Dispatched:
-        return method.dispatch(*(lax.all_gather(a, axis, tiled=True) for a in (x, ids, weights)))
-
     def combine(rows: jax.Array, state: Any) -> jax.Array:
-        return lax.psum_scatter(method.combine(rows, state), axis, tiled=True)
+        return lax.psum_scatter(weighted_sum(rows, *state), axis, tiled=True)
 
     return Method(dispatch, combine)
 
 
 def dense(workload: Workload, group: ma.Group) -> Method:
-    """Send a row for each choice, sorted by expert, in an all_to_all padded to the busiest pair."""
+    """Send a row for each choice, sorted by expert, by an all_to_all. Padding gives each pair of
+    ranks as many rows as the pair with the most rows."""
     setting, axis, ranks = workload.setting, group.axis_name, group.size
     local_experts, pair_capacity = setting.experts // ranks, workload.pair_capacity
 
@@ -152,10 +135,11 @@ def dense(workload: Workload, group: ma.Group) -> Method:
 
 
 def ragged(workload: Workload, group: ma.Group, updates: int = 1) -> Method:
-    """Send a row per choice, sorted by expert, by ``lax.ragged_all_to_all``.
+    """Send a row for each choice, sorted by expert, by ``lax.ragged_all_to_all``.
 
-    The rows for a peer are cut into this many updates. XLA copies each update with one block of
-    threads, so more updates are faster.
+    Args:
+      updates: into how many updates the rows for a peer are divided. XLA copies each update with
+        one block of threads, so more updates are faster.
     """
     setting, axis, ranks = workload.setting, group.axis_name, group.size
     local_experts = setting.experts // ranks
@@ -212,30 +196,24 @@ METHODS: dict[str, Callable[..., Method]] = dict(
     dense=dense,
     ragged=ragged,
     ragged32=functools.partial(ragged, updates=32),
-    local=local,
 )
-
-
-# The parts of the methods in plain JAX that run on one rank.
 
 
 class Links(NamedTuple):
     """The choice (token * top_k + k) of each row and the row of each choice; -1 for none."""
 
     row_choice: jax.Array
-    """[N]"""
     choice_row: jax.Array
-    """[T, K]"""
 
 
 def sort_by_key(
     keys: jax.Array, num_keys: int, length: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Sort stably by key; a key of ``num_keys`` or more belongs to no group.
+    """Sort the entries ``keys`` [N] stably. A key of ``num_keys`` or more belongs to no group.
 
     Returns:
-      order int32 [length]: the entry at each place, -1 after the last group. place int32 [N]: the
-      place of each entry, -1 if the entry has no place. sizes int32 [num_keys].
+      Three int32 arrays: the entry at each place [length], -1 after the last group; the place of
+      each entry [N], -1 if the entry has no place; and the sizes of groups [num_keys].
     """
     indices = jnp.arange(keys.size, dtype=jnp.int32)
     order = jnp.argsort(keys, stable=True).astype(jnp.int32)

@@ -5,23 +5,22 @@
     python -m benchmarks.model --rows 4096 512 2048 --routing uniform learned --micro-batches 1 8
     python -m benchmarks.model --geometries dsv3 --layers 2 --profile moe_mlp
 
-A step is a forward pass, gradients, clipping and AdamW. ``slices.py`` has the models, and
-``slice_layers.py`` has the MoE layers. The methods differ only in the MoE layer. ``--rows``, the
-rows per expert of a micro-batch, determines the number of tokens of a rank. With ``uniform``
-routing the choices are inputs, and every expert is equally likely. With ``learned`` routing the
-router chooses, after a training of ``--train`` steps. The first setting is measured for all
-geometries. Later settings change only one of rows, routing and micro-batches.
+A step is a forward pass, gradients, clipping and AdamW. The methods differ only in the MoE layer.
+``slices.py`` has the models, and ``slice_layers.py`` has the MoE layers. ``--rows``, the rows per
+expert of a micro-batch, determines the number of tokens of a rank. With ``uniform`` routing, the
+choices are inputs, and every expert is equally likely. With ``learned`` routing, the router
+chooses, after 60 steps of training. The first values of ``--rows``, ``--routing`` and
+``--micro-batches`` are measured for all geometries. Each further value replaces only the first
+value of its option.
 
-From the same state and batches, the first losses of every method must equal the reference's. Then
-the methods take turns in random order. They share one state, whose weights do not change. The
-programs of the next setting compile while losses are compared, but not while steps are timed. The
-record is written after each turn.
+All methods start from the same state and batches, and their first losses must be equal. Then the
+methods take turns in random order, on one state whose weights do not change. The record is written
+after each turn.
 """
 
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import dataclasses
 import functools
 import json
@@ -46,7 +45,7 @@ from .run import Run, say
 from .slice_layers import ALONE, EXACT, LAYERS
 from .workload import Setting, draw
 
-# In bfloat16, dense, by `device_kind`. Steps on other GPUs have no MFU.
+# Peak in bfloat16 without sparsity, by `device_kind`. Steps on other GPUs have no MFU.
 PEAK_TFLOPS = {"NVIDIA H100 80GB HBM3": 989, "NVIDIA H200": 989}
 MEMORY_FRACTION = "0.88"  # the rest is for our workspaces and NCCL's buffers
 RATE = 3e-4
@@ -55,17 +54,18 @@ SAMPLES = 7
 SAMPLE_SECONDS = 0.6
 COMPILE_SECONDS = 240  # limit for all programs of a setting
 TURNS_SECONDS = 90  # limit for all turns of a setting, but at least three turns run
-ROOM_GIB = 12  # memory that the compiler needs to time products
+TRAINED_STEPS = 60  # before a learned router is measured
 BATCHES = 4
 ROUTINGS = ("uniform", "learned")
 OURS = ("moe_mlp", "moe_mlp_to_fp8", "local")
 TINY_ROWS = 16
-KEYS = ("geometry", "layers", "rows", "routing", "micro_batches", "method")  # of a row
-ON_GPU = ("mosaic", "ragged32", "ragged")  # XLA:CPU does not have them
+# A row replaces an earlier row of the record with the same values of these entries.
+KEYS = ("geometry", "layers", "rows", "routing", "micro_batches", "method")
+ON_GPU = ("mosaic", "ragged32", "ragged")  # methods that need a GPU
 
 
 class Step(NamedTuple):
-    """A setting in which a geometry is measured."""
+    """A setting to measure."""
 
     geometry: str
     rows: int
@@ -79,7 +79,6 @@ class Step(NamedTuple):
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Return the command line."""
     parser = runs.make_parser("benchmarks.model", __doc__)
     geometries, methods = tuple(slices.GEOMETRIES), tuple(m for m in LAYERS if m != "ragged")
     parser.add_argument("--geometries", nargs="+", choices=geometries, default=geometries[:2])
@@ -88,11 +87,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--routing", nargs="+", choices=ROUTINGS, default=ROUTINGS[:1])
     parser.add_argument("--micro-batches", nargs="+", type=int, default=(1,))
     parser.add_argument("--layers", type=int, help="of a slice; default: what fits into 80 GiB")
-    parser.add_argument("--train", type=int, default=60, help="steps before a learned router")
     parser.add_argument(
         "--append", type=pathlib.Path, help="begin with the rows of this record, of the same GPUs"
     )
-    parser.add_argument("--attention", choices=("cudnn", "xla"), help="default: cudnn on GPUs")
     parser.add_argument(
         "--profile", nargs="+", choices=tuple(LAYERS), default=(), help="list their kernels"
     )
@@ -100,7 +97,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def steps(args: argparse.Namespace) -> list[Step]:
-    """Return what to measure, the most important first."""
     first = args.rows[0], args.routing[0], args.micro_batches[0]
     varied = [first]
     varied += [(first[0], routing, first[2]) for routing in args.routing[1:]]
@@ -111,7 +107,6 @@ def steps(args: argparse.Namespace) -> list[Step]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the benchmark, and return the exit status: 1 if anything failed."""
     args = parse(argv)
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_FRACTION)
     num_gpus = runs.set_platform(args.ranks)
@@ -126,28 +121,18 @@ def main(argv: list[str] | None = None) -> int:
                 f"--append must name a record of {run.record['gpus']}; got one of {old['gpus']}"
             )
         run.record["rows"] += old["rows"]
-    tracer = concurrent.futures.ThreadPoolExecutor(1)  # traces programs; other threads compile
-    benches = [Bench(run, args, step) for step in steps(args)]
     longest = 0.0
-    for bench, following in zip(benches, [*benches[1:], None]):
+    for step in steps(args):
         start = time.perf_counter()
         if start + 0.7 * longest > run.deadline:
-            say(f"not run, because too little of the time budget is left: {bench.step}")
+            say(f"not run, because too little of the time budget is left: {step}")
             continue
-        with run.attempt(str(bench.step)):
-            bench.start(tracer)
-            bench.wait()
-            if following and bench.leaves_room():
-                following.start(tracer)
-            bench.measure(following)
-        bench.release()
+        with run.attempt(str(step)):
+            bench = Bench(run, args, step)
+            bench.compile_all()
+            bench.measure()
         longest = max(longest, time.perf_counter() - start)
     return runs.finish(run.record, run.path, not args.no_plot)
-
-
-def is_exact(method: str) -> bool:
-    """Return True if a method does not round to FP8, cannot drop rows, and is not a bound."""
-    return LAYERS[method].tolerance == EXACT
 
 
 class Bench:
@@ -166,8 +151,6 @@ class Bench:
         self.methods = [m for m in args.methods if run.on_gpu or m not in ON_GPU]
         if g.hidden % ma.BlockwiseFp8.group_size:  # GPT-OSS
             self.methods = [m for m in self.methods if m != "moe_mlp_to_fp8"]
-        self.is_started = False
-        self.futures: dict[str, concurrent.futures.Future] = {}
         self.programs: dict[str, Any] = {}
 
         place = lambda *axes: NamedSharding(run.mesh, PartitionSpec(*axes))
@@ -176,25 +159,28 @@ class Bench:
         self.init = functools.partial(init, g)
         self.placed = (self.shardings, place(None, "ep"), place("ep"), place())
 
-    def start(self, tracer: concurrent.futures.Executor) -> None:
-        """Trace the programs of all methods one after the other, and compile them in threads."""
+    def compile_all(self) -> None:
+        """Draw the inputs, and compile the programs of all methods."""
         g, step, ranks = self.g, self.step, self.run.mesh.size
-        if not self.is_started:
-            setting = Setting(self.tokens, g.hidden, g.top_k, g.experts, capacity="worst")
-            self.workload = draw(setting, ranks)
-            sequences = ranks * self.tokens // self.length
-            shape = step.micro_batches, sequences, self.length + 1
-            self.batches = slices.batches(g, shape, BATCHES)
-            self.given = self.workload.ids.reshape(sequences, self.length, g.top_k)
-            self.given = self.given if step.routing == "uniform" else None
-            self.compiled_by = time.perf_counter() + COMPILE_SECONDS
-            self.futures = {m: tracer.submit(self.compile, m) for m in self.methods}
-        self.is_started = True
+        setting = Setting(self.tokens, g.hidden, g.top_k, g.experts, capacity="worst")
+        self.workload = draw(setting, ranks)
+        sequences = ranks * self.tokens // self.length
+        shape = step.micro_batches, sequences, self.length + 1
+        self.batches = slices.batches(g, shape, BATCHES)
+        self.given = self.workload.ids.reshape(sequences, self.length, g.top_k)
+        self.given = self.given if step.routing == "uniform" else None
+        say(f"{step}: {g.layers} layers, {self.tokens} tokens a rank; compiling")
+        futures, deadline = {}, time.perf_counter() + COMPILE_SECONDS
+        for method in self.methods:
+            with self.run.attempt(f"{step}, {method}: tracing"):
+                futures[method] = self.run.pool.submit(self.lower(method).compile)
+        for method, future in futures.items():
+            with self.run.attempt(f"{step}, {method}: compiling"):
+                self.programs[method] = future.result(max(1, deadline - time.perf_counter()))
 
-    def compile(self, method: str) -> concurrent.futures.Future:
-        """Trace the program of a method, and hand it to the compiler's threads."""
+    def lower(self, method: str) -> Any:
         layer, g = LAYERS[method], self.g
-        attention = self.args.attention or ("cudnn" if self.run.on_gpu else "xla")
+        attention = "cudnn" if self.run.on_gpu else "xla"
         quantize = layer.quantize if self.step.micro_batches > 1 else None
         moe = layer.make(self.workload)
         model = slices.Model(g, self.run.mesh, moe, attention, quantize)
@@ -204,28 +190,10 @@ class Bench:
         rate = jax.ShapeDtypeStruct((), jnp.float32)
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             # jax.nn.dot_product_attention promotes implicitly.
-            lowered = jitted.lower(state, self.batches[0], self.given, rate)
-        return self.run.pool.submit(lowered.compile)
+            return jitted.lower(state, self.batches[0], self.given, rate)
 
-    def wait(self) -> None:
-        """Wait until all programs are compiled, and remove the methods whose programs failed."""
-        if self.futures:
-            say(f"{self.step}: {self.g.layers} layers, {self.tokens} tokens a rank; compiling")
-        futures, self.futures = self.futures, {}
-        for method, future in futures.items():
-            with self.run.attempt(f"{self.step}, {method}: compiling"):
-                left = lambda: max(1, self.compiled_by - time.perf_counter())
-                self.programs[method] = future.result(left()).result(left())
-
-    def leaves_room(self) -> bool:
-        """Return True if the compiler can try products out on a GPU while the programs run."""
-        stats = self.run.mesh.devices.flat[0].memory_stats()
-        peaks = [self.memory(m, program)["peak_gib"] for m, program in self.programs.items()]
-        return not stats or max(peaks, default=0) + ROOM_GIB < stats["bytes_limit"] / 2**30
-
-    def measure(self, following: Bench | None) -> None:
-        """Compare the losses of all methods, then time the methods whose losses are right. In
-        between, wait for the programs of the next setting, if they are being compiled."""
+    def measure(self) -> None:
+        """Compare the losses of all methods, then time the methods whose losses are right."""
         say(f"{self.step}: comparing losses")
         _, *more = self.placed
         put = lambda a, sharding: None if a is None else jax.device_put(a, sharding)
@@ -234,18 +202,17 @@ class Bench:
         self.rates = [jax.device_put(np.float32(rate), more[2]) for rate in (RATE, 0)]
         rows: dict[str, dict[str, Any]] = {}
         reference = None
+        is_exact = lambda method: LAYERS[method].tolerance == EXACT  # no FP8, no drops, no bound
         for method in sorted(self.programs, key=lambda m: (m != "all_gather", not is_exact(m))):
             with self.run.attempt(f"{self.step}, {method}"):
                 rows[method] = self.check(method, reference)
                 reference = reference or (rows[method] if is_exact(method) else None)
-        if following:
-            following.wait()
         if not rows:
             return
-        self.state = None  # frees the memory of the last one
+        self.state = None  # frees the memory of the previous state
         self.state = self.init()
         trainer = "moe_mlp" if "moe_mlp" in rows else next(iter(rows))
-        train = self.args.train if self.run.on_gpu else 2
+        train = TRAINED_STEPS if self.run.on_gpu else 2
         for i in range(train if self.step.routing == "learned" else 1):
             self.advance(self.programs[trainer], i, self.rates[0])
         _, counts = jax.device_get(self.advance(self.programs[trainer], 0, self.rates[1])[1:])
@@ -256,21 +223,19 @@ class Bench:
             with self.run.attempt(f"{self.step}, {method}: profile"):
                 self.list_kernels(method)
 
-    def release(self) -> None:
-        """Free what the setting holds on the GPUs."""
-        self.programs.clear()
-        self.state = self.data = self.inputs = None
-
     def advance(self, program: Any, i: int, rate: Any) -> Any:
-        """Make a step with the i-th batch; return its results."""
         state, results = program(self.state, self.data[i % len(self.data)], self.inputs, rate)
         self.state = state
         return results
 
     def check(self, method: str, reference: Any) -> dict[str, Any]:
-        """Return a row without times if the first losses equal those of the reference."""
+        """Return a row without times. The first losses must equal those of the row ``reference``.
+
+        Raises:
+          AssertionError: if the losses differ too much.
+        """
         program, layer = self.programs[method], LAYERS[method]
-        self.state = None  # frees the memory of the last one
+        self.state = None  # frees the memory of the previous state
         self.state = self.init()
         results = [self.advance(program, i, self.rates[0]) for i in range(CHECKED_STEPS)]
         nats, dropped = zip(*(jax.device_get(r[:2]) for r in results))
@@ -305,7 +270,7 @@ class Bench:
         return dict(peak_gib=round(used / 2**30, 2))
 
     def take_turns(self, rows: dict[str, dict[str, Any]], more: dict[str, Any]) -> None:
-        """Sample the steps of all methods in turns, and write the record after each turn."""
+        """Time the steps of all methods in turns, and write the record after each turn."""
         samplers = {method: self.sampler(self.programs[method]) for method in rows}
         taken: dict[str, list[float]] = {method: [] for method in samplers}
         orders, start = random.Random(0), time.perf_counter()
@@ -329,7 +294,7 @@ class Bench:
             say(f"{runs.in_words(row)}  {row['tokens_per_s']:,.0f} tokens/s, MFU {mfu}")
 
     def sampler(self, program: Any) -> Callable[[], float]:
-        """Return a function that samples the microseconds of a step."""
+        """Return a function that measures the microseconds of a step."""
 
         def seconds(number: int) -> float:
             start = time.perf_counter()
@@ -349,7 +314,7 @@ class Bench:
         return sample_us
 
     def figures(self, row: dict[str, Any], bound: dict[str, Any] | None) -> dict[str, Any]:
-        """Return the figures that follow from the time of a step."""
+        """Return the entries of a row that follow from the time of a step."""
         seconds, layer = row["us"] / 1e6, LAYERS[row["method"]]
         everything, of_experts = slices.flops(self.g, self.length)
         tokens_per_s = self.tokens * self.step.micro_batches / seconds
@@ -362,7 +327,6 @@ class Bench:
         )
 
     def list_kernels(self, method: str) -> None:
-        """Print the kernels of a step, and write them next to the record."""
         program = self.programs[method]
         step = lambda: jax.block_until_ready(self.advance(program, 0, self.rates[1]))
         text = f"{self.step}, {method}\n{kernels.in_words(kernels.kernels_of(step))}"
@@ -373,7 +337,7 @@ class Bench:
 
 
 def mfu_of(tflops: float, device_kind: str) -> float | None:
-    """Return the share of the GPU's peak, or None if the peak of such a GPU is unknown."""
+    """Return the share of the GPU's peak, or None if ``PEAK_TFLOPS`` does not have the GPU."""
     peak = PEAK_TFLOPS.get(device_kind)
     return round(tflops / peak, 4) if peak else None
 

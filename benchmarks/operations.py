@@ -1,4 +1,4 @@
-"""Make the timed operations of a method, and check that the method's results are right."""
+"""Make the operations of a method that are timed, and check the method's results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .methods import Method
 from .workload import Workload
 
 Op = tuple[str, bool]
-"""Name, and whether it includes routing."""
+"""The name of an operation, and whether the operation includes routing."""
 ROUTE: Op = ("route", True)
 DISPATCH: Op = ("dispatch", True)
 EXCHANGE: Op = ("dispatch", False)
@@ -25,27 +25,23 @@ STANDARD: tuple[Op, ...] = (
     *(ROUTE, EXCHANGE, ROUND_TRIP_ROUTED, DISPATCH, COMBINE, ROUND_TRIP, BACKWARD),
 )
 
-# bfloat16 has 8 bits; a method may round the partial sums of each rank, and their sum. A format has
-# fewer bits.
+# bfloat16 has 8 bits, and a method may round the partial sum of each rank, and their sum.
 TOLERANCE = 1e-2
 FORMAT_TOLERANCE = dict(BlockwiseFp8=5e-2, MxFp8=5e-2, NvFp4=0.2)
 
 
 class Operation(NamedTuple):
-    """Something to repeat."""
-
     op: str
     includes_route: bool
     state: Callable[[dict[str, Any]], Any]
-    """Returns its initial state from the results of ``prepare``."""
+    """Returns the argument of ``step`` from the results of the function of ``prepare``."""
     step: Callable[[Any], Any]
-    """State of one rank -> results."""
     tied_axes: int | None
     """For ``timing.pick_tied``."""
 
 
 def round_trip(method: Method, x: jax.Array, ids: Any, weights: jax.Array) -> jax.Array:
-    """Return x after a dispatch and a combine. Experts return their rows, and weights sum to 1."""
+    """Dispatch and combine x. The result is x, because experts return their rows."""
     dispatched = method.dispatch(x, ids, weights)
     return method.combine(method.decode(dispatched.rows), dispatched.state)
 
@@ -53,10 +49,10 @@ def round_trip(method: Method, x: jax.Array, ids: Any, weights: jax.Array) -> ja
 def prepare(
     method: Method, ops: Collection[Op] = STANDARD
 ) -> tuple[Callable[..., dict[str, Any]], list[Operation]]:
-    """Return the operations, and a function of one rank that computes their inputs once.
+    """Return a function that computes the inputs of the operations, and the operations.
 
-    The function takes (x, ids, weights) and must be traced before the operations. The function
-    returns the results and their errors (``errors``, for ``check``).
+    The function has the arguments (x, ids, weights) of one rank, and must be traced before the
+    operations. It also returns ``errors``, which ``check`` reads.
     """
     vjp_treedef = None
 
@@ -81,11 +77,12 @@ def prepare(
             pairs = dict(out=(out, x), dx=(dx, x), d_weights=(d_weights, norms))
         else:
             pairs = dict(out=(round_trip(method, x, routed, weights), x))
+        if ROUND_TRIP in ops:  # Few tokens are routed and dispatched in one launch.
+            pairs["out_of_ids"] = (round_trip(method, x, ids, weights), x)
         found["errors"] = {name: squares(*pair) for name, pair in pairs.items()}
         return found
 
-    def pick(*names: str) -> Callable[[dict[str, Any]], Any]:
-        return lambda prepared: tuple(prepared[name] for name in names)
+    pick = lambda *names: lambda prepared: tuple(prepared[name] for name in names)
 
     def dispatch(state: Any) -> Any:
         dispatched = method.dispatch(*state)
@@ -95,8 +92,7 @@ def prepare(
         residuals, cotangent = state
         return jax.tree.unflatten(vjp_treedef, residuals)(cotangent)
 
-    def whole(state: Any) -> Any:
-        return round_trip(method, *state)
+    whole = lambda state: round_trip(method, *state)
 
     def only_route(state: Any) -> Any:
         assert method.route is not None
@@ -117,7 +113,7 @@ def prepare(
         for op in (ROUTE, EXCHANGE, ROUND_TRIP_ROUTED):
             del makers[op]
 
-    # If a method has no separate routing, each of its operations reads different integers.
+    # Without separate routing, parts of an operation may read different integer arrays.
     tied_axes = 2 if method.route is not None else None
     return run_once, [
         Operation(*op, *makers[op], tied_axes) for op in STANDARD if op in ops and op in makers
@@ -125,14 +121,14 @@ def prepare(
 
 
 def squares(actual: jax.Array, exact: jax.Array) -> jax.Array:
-    """Return [2]: sums of squares of the difference and of ``exact``, for ``relative_error``."""
+    """Return [2]: the sums of the squares of the difference and of ``exact``."""
     exact = jnp.broadcast_to(exact.astype(jnp.float32), actual.shape)
     difference = actual.astype(jnp.float32) - exact
     return jnp.stack([(difference**2).sum(), (exact**2).sum()])
 
 
 def parts(op: str) -> tuple[str, ...]:
-    """Return the dispatches and combines of an operation. Each of them crosses the links."""
+    """Return the dispatches and combines of an operation, each of which crosses the links."""
     whole = {"route": (), "dispatch": ("dispatch",), "combine": ("combine",)}
     return whole.get(op, ("dispatch", "combine"))
 
@@ -145,17 +141,13 @@ def wire_bytes(op: str, workload: Workload) -> int:
 
 
 def relative_error(squares: Any) -> float:
-    """Return the relative error from ``squares``, of all ranks."""
+    """Return the relative error from the results of ``squares`` on all ranks."""
     difference, exact = np.asarray(squares, np.float64).reshape(-1, 2).sum(axis=0)
     return float(np.sqrt(difference / exact))
 
 
 def check_errors(squares: dict[str, Any], tolerance: float = TOLERANCE) -> None:
-    """Check results by their ``squares``.
-
-    Raises:
-      AssertionError: if an error is too large.
-    """
+    """Raise AssertionError if a relative error is larger than the tolerance."""
     for name, of_ranks in squares.items():
         error = relative_error(of_ranks)
         if not error < tolerance:
@@ -174,8 +166,9 @@ def check(
 ) -> None:
     """Check the results of the function of ``prepare``, for all ranks.
 
-    The experts return their rows and the cotangent is x, so the output and its gradient are x, and
-    every weight's gradient is <x, x>. Rows and group sizes must equal the reference's bit for bit.
+    The experts return their rows, and the cotangent is x. The output and the gradient of x are
+    therefore x, and the gradient of each weight is <x, x>. Rows and group sizes must equal those of
+    the reference bit for bit.
 
     Raises:
       AssertionError: if a result is wrong.

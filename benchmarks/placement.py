@@ -1,10 +1,9 @@
 """Simulate the load of ranks with a planned placement: ``python -m benchmarks.placement``.
 
-The simulation needs no GPU. The experts of a token are the largest ``top_k`` of ``b + Gumbel``,
-where the popularity ``b`` of the experts is normal with a sigma (benchmarks/workload.py). A plan is
-made from one batch, and measured on later batches, which have the same popularity. At the end the
-program prints the table of docs/placement.md: the times of layers with these loads, calculated from
-measured rates.
+The simulation needs no GPU. The experts of a token are the largest ``top_k`` of ``b + Gumbel``. The
+popularity ``b`` of the experts is normal with a sigma. A placement is planned from one batch, and
+measured on later batches, which have the same popularity. At the end, the program prints the table
+of docs/placement.md: the times of layers with these loads, calculated from measured rates.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ LINK_BYTES = 347e9  # per second, link limit of 4,096 tokens in 2026-11-21-4xH20
 
 
 def main() -> int:
-    """Simulate all settings, and write the record."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.placement", description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=(8, 32))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
@@ -69,13 +67,13 @@ def table(rows: list[records.Row]) -> Iterator[str]:
             layer_us(ranks, tokens, loads[ranks, sigma, method])
             for method in ("no plan", "home form")
         )
-        least = tokens * fetch / (before - after)  # the fetch does not grow with the tokens
+        least = tokens * fetch / (before - after)  # more tokens do not make the fetch longer
         us = before, after + fetch, fetch, least
         yield f"| {ranks}, {sigma} | " + " | ".join(f"{value:,.0f}" for value in us) + " |"
 
 
 def layer_us(ranks: int, tokens: int, load: float) -> float:
-    """Return the calculated time of a forward pass on the fullest rank, without a fetch."""
+    """Return the calculated time of a forward pass on the fullest rank, without fetched weights."""
     rows = load * tokens * TOP_K
     # A token crosses to the rank unless none of its choices is there.
     crossing = tokens * (ranks - 1) * (1 - (1 - load / ranks) ** TOP_K)
@@ -89,9 +87,9 @@ def fetch_us(experts: int) -> float:
 
 
 def simulate(ranks: int, sigma: float, methods: Sequence[str]) -> Iterator[records.Row]:
-    """Yield the row of each method. A row has the load of the fullest rank relative to the mean,
-    and the share of rows that a capacity factor drops: the mean and the largest value over the
-    batches."""
+    """Yield a row for each method. ``load`` is the load of the fullest rank relative to the mean,
+    and ``dropped`` is the share of rows that the capacity factor drops. Both are pairs: the mean
+    and the largest value over the batches."""
     rng = np.random.default_rng([0, ranks])
     popularity = rng.normal(0, sigma, EXPERTS).astype(np.float32)
     counts = [_counts(popularity, ranks, rng) for _ in range(BATCHES + 1)]
@@ -123,7 +121,7 @@ def simulate(ranks: int, sigma: float, methods: Sequence[str]) -> Iterator[recor
 
 
 def _num_fetched(placement: ma.Placement, ranks: int) -> int:
-    """Return how many experts' weights the busiest rank sends or receives, in the home form."""
+    """Return the largest number of experts whose weights a rank sends or receives."""
     local = EXPERTS // ranks
     spare = np.asarray(placement.slot_experts).reshape(ranks, -1)[:, local:]
     sent = np.bincount(spare[spare >= 0] // local, minlength=ranks)
@@ -141,9 +139,9 @@ def _plans(load: np.ndarray, ranks: int) -> dict[str, ma.Placement]:
 
 
 def _counts(popularity: Any, ranks: int, rng: np.random.Generator) -> np.ndarray:
-    """Return how many choices of each rank choose each expert, [R, E]."""
+    """Draw for each rank how many choices each expert gets, [R, E]."""
     counts = np.empty((ranks, EXPERTS), np.int32)
-    for rank in range(ranks):  # a Gumbel number is -log of an exponential one
+    for rank in range(ranks):  # -log of an exponential random number is a Gumbel number
         keys = rng.standard_exponential((TOKENS, EXPERTS), np.float32)
         keys = popularity - np.log(np.maximum(keys, np.float32(1e-30)))
         ids = np.argpartition(keys, -TOP_K, axis=-1)[:, -TOP_K:]

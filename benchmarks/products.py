@@ -1,20 +1,19 @@
-"""Time the experts of a rank, and only their grouped matrix products, with each implementation.
+"""Time the experts of a rank, and their grouped matrix products alone, with each implementation.
 
     python -m benchmarks.products                  on this machine's first GPU, in under 3 minutes
-    python -m benchmarks.products --out FILE       writes the record there
     python -m benchmarks.products --models Qwen3-30B-A3B DeepSeek-V3 --rows 256 512 --budget 1000
                                                    experts of models, each with this many rows
 
 Experts are two products with SwiGLU between them, forward and with all gradients. One rank has 32
-experts and 32,768 rows, as with 4,096 tokens on each of 4 ranks and top-8 of 128 experts; or a few
-rows, as in decoding. Every result is compared with plain products of the first and the last group
-before it is timed. With --models, the experts are the fused experts of `ma.moe_mlp`, with SwiGLU
-and without biases, and their six products are also timed separately. FP8 experts quantize rows and
-weights; the times of products in FP8 do not include quantization. cuBLASLt is a method if the
+experts and 32,768 rows, as with 4,096 tokens on each of 4 ranks and top-8 of 128 experts, or a few
+rows, as in decoding. Before an implementation is timed, its result is compared with plain products
+of the first and the last group. With --models, the experts are the fused experts of `ma.moe_mlp`,
+without biases, and their six products are also timed alone. Experts in FP8 quantize rows and
+weights. The times of products in FP8 do not include quantization. cuBLASLt is a method if the
 library that JAX has loaded, or the library at --cublas-lt, has grouped products.
 
-A figure is a median over samples. All implementations of a product take samples in turns, because a
-GPU's clock falls when the GPU is hot.
+All implementations of a product take samples in turns, because a GPU's clock falls when the GPU is
+hot.
 """
 
 from __future__ import annotations
@@ -49,13 +48,13 @@ FORWARD = OPS[:1]
 OF_EXPERTS = ("experts", "experts_and_gradients")
 OURS, MOSAIC, CUBLAS, RAGGED = "ours", "Mosaic GPU", "cuBLAS batched", "lax.ragged_dot"
 FUSED, FP8, LIBRARY = "ours, fused", "ours, FP8", "cuBLASLt grouped"
-TINY = 64  # how many times fewer rows and columns, without a GPU
+TINY = 64  # without a GPU, rows and columns are divided by this number
 
 
 class Setting(NamedTuple):
-    """Products to time: rows [rows, k] with matrices [k, n] by group.
+    """A product of rows [rows, k] with a matrix [k, n] for each group, or experts.
 
-    Experts then multiply half of the n columns by the activated other half, and multiply the result
+    Experts activate half of the n columns, multiply it by the other half, and multiply the result
     by matrices [n / 2, k].
     """
 
@@ -63,7 +62,6 @@ class Setting(NamedTuple):
     k: int
     n: int
     methods: Mapping[str, tuple[str, ...]]
-    """The operations that are timed of each method."""
     rows: int = ROWS
     sizes: str = "equal"
     groups: int = GROUPS
@@ -93,13 +91,13 @@ MODELS = {
     "B": (7168, 2048, 16),
 }
 ROWS_OF_EXPERTS = (16, 32, 64, 128, 256, 512, 1024, 2048)
-# Additional rows of each expert, which need one or two more tiles that are nearly empty.
+# Additional rows of each expert, for which a kernel computes more tiles that are nearly empty.
 MORE_ROWS = {"equal": 0, "+ 8": 8, "+ 136": 136}
 SIZES = (*MORE_ROWS, "drawn", SKEWED)
 
 
 def of_model(name: str, rows: int, sizes: str) -> list[Setting]:
-    """Make the settings of a model's experts, which have this number of rows on average."""
+    """Make the settings of a model's experts. An expert has ``rows`` rows on average."""
     hidden, width, groups = MODELS[name]
     rows = groups * (rows + MORE_ROWS.get(sizes, 0))
     products = {OURS: OPS, LIBRARY: OPS} | ({CUBLAS: OPS} if sizes in MORE_ROWS else {})
@@ -114,7 +112,7 @@ def of_model(name: str, rows: int, sizes: str) -> list[Setting]:
 
 
 def is_of_experts(setting: Setting) -> bool:
-    """Return True for operations of experts, and False for operations of a product."""
+    """Return True if a setting is of experts, and False if it is of one product."""
     return set(OF_EXPERTS) >= {op for ops in setting.methods.values() for op in ops}
 
 
@@ -122,8 +120,7 @@ FIRST_OF_EACH = [next(s for s in SETTINGS if is_of_experts(s) is kind) for kind 
 
 
 def sizes_of(setting: Setting) -> Any:
-    """Return the number of rows of each group, int32 [groups]. The sum of these numbers is
-    ``setting.rows``."""
+    """Return the number of rows of each group, int32 [groups]."""
     groups, rows = setting.groups, setting.rows
     if setting.sizes in MORE_ROWS:
         return np.full(groups, rows // groups, np.int32)
@@ -137,7 +134,7 @@ def sizes_of(setting: Setting) -> Any:
 
 @functools.cache
 def products() -> dict[str, Callable[..., Any]]:
-    """Return each implementation as a function (rows, w, sizes) -> results."""
+    """Return each implementation by name: a product (rows, w, sizes), or fused experts."""
 
     def batched(rows: Any, w: Any, sizes: Any) -> Any:
         buckets = rows.reshape(w.shape[0], -1, rows.shape[1])
@@ -159,28 +156,27 @@ def products() -> dict[str, Callable[..., Any]]:
 
 
 class Work(NamedTuple):
-    """A computation with a grouped product."""
+    """One product or experts, as operations to time, with a check of their results."""
 
     args: tuple[Any, ...]
     operation: Callable[[Callable[..., Any], str], Callable[..., Any]]
-    """Takes a product and the name of an operation; returns a function of ``args``."""
+    """Returns the function of ``args`` that runs an implementation's operation of this name."""
     error: Callable[[str, Any], float]
-    """Takes an operation and its result; returns the relative error of the first and the last
-    group, compared with plain products."""
+    """Returns the relative error of an operation's result, compared with plain products of the
+    first and the last group."""
     flops: dict[str, int]
     weights: tuple[Any, ...]
     in_fp8: Callable[[str], tuple[Any, ...]] | None = None
-    """Takes the name of an operation; returns the operands of ``grouped_dot`` in FP8, or None."""
+    """Returns the operands of ``grouped_dot`` in FP8 for the operation of this name."""
 
 
 def normal(seed: int, *shape: int) -> Any:
-    """Return random bfloat16 numbers."""
     key = jax.random.key(seed, impl="unsafe_rbg")
     return jax.random.normal(key, shape, jnp.bfloat16)
 
 
 def one_product(setting: Setting) -> Work:
-    """Make the work of a single product: only the result, or only one gradient."""
+    """Make the work of one product, whose operations return the result or one gradient."""
     sizes = sizes_of(setting)
     rows, ct = normal(0, setting.rows, setting.k), normal(1, setting.rows, setting.n)
     w = normal(2, setting.groups, setting.k, setting.n)
@@ -216,7 +212,7 @@ def one_product(setting: Setting) -> Work:
 
 
 def experts(setting: Setting) -> Work:
-    """Make the work of two products with SwiGLU between them, without or with all gradients."""
+    """Make the work of experts, whose operations return the results without or with gradients."""
     sizes = sizes_of(setting)
     rows = normal(0, setting.rows, setting.k)
     # Weights of this size keep the pre-activations near 1, where SwiGLU is not linear.
@@ -242,7 +238,6 @@ def experts(setting: Setting) -> Work:
 
 
 def measure(run: runs.Run, setting: Setting) -> None:
-    """Time a setting; add the rows to the run."""
     runs.say(f"{setting.name}, {setting.sizes}, {setting.rows} rows")
     work = (experts if is_of_experts(setting) else one_product)(setting)
     made = products()
@@ -286,7 +281,6 @@ def measure(run: runs.Run, setting: Setting) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the benchmark, and return the exit status: 1 if anything failed."""
     parser = runs.make_parser("benchmarks.products", __doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=(), help="of these models")
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS_OF_EXPERTS, help="per expert")
@@ -321,7 +315,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def tiny(setting: Setting) -> Setting:
-    """Return the same products with few rows and columns, without a kernel for GPUs."""
+    """Return the setting with few rows and columns, and without methods that need a GPU."""
     of_gpus = (MOSAIC, LIBRARY, FP8)
     methods = {name: ops for name, ops in setting.methods.items() if name not in of_gpus}
     rows = setting.rows // TINY // setting.groups * setting.groups

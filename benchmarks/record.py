@@ -23,14 +23,12 @@ Rows = Sequence[Row]
 
 
 class Found(NamedTuple):
-    """A record and its path."""
-
     path: pathlib.Path
     record: dict[str, Any]
 
 
 def head(gpus: str, ranks: int, **more: Any) -> dict[str, Any]:
-    """Return a record without rows, which includes ``more``."""
+    """Return a record without rows, with ``more`` entries."""
     return dict(
         date=today(),
         commit=commit(),
@@ -42,7 +40,8 @@ def head(gpus: str, ranks: int, **more: Any) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Return MOE_A2A_COMMIT, or the running commit, followed by "-dirty" if files differ."""
+    """Return MOE_A2A_COMMIT, or the commit of this folder. "-dirty" after it means that files have
+    changed."""
     if COMMIT_VARIABLE in os.environ:
         return os.environ[COMMIT_VARIABLE]
     try:
@@ -61,7 +60,6 @@ def versions() -> dict[str, str]:
 
 
 def versions_of(*packages: str) -> dict[str, str]:
-    """Return the versions of installed packages."""
     found = {}
     for package in packages:
         try:
@@ -74,13 +72,12 @@ def versions_of(*packages: str) -> dict[str, str]:
 def default_path(
     record: dict[str, Any], what: str = "", folder: pathlib.Path = FOLDER
 ) -> pathlib.Path:
-    """Return <date>-<ranks>x<GPU>.json, or ...-<what>.json for a sweep or a layer."""
+    """Return <date>-<ranks>x<GPU>.json, or <date>-<ranks>x<GPU>-<what>.json."""
     kind = record["gpus"].partition(" x ")[2].removeprefix("NVIDIA ").replace(" ", "-") or "none"
     return folder / f"{today()}-{record['ranks']}x{kind}{f'-{what}' if what else ''}.json"
 
 
 def today() -> str:
-    """Return the date in UTC."""
     return datetime.datetime.now(datetime.UTC).date().isoformat()
 
 
@@ -96,20 +93,14 @@ OLD_ROWS = dict(
 )
 
 
-def newest(sweep: str, ranks: int | None = None, folder: pathlib.Path = FOLDER) -> Found | None:
-    """Return the newest record of a sweep ("" for the standard settings), with only the rows of the
-    sweep.
-
-    The record has the requested number of ranks, or otherwise the largest number. Return None if no
-    record has such rows.
-    """
-    found = (f for f in all_of(sweep, folder) if ranks in (None, f.record["ranks"]))
-    return next(found, None)
+def newest(sweep: str) -> Found | None:
+    """Return the first record of ``all_of``, or None."""
+    return next(iter(all_of(sweep)), None)
 
 
 def all_of(sweep: str, folder: pathlib.Path = FOLDER) -> list[Found]:
-    """Return all records of a sweep, with only the rows of the sweep. Records of more ranks come
-    first, and then newer records."""
+    """Return all records that have rows of a sweep ("" for the standard settings), with only these
+    rows. Records of more ranks come first. Among these, newer records come first."""
     found = []
     for path in sorted(folder.glob("*.json")):
         record = read(path)
@@ -121,12 +112,12 @@ def all_of(sweep: str, folder: pathlib.Path = FOLDER) -> list[Found]:
 
 
 def entry(rows: Rows, /, name: str = "us", **wanted: Any) -> Any:
-    """Return the entry ``name`` of the first row with the ``wanted`` entries, or None."""
+    """Return the entry ``name`` of the first row that has the ``wanted`` entries, or None."""
     return next((row.get(name) for row in rows if wanted.items() <= row.items()), None)
 
 
 def grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
-    """Return the rows by a key, in the order of their first rows."""
+    """Return lists of rows by their key. Keys have the order of their first rows."""
     groups: dict[Any, list[Row]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row)
@@ -134,7 +125,6 @@ def grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Ro
 
 
 def write(record: dict[str, Any], path: pathlib.Path) -> None:
-    """Write the record, with one row per line."""
     head = {key: value for key, value in record.items() if key != "rows"}
     rows = ",\n".join("    " + json.dumps(row) for row in record["rows"])
     text = json.dumps(head, indent=2)

@@ -1,10 +1,10 @@
 """Write the tables and plots of the documents from the committed records.
 
-    python -m benchmarks.report                     README.md and docs/performance.md, with plots
+    python -m benchmarks.report                     README.md and docs/performance.md, and plots
     python -m benchmarks.report RECORD.json ...     prints and draws these records
 
-Use the first form after a new record in ``results/``. For each sweep, it rewrites the marked parts
-of both documents from the newest record with the most GPUs.
+Use the first form after a new record in ``results/``. It rewrites the marked parts of both
+documents from the newest record with the most GPUs, and draws the newest record of each sweep.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from .record import Row, Rows, entry, grouped
 README = records.ROOT / "README.md"
 PERFORMANCE = records.ROOT / "docs" / "performance.md"
 BEGIN, END = "<!-- {} -->", "<!-- end of {} -->"
-PLOTTED = {"": "Standard settings", "tokens": "Tokens", "sms": "SM budget"}
-PLOTTED |= dict(formats="Token formats", products="Grouped products")  # in docs/performance.md
-TITLES = PLOTTED | dict(model="Whole training steps", stages="Stages of a whole layer")
+TITLES = {"": "Standard settings", "tokens": "Tokens", "sms": "SM budget"}  # of plots of sweeps
+TITLES |= dict(formats="Token formats", products="Grouped products", model="Whole training steps")
+TITLES |= dict(stages="Stages of a whole layer")
 BARS = dict(products=("tflops", "TFLOP/s"), model=("tokens_per_s", "tokens/s per GPU"))
-LOG_FROM = 20  # a scale is logarithmic if the largest value is this many times the smallest
+LOG_FROM = 20  # scales are logarithmic if the largest value is more than 20 times the smallest
 
 COMBINE: Row = dict(op="combine", method="ours")
 OURS, GATHER, DENSE, RAGGED = (  # round trips with routing
     dict(op="round_trip", includes_route=True, method=method)
     for method in ("ours", "all_gather", "dense", "ragged")
 )
-# For each column: the entries of the row that has its figure, and the name of the figure.
+# For each column of a table, the entries that select the row with its figure. ``name`` is the
+# figure's entry in this row, by default ``us``.
 SUMMARY: dict[str, Row] = {"`all_gather`": GATHER, "dense `all_to_all`": DENSE}
 SUMMARY |= {"`ragged_all_to_all`": RAGGED, "this package": OURS}
 SUMMARY |= {"link limit": dict(OURS, name="wire_us")}
@@ -46,12 +47,12 @@ DETAILS: dict[str, Row] = {
     **{"combine": COMBINE, "round trip": OURS, "backward": dict(op="backward", method="ours")},
     **{"all_gather": GATHER, "dense all_to_all": DENSE, "ragged_all_to_all": RAGGED},
 }
-# The entry on the x axis. In all other sweeps, each row is a bar.
+# The entry on the x axis of a sweep's plot. In plots of all other sweeps, each row is a bar.
 X = {"": "tokens", "tokens": "tokens", "topk": "top_k"}
 X |= dict(experts="experts", hidden="hidden", sms="num_sms")
 # All rows of a panel have the same values of these entries.
 PANEL = ("title", "panel", "shape", "k", "n", "sizes", "tokens")
-DESCRIBING = (  # entries that may distinguish rows; ``OF_SWEEP`` has those of some sweeps
+DESCRIBING = (  # entries that may distinguish rows, and those that do in one sweep
     *(*PANEL, "hidden", "experts", "top_k", "skew", "sigma", "idle", "dtype"),
     *("capacity_kind", "batch", "batch_routing", "batch_axis", "format", "formatted", "mode"),
     "grouped",
@@ -83,8 +84,6 @@ METHODS = {  # names in plots of other sweeps
     "moe_mlp": "this package",
     "moe_mlp_fp8": "this package, experts in FP8",
     "moe_mlp_to_fp8": "this package, experts in FP8",
-    "moe_mlp_lora": "this package, adapters",
-    "moe_mlp_fp8_lora": "this package, experts in FP8 with adapters",
     "all_gather": "all_gather",
     "dense": "dense all_to_all",
     "ragged": "ragged_all_to_all",
@@ -104,7 +103,7 @@ OPS = {
 }
 SORTED = ("layer", "products")  # sweeps whose panels compare methods, the best first
 NO_STEPS = "No record of whole steps is committed yet: `python -m benchmarks.model` makes one."
-# Columns of whole steps: the name of an entry, and the entry in words.
+# Columns of tables of whole steps: a function returns the text in the row's column.
 STEP_COLUMNS: dict[str, Callable[[Row], str]] = {
     "ms": lambda r: ms(r["us"]),
     "range, ms": lambda r: f"{ms(r['min_us'])} to {ms(r['max_us'])}",
@@ -119,7 +118,7 @@ STEP_COLUMNS: dict[str, Callable[[Row], str]] = {
 
 
 def main(paths: Sequence[str]) -> None:
-    """Write the documents and their plots, or show the records at these paths."""
+    """Write the documents and the plots, or show the records at these paths."""
     for path in map(pathlib.Path, paths):
         record = records.read(path)
         print(*tables(record["rows"]), *plot(record, path), sep="\n\n")
@@ -131,54 +130,45 @@ def main(paths: Sequence[str]) -> None:
 
 
 def with_section(text: str, name: str, section: str) -> str:
-    """Return a document with the part between the marks of this name replaced."""
+    """Return a document in which the section replaces the text between the marks of this name."""
     begin, end = BEGIN.format(name), END.format(name)
     before, _, rest = text.partition(begin)
     return f"{before}{begin}\n\n{section}\n\n{end}{rest.partition(end)[2]}"
 
 
 def sections() -> dict[tuple[pathlib.Path, str], str]:
-    """Return the parts of documents by name. Each part states the number of GPUs of its figures."""
-    parts = [standard(DETAILS, PERFORMANCE.parent)]
-    for sweep, title in PLOTTED.items():
-        if found := records.newest(sweep):
-            path = os.path.relpath(plot_of(found.path, sweep), PERFORMANCE.parent)
-            parts += [f"{title}, {machine(found.record)}:", f"![{title}]({path})"]
     return {
         (README, "steps"): steps_in_short(README.parent),
         (README, "results"): standard(SUMMARY, README.parent),
         (PERFORMANCE, "steps"): steps_in_full(PERFORMANCE.parent),
-        (PERFORMANCE, "results"): "\n\n".join(parts),
+        (PERFORMANCE, "results"): standard(DETAILS, PERFORMANCE.parent),
     }
 
 
 def percent(share: float | None) -> str:
-    """Return a share in percent."""
     return "-" if share is None else f"{100 * share:.1f} %"
 
 
 def ms(us: float | None) -> str:
-    """Return microseconds in milliseconds."""
     return "-" if us is None else f"{us / 1e3:,.1f}"
 
 
 def main_steps(rows: Rows) -> list[Row]:
-    """Return the rows of whole steps with the most rows per expert, uniform routing and one
-    micro-batch."""
+    """Return the rows with the most rows per expert, uniform routing and one micro-batch."""
     most = max(row["rows"] for row in rows)
     main = dict(rows=most, routing="uniform", micro_batches=1)
     return [row for row in rows if main.items() <= row.items()]
 
 
 def of_method(rows: Rows) -> dict[str, list[Row]]:
-    """Return rows by method, in the order of ``STEP_METHODS``."""
+    """Return lists of rows by their method, in the order of ``STEP_METHODS``."""
     found = grouped(rows, lambda row: row["method"])
     return {method: found[method] for method in STEP_METHODS if method in found}
 
 
 def steps_in_short(folder: pathlib.Path) -> str:
-    """Return a table of whole steps on the most GPUs, with a column for each model, and the plot of
-    the first models, for README."""
+    """Return README's table of whole steps on the most GPUs, with a column for each model, and a
+    plot of the oldest of its records."""
     found = records.all_of(STEPS)
     most = [f for f in found if f.record["ranks"] == found[0].record["ranks"]][::-1]
     if not most:
@@ -206,7 +196,6 @@ def steps_in_short(folder: pathlib.Path) -> str:
 
 
 def steps_in_full(folder: pathlib.Path) -> str:
-    """Return a table of whole steps for each setting of each record."""
     parts = []
     for found in records.all_of(STEPS):
         parts += [f"{machine(found.record)} ([record]({os.path.relpath(found.path, folder)}))."]
@@ -215,7 +204,7 @@ def steps_in_full(folder: pathlib.Path) -> str:
 
 
 def steps_of(rows: Rows) -> list[str]:
-    """Return a sentence and a table of whole steps for each setting of a record."""
+    """Return a description and a table of whole steps for each setting of a record."""
     parts = []
     key = lambda row: tuple(row[k] for k in ("title", "rows", "routing", "micro_batches"))
     for (title, of_expert, routing, micro_batches), here in grouped(rows, key).items():
@@ -236,7 +225,7 @@ def steps_of(rows: Rows) -> list[str]:
 
 
 def standard(columns: dict[str, Row], folder: pathlib.Path) -> str:
-    """Return the table of the standard settings, and the source of its figures."""
+    """Return the table of the standard settings, and the machine and record of its figures."""
     found = records.newest("")
     assert found is not None, "no record"
     rows = sorted(of_main_size(found.record["rows"]), key=lambda row: row["tokens"])
@@ -249,7 +238,7 @@ def standard(columns: dict[str, Row], folder: pathlib.Path) -> str:
 
 
 def machine(record: Row) -> str:
-    """Return GPUs, versions and date of a record."""
+    """Return GPUs, versions and date of a record in words."""
     versions = record["versions"]
     cuda = re.sub(r"cuda (\d+)0(\d)\d", r"CUDA \1.\2", versions["platform"])
     gpus = record["gpus"].replace(" x ", " × ").replace("NVIDIA ", "")
@@ -258,13 +247,13 @@ def machine(record: Row) -> str:
 
 
 def of_main_size(rows: Rows) -> list[Row]:
-    """Return the rows of the most frequent sizes."""
+    """Return the rows of the sizes that most rows have."""
     size = lambda row: tuple(row[key] for key in ("hidden", "top_k", "experts", "skew"))
     return max(grouped(rows, size).values(), key=len)
 
 
 def number(x: Any) -> str:
-    """Return a number with three digits or more; a dash for None, and other values as they are."""
+    """Return a value as text: a number with a few digits, a name, or a dash for None."""
     if isinstance(x, float):
         return f"{x:,.0f}" if x >= 100 else f"{x:.1f}" if x >= 1 else f"{x:.2g}"
     if isinstance(x, int):
@@ -273,31 +262,30 @@ def number(x: Any) -> str:
 
 
 def named(row: Row) -> Row:
-    """Return the row. If its operation excludes routing, add this to the name."""
+    """Return the row. If its operation excludes routing, the name of the operation says so."""
     is_part = row["op"] in ("dispatch", "round_trip") and row.get("includes_route") is False
     return dict(row, op=row["op"] + " without route" * is_part)
 
 
 def varying(sweep: str, rows: Rows) -> list[str]:
-    """Return the entries that distinguish rows of a sweep, except the one on the x axis."""
+    """Return the names of the entries that differ among rows of a sweep."""
     keys = [*DESCRIBING[:-2], OF_SWEEP.get(sweep), *DESCRIBING[-2:]]
     return [key for key in keys if key and len({row.get(key) for row in rows}) > 1]
 
 
 def words_of(row: Row, keys: Iterable[str]) -> str:
-    """Return entries of a row in words, "128 tokens, dispatch" for example."""
+    """Return entries of a row in words, such as "128 tokens, dispatch"."""
     unit = lambda key: "" if isinstance(row[key], str) else f" {key.replace('_', ' ')}"
     kept = [key for key in keys if row.get(key) not in (None, "")]
     return ", ".join(number(row[key]) + unit(key) for key in kept)
 
 
 def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """Return a table in Markdown."""
     return "\n".join(f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *lines))
 
 
 def tables(rows: Rows) -> list[str]:
-    """Return a table of each sweep: what differs among its rows, and what was measured."""
+    """Return a table for each sweep, of the entries that differ among its rows and the figures."""
     found = []
     for sweep, here in grouped(map(named, rows), lambda row: row["sweep"]).items():
         keys = varying(sweep, here)
@@ -343,7 +331,7 @@ def plot(record: Row, path: pathlib.Path) -> list[pathlib.Path]:
 
 
 def panels_of(sweep: str, rows: Rows) -> dict[str, list[Row]]:
-    """Return the rows of a sweep that are drawn, by the titles of their panels."""
+    """Return the rows of a sweep to draw, in lists by the title of their panel."""
     x = X.get(sweep)
     rows = [row for row in map(named, rows) if row.get("us") and (not x or row[x])]
     if sweep == STEPS:
@@ -363,7 +351,8 @@ def panels_of(sweep: str, rows: Rows) -> dict[str, list[Row]]:
 
 
 def compared(sweep: str, rows: Rows) -> dict[str, list[Row]]:
-    """Return the rows of a sweep that compares methods, the best first, by operation and sizes."""
+    """Return the rows of a sweep that compares methods, in lists by the title of their panel. The
+    best method is first."""
     tight = [row for row in rows if row.get("capacity_kind", "tight") == "tight"]
     equal = [row for row in tight if row.get("sizes", "equal") == "equal"]
     if sweep == "products":
@@ -388,7 +377,7 @@ def compared(sweep: str, rows: Rows) -> dict[str, list[Row]]:
 
 
 def lines(axis: Any, sweep: str, rows: Rows) -> None:
-    """Draw a line for each series, with the range of its samples, and the link limits."""
+    """Draw the link limits, and a line for each operation and method, with the range of samples."""
     x = X[sweep]
     rows = sorted(rows, key=lambda row: row[x])
     keys = [key for key in varying(sweep, rows) if key != x]
@@ -413,7 +402,7 @@ def lines(axis: Any, sweep: str, rows: Rows) -> None:
 
 
 def bars(axis: Any, sweep: str, rows: Rows) -> None:
-    """Draw a bar with its number for each row, in the color of its operation."""
+    """Draw a bar with its number for each row. Its color shows the operation, or our methods."""
     keys, ops = varying(sweep, rows), list(grouped(rows, lambda row: row["op"]))
     y, label = BARS.get(sweep, ("us", "µs on the device"))
     colors = [f"C{ops.index(row['op']) % 10}" for row in rows]

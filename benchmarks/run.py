@@ -1,8 +1,4 @@
-"""Provide what all benchmarks need: options, devices, the record, and timed programs.
-
-The benchmarks import JAX first and choose its devices afterwards, because JAX reads the environment
-only when a program asks for devices.
-"""
+"""Provide what all benchmarks need: options, devices, the record, and timed programs."""
 
 from __future__ import annotations
 
@@ -21,7 +17,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src.exchange import lowering
 from jax_moe_a2a._src.group import native
 
 from . import record as records
@@ -29,7 +24,7 @@ from . import timing, wire
 from .report import plot, tables
 
 QUICK_SAMPLES = 3
-QUICK_SECONDS = 0.008  # duration of a sample; figures then vary by 15 %
+QUICK_SECONDS = 0.008  # duration of a sample; with this duration, figures vary by 15 %
 CPU_RANKS = 8
 MAX_THREADS = 32
 TIMEOUT_SECONDS = 10.0  # limit of a wait in a kernel
@@ -40,7 +35,6 @@ _start = time.perf_counter()
 
 
 def say(text: str) -> None:
-    """Print a line of progress at once."""
     print(f"[{time.perf_counter() - _start:6.1f} s] {text}", flush=True)
 
 
@@ -65,9 +59,9 @@ def make_parser(name: str, text: str | None) -> argparse.ArgumentParser:
 
 
 def set_platform(ranks: int | None) -> int:
-    """Decide between GPUs and virtual CPU devices; return the number of GPUs to use, or 0.
+    """Choose between GPUs and virtual CPU devices; return the number of GPUs to use, or 0.
 
-    Call it before a program asks JAX for devices.
+    Must be called before the first use of JAX's devices, when JAX reads the environment.
     """
     num_gpus = 0 if os.environ.get("JAX_PLATFORMS") == "cpu" else wire.count_gpus()
     if num_gpus:
@@ -82,28 +76,25 @@ def set_platform(ranks: int | None) -> int:
 
 
 class Program(NamedTuple):
-    """A future program of several repetitions, or of one repetition whose results are needed."""
+    """A program that repeats a step, and that may still be compiling."""
 
     compiling: concurrent.futures.Future
     reps: int
     exchanges: int
-    """At least this many in each repetition, for ``timing.check_unmerged``."""
+    """The least number of exchanges in each repetition, for ``timing.check_unmerged``."""
     compile_once: Callable[[], Any]
-    """Compiles it with one repetition, which XLA cannot merge with another."""
+    """Compiles the program with only one repetition."""
     num_results: int
 
 
 class Job(NamedTuple):
-    """A program to time."""
-
     what: str
-    """Names it if it fails."""
+    """The name of the job in the message about a failure."""
     program: Program
     args: Callable[[Any], tuple[Any, ...]]
-    """Makes its arguments from the result of the case's check."""
+    """Makes the program's arguments from the result of ``Case.check``."""
     row: Callable[[timing.Timing, int], Row | None]
-    """Makes a row from the time of a repetition and the number of repetitions; None makes no
-    row."""
+    """Makes a row, or None, from the time of a repetition and the number of repetitions."""
 
 
 class Case(NamedTuple):
@@ -111,10 +102,9 @@ class Case(NamedTuple):
 
     what: str
     check: Callable[[], Any]
-    """Raises if a result is wrong."""
     jobs: Sequence[Job]
     group: ma.Group | None = None
-    """The errors of the group are failures of the jobs. The group is closed after a failure."""
+    """A group whose errors are failures of the jobs. After a failure, the group is closed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,9 +113,9 @@ class Run:
 
     mesh: Mesh
     record: dict[str, Any]
-    """From ``describe_run``, with ``rows`` and ``failures``."""
+    """The head of the record, with ``rows`` and ``failures``."""
     path: pathlib.Path | None
-    """Where the record goes."""
+    """The path of the record, or None, to write no record."""
     samples: int
     sample_seconds: float = timing.SAMPLE_SECONDS
     deadline: float = float("inf")
@@ -136,21 +126,18 @@ class Run:
         )
     )
     compiling: list[concurrent.futures.Future] = dataclasses.field(default_factory=list)
-    """What the pool compiles."""
+    """The programs that the pool compiles."""
     tie_us: dict[Any, float | None] = dataclasses.field(default_factory=dict)
-    """Microseconds of a tie, by the arrays that it ties (``suite.TieKey``)."""
+    """Microseconds of a tie by ``suite.TieKey``, or None if they are not known."""
 
     @property
     def on_gpu(self) -> bool:
-        """Return True if the figures are meaningful."""
         return self.mesh.devices.flat[0].platform == "gpu"
 
     def group(self, **options: Any) -> ma.Group:
-        """Return the group of all ranks with these options."""
         return ma.Group(self.mesh, self.mesh.axis_names, **{"timeout": TIMEOUT_SECONDS, **options})
 
     def per_rank(self, fn: Callable[..., Any]) -> Any:
-        """Return a function of one rank's arrays as a program of all ranks."""
         return timing.per_rank(fn, self.mesh)
 
     def add(self, row: Row) -> None:
@@ -161,14 +148,13 @@ class Run:
         self.save()
 
     def save(self) -> None:
-        """Write the record, if it has a path."""
         if self.path is not None:
             records.write(self.record, self.path)
 
     @contextlib.contextmanager
     def attempt(self, what: str, group: ma.Group | None = None) -> Iterator[None]:
-        """Write a failure of the body to the record, close its group, and continue, because the
-        other figures are still valid."""
+        """Write a failure of the body to the record, close the group, and continue, because the
+        figures of other bodies are still valid."""
         try:
             yield
         except Exception as error:
@@ -180,18 +166,16 @@ class Run:
                     group.close()
 
     def check_time(self) -> None:
-        """Raise TimeoutError if the time budget is spent."""
         if time.perf_counter() > self.deadline:
             raise TimeoutError("not run: the time budget is spent")
 
     def compile(self, lowered: Any) -> concurrent.futures.Future:
-        """Hand a program to the compiler's threads."""
         self.compiling.append(self.pool.submit(lowered.compile))
         return self.compiling[-1]
 
     def wait(self) -> None:
-        """Wait for the compiler, because it uses the cores of the launching threads, and tunes
-        products on the same GPUs."""
+        """Wait for the compiler, because it would disturb the measurements: it uses the cores of
+        the launching threads, and times products on the same GPUs."""
         concurrent.futures.wait(self.compiling)
         self.compiling.clear()
 
@@ -220,14 +204,14 @@ class Run:
         tied_axes: int | None = 2,
         keeps_results: bool = False,
     ) -> Program:
-        """Trace a program that repeats a step, and hand it to the compiler's threads.
+        """Trace a program that repeats a step, and start to compile it.
 
         Args:
           step, tied_axes: for ``timing.chain``.
           state, fixed: the arguments of ``step``, or their shapes.
-          keeps_results: the program runs the step once, and returns all results.
+          keeps_results: the program runs the step once, and returns all results of the step.
         """
-        if not self.on_gpu:  # XLA:CPU drops barriers early, and would merge repetitions
+        if not self.on_gpu:  # XLA:CPU ignores the barriers between repetitions
             reps = 1
 
         def lower(reps: int) -> Any:
@@ -250,7 +234,7 @@ class Run:
 
     def sampler(self, program: Program, *args: Any) -> tuple[Callable[[], float], int]:
         """Return a function that samples the microseconds of a repetition, and the number of
-        repetitions. The number is 1 if XLA has merged repetitions."""
+        repetitions of the timed program. If XLA has merged repetitions, this number is 1."""
         self.check_time()
         compiled, reps = program.compiling.result(), program.reps
         try:
@@ -265,7 +249,7 @@ class Run:
 
 
 def in_words(row: Row) -> str:
-    """Return a line of progress."""
+    """Return a row as a line of progress."""
     name = row["op"] + " with route" * bool(row.get("includes_route"))
     text = f"{row['method']:10} {name:24} {row['us']:10.1f} us"
     text += f"  ({row['min_us']:.1f} to {row['max_us']:.1f})"
@@ -284,7 +268,13 @@ def open_run(
     samples: int,
     measured: dict[str, Any] | None = None,
 ) -> Run:
-    """Start JAX and a run, whose record goes to ``what``.
+    """Start JAX and a run.
+
+    Args:
+      sweeps: the names of sweeps in the record.
+      what: the end of the record's file name.
+      samples: timed samples of each program, unless ``--samples`` is set.
+      measured: the result of ``wire.measure``.
 
     Raises:
       SystemExit: JAX does not have the GPUs.
@@ -293,53 +283,36 @@ def open_run(
     devices = jax.devices()
     if num_gpus and (devices[0].platform != "gpu" or len(devices) < num_gpus):
         raise SystemExit(
-            f"There are {num_gpus} GPUs, but JAX has {devices}: JAX_PLATFORMS=cpu runs without."
+            f"expected {num_gpus} GPUs; JAX has {devices}; set JAX_PLATFORMS=cpu to use none"
         )
     mesh = Mesh(np.array(devices[: num_gpus or args.ranks or len(devices)]), ("ep",))
-    record = describe_run(mesh, num_gpus, wire=measured, sweeps=list(sweeps), failures=[])
+    gpus = f"{num_gpus} x {devices[0].device_kind}"
+    record = records.head(
+        gpus if num_gpus else "none (virtual CPU devices: not GPU figures)",
+        mesh.size,
+        test_hooks=native.has_test_hooks(),
+        tuning=dict(native.TUNING),
+        wire=measured,
+        sweeps=list(sweeps),
+        failures=[],
+    )
+    if native.has_test_hooks():
+        say("The kernels are built with test hooks, which may take time. The record says so.")
+    path = args.out
+    if path is None or path.suffix != ".json":
+        path = records.default_path(record, what, args.out or records.FOLDER)
     return Run(
         mesh=mesh,
         record=record,
-        path=choose_path(args, record, what),
+        path=path if num_gpus or args.out else None,
         samples=args.samples or samples,
         sample_seconds=QUICK_SECONDS if args.quick else timing.SAMPLE_SECONDS,
         deadline=_start + args.budget,
     )
 
 
-def describe_run(mesh: Mesh, num_gpus: int, **more: Any) -> dict[str, Any]:
-    """Return a record without rows."""
-    if native.has_test_hooks():
-        say("The kernels are built with test hooks, which may take time: the record says so.")
-    kind = mesh.devices.flat[0].device_kind
-    return records.head(
-        f"{num_gpus} x {kind}" if num_gpus else "none (virtual CPU devices: not GPU figures)",
-        mesh.size,
-        test_hooks=native.has_test_hooks(),
-        default_num_sms=dict(
-            many=lowering.DEFAULT_NUM_SMS,
-            few=lowering.FEW_NUM_SMS,
-            weighted_dispatch=lowering.WEIGHTED_NUM_SMS,
-        ),
-        default_cuda_graphs=lowering.DEFAULT_CUDA_GRAPHS,
-        alignment=1,
-        **more,
-    )
-
-
-def choose_path(
-    args: argparse.Namespace, record: dict[str, Any], what: str = ""
-) -> pathlib.Path | None:
-    """Return the path of the record; None without a GPU, unless ``--out`` names one."""
-    if args.out is not None and args.out.suffix == ".json":
-        return args.out
-    if args.out is None and record["gpus"].startswith("none"):
-        return None
-    return records.default_path(record, what, args.out or records.FOLDER)
-
-
 def finish(record: dict[str, Any], path: pathlib.Path | None, has_plots: bool = True) -> int:
-    """Write the record and its plots, print tables; return the exit status: 1 for failures."""
+    """Write the record and its plots, and print tables. Return the exit status: 1 for failures."""
     if path is not None:
         records.write(record, path)
         print(f"record: {path}", flush=True)

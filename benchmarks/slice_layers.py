@@ -1,7 +1,7 @@
-"""Define the MoE layers that ``benchmarks.model`` puts into a slice: ours, plain JAX, and bounds.
+"""Define the MoE layers of ``benchmarks.model``: ours, plain JAX, and bounds.
 
 Each layer is a function ``layer(x [T, H], ids [T, K], weights [T, K], experts)`` of one rank's
-arrays and ``Experts``. A layer returns the sums [T, H] and the number of dropped choices.
+arrays and ``Experts``. The function returns the sums [T, H] and the number of dropped choices.
 """
 
 from __future__ import annotations
@@ -24,31 +24,28 @@ from .slices import MoE
 from .workload import Workload, round_up
 
 CAPACITY_FACTOR = 1.25  # of each expert
-EXACT = 5e-3  # of losses, between methods that round at different places
-ALONE = "self"  # the axis of one rank
+EXACT = 5e-3  # tolerance of losses, for methods that round at different places
+ALONE = "self"  # a mesh axis of size one
 
 
 class Layer(NamedTuple):
-    """How to make a MoE layer, and how to compare the losses of its training."""
+    """A method to compute a MoE layer, and the check of its losses."""
 
     make: Callable[[Workload], MoE]
-    """Makes the layer from the sizes."""
     tolerance: float | None = EXACT
-    """The largest difference of the layer's first losses from the losses of the reference. None for
-    a bound, which computes other losses."""
+    """The largest allowed difference of the first losses from those of the reference. None for a
+    bound, which computes other losses."""
     has_our_products: bool = True
-    """If True, the time above the bound without an exchange is the time of the exchange."""
+    """If True, the time minus the time of ``local`` is the time of the exchange."""
     quantize: Callable[[Any], Any] | None = None
-    """For several micro-batches: ``slices.Model.quantize``."""
+    """``slices.Model.quantize`` for several micro-batches."""
 
 
 def no_layer(workload: Workload) -> MoE:
-    """Make the bound without MoE layer."""
     return lambda x, ids, weights, experts: (x, 0)
 
 
 def moe_mlp(workload: Workload, axis: str = "ep", in_fp8: bool = False) -> MoE:
-    """Make the layer of this package."""
     of_rank = workload.setting.experts // workload.ranks
 
     def layer(x: Any, ids: Any, weights: Any, experts: ma.Experts) -> Any:
@@ -70,8 +67,8 @@ def local(workload: Workload) -> MoE:
 def multiply(dot: Any, rows: Any, sizes: Any, experts: ma.Experts) -> Any:
     """Return the outputs of experts by a grouped product.
 
-    Biases are products with the one-hot expert of each row, so that their gradients are also
-    products. Rows after the last group may be NaN, so they are zeroed first.
+    Biases are added by products with the one-hot expert of each row, so that their gradients are
+    also products. Results after the last group may be NaN, and become zero if there is a bias.
     """
     expert = jnp.repeat(jnp.arange(sizes.size), sizes, total_repeat_length=len(rows))
     one_hot = jax.nn.one_hot(expert, sizes.size, dtype=rows.dtype)
@@ -86,13 +83,12 @@ def multiply(dot: Any, rows: Any, sizes: Any, experts: ma.Experts) -> Any:
 
 
 def of_plain_products(experts: ma.Experts) -> Any:
-    """Return the first weights and their biases or None, with gate and up side by side."""
+    """Return w_in, and b_in or None, with gate and up side by side."""
     biases = None if experts.b_in is None else products.side_by_side(experts.b_in)
     return products.side_by_side(experts.w_in), biases
 
 
 def exchanged(method: str, product: str, workload: Workload) -> MoE:
-    """Make a layer of a plain exchange and a grouped product."""
     made = MAKERS[method](workload, ma.Group(axis_name="ep", size=workload.ranks))
     dot = products.PRODUCTS[product]()
 
@@ -118,7 +114,8 @@ def fsdp(workload: Workload) -> MoE:
 
 
 def capacity(workload: Workload) -> MoE:
-    """Make a layer with a capacity for each expert and source, by all_to_all and cuBLAS."""
+    """Make a layer with all_to_all and cuBLAS, in which each expert has a fixed capacity for the
+    choices of each rank."""
     ranks, num_experts = workload.ranks, workload.setting.experts
 
     def layer(x: Any, ids: Any, weights: Any, experts: ma.Experts) -> Any:
@@ -147,7 +144,7 @@ def capacity(workload: Workload) -> MoE:
     return layer
 
 
-LAYERS = {  # report.STEP_METHODS has them in words
+LAYERS = {  # report.STEP_METHODS describes them
     "none": Layer(no_layer, None),
     "local": Layer(local, None),
     "moe_mlp": Layer(moe_mlp),

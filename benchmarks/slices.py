@@ -1,8 +1,8 @@
-"""Define slices of real MoE models, and a training step of one around any MoE layer.
+"""Define slices of real MoE models, and their training step with any MoE layer.
 
-A slice has the widths of its model, fewer layers, and a vocabulary that is reduced in proportion. A
-layer has RMSNorm, causal attention with RoPE, and a router with its MoE layer. The layers run in a
-scan with rematerialization. Weights and the two moments of AdamW are float32. A step casts the
+A slice has the widths of its model, but fewer layers, and a vocabulary that is reduced in
+proportion. A layer has RMSNorm, causal attention with RoPE, a router and experts. The layers run in
+a scan with rematerialization. Weights and the two moments of AdamW are float32. A step casts the
 weights to bfloat16 once, and computes in bfloat16. The batch, the dense weights (as in FSDP) and
 the experts are divided over the ranks. Attention does not have the windows, sinks and biases of
 GPT-OSS. Router weights are a softmax over the chosen experts.
@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jax_moe_a2a as ma
 
+from .experts import swiglu
 from .workload import round_up
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -30,7 +31,7 @@ EP, EVERYWHERE = PartitionSpec("ep"), PartitionSpec()
 BALANCE, Z_LOSS = 0.01, 0.001  # weights of the router's losses
 CLIP, BETAS, EPSILON, DECAY = 1.0, (0.9, 0.95), 1e-8, 0.1
 NOISE = 0.1  # share of tokens that do not follow from the previous token
-IN_F32 = ("norm", "router")  # weights with these words in their names are not cast
+IN_F32 = ("norm", "router")  # weights with these words in their names stay float32
 
 MoE = Callable[..., tuple[jax.Array, jax.Array]]
 """A function of a rank's x [T, H], ids and weights [T, K], and ``Experts``. It returns sums [T, H]
@@ -39,11 +40,9 @@ and the number of choices that the rank dropped."""
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """The sizes of a slice."""
-
     title: str
     of_layers: int
-    """Layers of the model."""
+    """Layers of the whole model. The slice has ``layers``."""
     of_vocabulary: int
     hidden: int
     heads: int
@@ -54,23 +53,23 @@ class Geometry:
     intermediate: int
     layers: int
     shared: int = 0
-    """Columns of the shared expert."""
+    """Intermediate size of the shared expert."""
     qk_norm: bool = False
     q_rank: int = 0
-    """Of MLA, like ``kv_rank``."""
+    """Rank of the queries of MLA, or 0 without MLA."""
     kv_rank: int = 0
+    """Rank of the keys and values of MLA, or 0 without MLA."""
     clamped: bool = False
     """Experts have biases and the clamped SwiGLU of GPT-OSS."""
     length: int = 4096
-    """Tokens of a sequence, at most."""
+    """The largest number of tokens of a sequence."""
 
     @property
     def vocabulary(self) -> int:
-        """Return the reduced vocabulary."""
         return round_up(self.of_vocabulary * self.layers // self.of_layers, 256)
 
     def tokens(self, rows: int, ranks: int) -> int:
-        """Return how many tokens of a rank lead to this mean number of rows per expert."""
+        """Return the tokens of a rank with which experts have this number of rows on average."""
         return max(1, rows * self.experts // (self.top_k * ranks))
 
 
@@ -78,7 +77,8 @@ GEOMETRIES = {
     "qwen3": Geometry(
         *("Qwen3-30B-A3B", 48, 151936, 2048, 32, 4, 128, 128, 8, 768), layers=8, qk_norm=True
     ),
-    # As on each of 16 ranks: 64 of 256 experts on 4 ranks. Heads are 64 + 64 wide, not 128 + 64.
+    # 64 of 256 experts, so that each of 4 ranks has as many experts as with 16 ranks. The head size
+    # is 64 + 64 (without and with RoPE), and not 128 + 64.
     "dsv3": Geometry(
         *("DeepSeek-V3", 61, 129280, 7168, 128, 128, 128, 64, 8, 2048),
         **dict(layers=3, shared=2048, q_rank=1536, kv_rank=512),
@@ -91,7 +91,6 @@ GEOMETRIES = {
 
 
 def tiny(g: Geometry) -> Geometry:
-    """Return the same geometry in a size for CPUs."""
     return dataclasses.replace(
         g,
         **dict(hidden=128, heads=4, kv_heads=max(1, 4 * g.kv_heads // g.heads), head=32),
@@ -102,7 +101,7 @@ def tiny(g: Geometry) -> Geometry:
 
 
 def shapes(g: Geometry) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a layer's weights; the first axis of a matrix is divided over ranks."""
+    """Return the shapes of a layer's weights by name."""
     q, kv, h = g.heads * g.head, g.kv_heads * g.head, g.hidden
     rope = g.head // 2
     found: dict[str, tuple[int, ...]] = dict(norm_attention=(h,), norm_moe=(h,), o=(q, h))
@@ -127,16 +126,15 @@ def shapes(g: Geometry) -> dict[str, tuple[int, ...]]:
 
 
 def specs(g: Geometry) -> dict[str, Any]:
-    """Return how the weights are divided over the ranks."""
-    divided = PartitionSpec(None, "ep")  # after the layers
+    divided = PartitionSpec(None, "ep")  # the first axis is the layer
     kept = lambda name: len(shapes(g)[name]) == 1 or name == "router"
     layers = {name: EVERYWHERE if kept(name) else divided for name in shapes(g)}
     return dict(embed=divided, layers=layers, norm=EVERYWHERE, unembed=EP)
 
 
-def init(g: Geometry, seed: int = 0) -> dict[str, Any]:
+def init(g: Geometry) -> dict[str, Any]:
     """Return the state of the training: weights, moments and the number of steps."""
-    keys = iter(jax.random.split(jax.random.key(seed), 64))
+    keys = iter(jax.random.split(jax.random.key(0), 64))
     normal = lambda shape, scale: jax.random.normal(next(keys), shape, F32) * scale
     layers: dict[str, jax.Array] = {}
     for name, shape in shapes(g).items():
@@ -155,15 +153,15 @@ def init(g: Geometry, seed: int = 0) -> dict[str, Any]:
 
 
 def shardings(g: Geometry, mesh: Mesh) -> dict[str, Any]:
-    """Return the placement of the state."""
     is_spec = lambda leaf: isinstance(leaf, PartitionSpec)
     put = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs(g), is_leaf=is_spec)
     return dict(params=put, m=put, v=put, count=NamedSharding(mesh, EVERYWHERE))
 
 
 def flops(g: Geometry, length: int) -> tuple[int, int]:
-    """Return the operations of a token, forward and backward, without rematerialization: all
-    operations, and the operations of routed experts."""
+    """Return the floating-point operations of a token, forward and backward, without
+    rematerialization. The first number counts all operations, and the second number counts those of
+    routed experts."""
     dense = sum(
         int(np.prod(shape))
         for name, shape in shapes(g).items()
@@ -176,7 +174,7 @@ def flops(g: Geometry, length: int) -> tuple[int, int]:
 
 
 def batches(g: Geometry, shape: tuple[int, ...], number: int) -> np.ndarray:
-    """Return tokens [number, *shape]. Most tokens follow from the previous token."""
+    """Return random tokens [number, *shape], most of which depend on the previous token."""
     rng = np.random.default_rng(0)
     follows = rng.permutation(g.vocabulary)
     tokens = rng.integers(0, g.vocabulary, (number, *shape), np.int32)
@@ -187,11 +185,8 @@ def batches(g: Geometry, shape: tuple[int, ...], number: int) -> np.ndarray:
     return tokens
 
 
-# The model.
-
-
 def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return x [..., H] with a mean square of one, times scale [H]."""
+    """Return x [..., H], normalized to a mean square of one, times scale [H]."""
     y = x.astype(F32)
     y *= lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-6)
     return (y * jnp.expand_dims(scale, range(x.ndim - 1))).astype(x.dtype)
@@ -207,12 +202,6 @@ def rotate(x: jax.Array) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], -1).astype(x.dtype)
 
 
-def swiglu(x: jax.Array, w_in: jax.Array, w_out: jax.Array) -> jax.Array:
-    """Return the output of a dense expert."""
-    gate, up = jnp.split((x @ w_in).astype(F32), 2, -1)
-    return (jax.nn.silu(gate) * up).astype(x.dtype) @ w_out
-
-
 @dataclasses.dataclass(frozen=True)
 class Model:
     """A slice with a MoE layer."""
@@ -221,20 +210,18 @@ class Model:
     mesh: Mesh
     moe: MoE
     attention: str
-    """The implementation of ``jax.nn.dot_product_attention``."""
+    """For ``jax.nn.dot_product_attention(implementation=)``."""
     quantize: Callable[[Any], Any] | None = None
-    """Returns w_in or w_out of all layers in FP8, once per step. ``moe`` then reads the result."""
+    """Quantizes w_in or w_out of all layers to FP8, once for all micro-batches of a step."""
 
     def everywhere(self, w: jax.Array) -> jax.Array:
-        """Gather a dense weight on all ranks, as FSDP does."""
+        """Return a dense weight on all ranks, gathered as in FSDP."""
         return lax.with_sharding_constraint(w, NamedSharding(self.mesh, EVERYWHERE))
 
     def divided(self, x: jax.Array) -> jax.Array:
-        """Keep a batch divided over the ranks."""
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, EP))
 
     def on_ranks(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """Apply a function to each rank's part of the arguments."""
         mapped = jax.shard_map(fn, mesh=self.mesh, in_specs=EP, out_specs=EP, check_vma=False)
         return mapped(*args)
 
@@ -281,7 +268,7 @@ class Model:
         return ids, weights, loss, counts
 
     def experts(self, p: dict[str, Any]) -> ma.Experts:
-        """Return the experts of a layer. If quantized, their source is the float weights."""
+        """Return the experts of a layer. Quantized weights have the float32 weights as source."""
         w_in, w_out = p["w_in"], p["w_out"]
         if "quantized" in p:
             w_in, w_out = (
@@ -297,7 +284,7 @@ class Model:
         number, p = scanned
         x += self.attend(rms_norm(x, p["norm_attention"]), p)
         h = rms_norm(x, p["norm_moe"])
-        if given is not None:  # each layer chooses different experts
+        if given is not None:  # so that layers choose different experts
             given = (given + number * (self.g.experts // self.g.layers)) % self.g.experts
         ids, weights, loss, counts = self.route(h, p["router"], given)
 
@@ -308,11 +295,13 @@ class Model:
 
         y, dropped = self.on_ranks(on_rank, h, ids, weights, self.experts(p))
         if self.g.shared:
-            y += swiglu(h, *(self.everywhere(p[name]) for name in ("shared_in", "shared_out")))
+            w_in, w_out = (self.everywhere(p[name]) for name in ("shared_in", "shared_out"))
+            y += swiglu(h @ w_in) @ w_out
         return self.divided(x + y), (loss, dropped.sum(), counts)
 
     def loss(self, params: Any, quantized: Any, tokens: jax.Array, given: Any) -> Any:
-        """Return the loss of tokens [B, S + 1], and the cross-entropy, dropped choices, counts."""
+        """Return the loss of tokens [B, S + 1], and a tuple: the cross-entropy, the number of
+        dropped choices, and the choices of each expert."""
         g, layers = self.g, params["layers"]
         layers = layers if quantized is None else layers | dict(quantized=quantized)
         x = self.divided(self.everywhere(params["embed"])[tokens[:, :-1]])
@@ -326,8 +315,8 @@ class Model:
         return nats + router.sum(), (nats, dropped.sum(), counts)
 
     def gradients(self, params: Any, tokens: jax.Array, given: Any) -> Any:
-        """Return the gradients, averaged over the micro-batches of tokens [M, B, S + 1], and the
-        results of ``loss``."""
+        """Return the mean gradients of the micro-batches of tokens [M, B, S + 1], and the tuple of
+        ``loss``."""
         cast = lambda path, p: p if any(w in str(path[-1]) for w in IN_F32) else p.astype(BF16)
         compute = jax.tree.map_with_path(cast, params)
         layers, quantized = compute["layers"], None
@@ -347,19 +336,19 @@ class Model:
         return total, (nats.mean(), dropped.sum(), counts.sum(0))
 
     def step(self, state: Any, tokens: jax.Array, given: Any, rate: jax.Array) -> Any:
-        """Return the next state, and the cross-entropy, dropped choices and counts of the step.
+        """Return the next state, and the tuple of ``loss``.
 
         Args:
           tokens: [M, B, S + 1], for M micro-batches.
-          given: choices [B, S, K], which replace the router's choices, or None.
-          rate: of learning. With zero, weights stay as they are.
+          given: expert ids [B, S, K] in place of the router's choices, or None.
+          rate: the learning rate. With zero, weights do not change.
         """
         gradients, results = self.gradients(state["params"], tokens, given)
         return adamw(state, gradients, rate), results
 
 
 def adamw(state: Any, gradients: Any, rate: jax.Array) -> Any:
-    """Return the next state; the norm of all gradients is clipped."""
+    """Return the next state after a step of AdamW, with the norm of all gradients clipped."""
     leaves, form = jax.tree.flatten(jax.tree.map(lambda g: g.astype(F32), gradients))
     norm = jnp.sqrt(sum(jnp.sum(g * g) for g in leaves))
     scale, count = jnp.minimum(1.0, CLIP / (norm + 1e-6)), state["count"] + 1

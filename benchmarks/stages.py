@@ -1,9 +1,8 @@
 """Time a whole MoE layer by its stages, as ``python -m benchmarks.layer --stages`` does.
 
-In the forward pass, each stage runs alone on the arrays of the layer. Then ``ma.moe_mlp`` and
-``ma.moe`` run, which contain all stages. The router and the layer also run with gradients. Decode
-is a program of several ``ma.moe`` layers with residuals. Decode does not read the statistics of
-these layers.
+Each stage of the forward pass runs alone on the arrays of the layer, and so do ``ma.moe_mlp`` and
+``ma.moe``. The router and the layer also run with gradients. Decode is a program of several
+``ma.moe`` layers with residuals, which does not read the statistics of the layers.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ _KERNEL = re.compile(r"\} (?:fusion|custom-call|copy|sort)\(|\) (?:fusion|custom
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the benchmark, and return the exit status: 1 if anything failed."""
     num_gpus = runs.set_platform(args.ranks)
     run = runs.open_run(args, num_gpus, ["stages"], "stages", SAMPLES if num_gpus else 1)
     shapes = [shape for shape in args.shapes if shape in TITLES] or list(TITLES)
@@ -53,7 +51,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 class Layer:
-    """A layer with its arrays, and the programs of its stages."""
+    """A layer with its arrays, for one number of tokens."""
 
     def __init__(self, run: Run, shape: str, tokens: int):
         setting, intermediate = LAYERS[shape]
@@ -73,7 +71,7 @@ class Layer:
         self.x = jax.jit(draw, out_shardings=place)(jax.random.key(1)).astype(jnp.bfloat16)
 
     def measure(self, only: str | None) -> None:
-        """Compile all programs of this number of tokens, time them in turns, and add their rows."""
+        """Compile all programs, time them in turns, and add their rows."""
         started: dict[tuple[str, str], tuple[Any, tuple[Any, ...], int]] = {}
 
         def start(panel: str, stage: str, program: Any, args: tuple[Any, ...], reps: int) -> None:
@@ -113,7 +111,7 @@ class Layer:
             )
 
     def start_stages(self, start: Callable[..., None]) -> None:
-        """Start the programs of single stages, and of the whole layer."""
+        """Start to compile the programs of single stages and of the whole layer."""
         router, weights = self.params["router"], self.params["experts"]
         options: dict[str, Any] = dict(group="ep", num_experts=self.experts)
 
@@ -180,7 +178,7 @@ class Layer:
             start(panel, stage, self.looped(step, 2), (self.x, self.params), 2)
 
     def start_decode(self, start: Callable[..., None]) -> None:
-        """Start programs of several layers."""
+        """Start to compile programs of several layers."""
 
         def layers(x: Any, params: Any) -> Any:
             for _ in range(DECODE_LAYERS if self.run.on_gpu else 1):
@@ -198,7 +196,7 @@ class Layer:
         start(panel, f"{words}, weights in FP8", layers, (self.x, fp8), reps)
 
     def looped(self, step: Callable[..., Any], reps: int) -> Callable[..., Any]:
-        """Return a program of all ranks' arrays that runs a step several times."""
+        """Return a program that runs a step several times on the arrays of all ranks."""
         ranks = self.run.mesh.size
         spec_of = lambda leaf: P("ep") if leaf.ndim and leaf.shape[0] % ranks == 0 else P()
 
@@ -216,8 +214,8 @@ class Layer:
         return program
 
     def looped_on_ranks(self, step: Callable[..., Any], reps: int) -> Callable[..., Any]:
-        """Return a program of all ranks' arrays, with a leading axis of ranks, that runs a step of
-        each rank several times."""
+        """Return a program that runs a step several times on each rank. Arguments have a leading
+        axis of ranks."""
 
         def program(args: Any) -> Any:
             own = jax.tree.map(lambda leaf: leaf[0], args)
@@ -232,11 +230,11 @@ class Layer:
 def loop(
     step: Callable[..., Any], reps: int, args: Any, place: jax.Array, add: Callable[..., Any]
 ) -> jax.Array:
-    """Run a step several times. ``add(place, results)`` returns ``place`` unchanged, but XLA cannot
-    know this."""
+    """Run a step several times. ``add(place, results)`` returns ``place`` unchanged, which XLA
+    cannot know."""
 
     def body(_: Any, place: jax.Array) -> jax.Array:
-        # Without the barriers, XLA would move work out of the loop, or not compute some results.
+        # Without barriers, XLA could move work out of the loop, or leave out some results.
         now, place = lax.optimization_barrier((args, place))
         return add(place, lax.optimization_barrier(jax.tree.leaves(step(*now))))
 
@@ -244,25 +242,24 @@ def loop(
 
 
 def tied(place: jax.Array, results: list[jax.Array]) -> jax.Array:
-    """Return the integers ``place`` unchanged, but only after the results."""
+    """Return the integers ``place`` unchanged, after the results."""
     return timing.tie([place], [0], [leaf for leaf in results if leaf.size])[0]
 
 
 def gradients_of(fn: Callable[..., Any], names: tuple[str, ...], a: Any) -> Any:
-    """Return the results of a function of named arrays, and the gradients in some of these
-    arrays."""
+    """Return the results of ``fn(a)``, and the gradients with respect to the arrays ``names``."""
     out, pullback = jax.vjp(lambda some: fn(a | some), {name: a[name] for name in names})
     return out, pullback(jax.tree.map(jnp.ones_like, out))
 
 
 def results_of_moe(read: bool, x: Any, params: Any) -> Any:
-    """Return the output of a layer, and the statistics if they are read."""
+    """Return the output of a layer, and also statistics if ``read``."""
     y, stats = ma.moe(x, **params, axes="ep")
     return (y, stats.balance_loss + stats.z_loss, stats.load) if read else (y,)
 
 
 def gradients_of_moe(read: bool, x: Any, params: Any) -> Any:
-    """Return ``results_of_moe``, and the gradients of all arguments."""
+    """Return the results of ``results_of_moe``, and the gradients of all arguments."""
 
     def results(x: Any, params: Any) -> Any:
         found = results_of_moe(read, x, params)

@@ -2,14 +2,12 @@
 
     python -m benchmarks                   the standard settings; under five minutes
     python -m benchmarks --quick           two sizes, ours and all_gather
-    python -m benchmarks --num-sms 8 16 24 32 64 --tokens 4096 --methods ours
-    python -m benchmarks --sweep tokens,skew       as work grows; some 15 seconds each
-    python -m benchmarks --sweep formats           token formats
-    python -m benchmarks --sweep all --ranks 2     on the first two GPUs
+    python -m benchmarks --sweep tokens,skew       two sweeps, about 15 seconds each
+    python -m benchmarks --sweep all --ranks 2     all sweeps on the first two GPUs
 
 The same run times plain JAX and the link limit. The program writes a JSON record and a plot to
 benchmarks/results/. Without a GPU, it runs small sizes on virtual CPU devices, which only checks
-that the program works. The figures of such a run mean nothing, and are written only if --out names
+that the program works. The figures of this check mean nothing, and are written only if --out names
 a path.
 """
 
@@ -28,13 +26,13 @@ QUICK_METHODS = ("ours", "all_gather")
 QUICK_TOKENS = (4096, 128)
 # ragged_all_to_all takes 10 to 100 times the link limit, so it runs only in a few settings.
 RAGGED_TOKENS = (128, 4096)
-# These sizes represent all sizes of a sweep, because throughput hardly depends on the size.
+# For sweeps, the link limit is measured only with these sizes, because throughput hardly depends on
+# the size.
 WIRE_TOKENS = (128, 1024, 4096)
 SAMPLES = 7
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Return the command line."""
     parser = runs.make_parser("benchmarks", __doc__)
     parser.add_argument(
         "--sweep",
@@ -45,20 +43,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--tokens", type=int, nargs="+", help="tokens per rank, uniform, instead of all settings"
     )
-    parser.add_argument("--num-sms", type=int, nargs="+", help="SM budgets of ours")
     parser.add_argument("--methods", nargs="+", choices=METHODS, help="default: all")
     args = parser.parse_args(argv)
     if unknown := set(args.sweep) - set(sweeps.SWEEPS):
         names = ",".join(sweeps.SWEEPS)
         parser.error(f"--sweep must name some of {names}; got {','.join(unknown)}")
-    numbers = [args.samples or 1, args.ranks or 1, *(args.tokens or []), *(args.num_sms or [])]
-    if min(numbers) < 1:
-        parser.error("--samples, --ranks, --tokens and --num-sms must be positive")
+    if min(args.samples or 1, args.ranks or 1, *(args.tokens or [1])) < 1:
+        parser.error("--samples, --ranks and --tokens must be positive")
     return args
 
 
 def choose_settings(args: argparse.Namespace, on_gpu: bool) -> list[Setting]:
-    """Return the settings of a run without a sweep, the most important first."""
     sizes = FULL if on_gpu else TINY
     if args.tokens:
         return [Setting(tokens, **sizes) for tokens in args.tokens]
@@ -68,17 +63,17 @@ def choose_settings(args: argparse.Namespace, on_gpu: bool) -> list[Setting]:
 
 
 def choose_methods(args: argparse.Namespace, setting: Setting, on_gpu: bool) -> tuple[str, ...]:
-    """Return the methods for a setting. Ours is first, because the other methods are compared with
-    it."""
+    """Return the methods for a setting. ``ours`` is first, because its rows are the reference."""
     wanted = args.methods or (QUICK_METHODS if args.quick else METHODS)
     is_pointless = setting.tokens not in RAGGED_TOKENS or setting.routing != "uniform"
-    if not on_gpu or (is_pointless and args.methods is None):  # XLA:CPU does not have it
+    # XLA:CPU has no ragged_all_to_all.
+    if not on_gpu or (is_pointless and args.methods is None):
         wanted = [method for method in wanted if not method.startswith("ragged")]
     return tuple(method for method in METHODS if method in wanted)
 
 
 def measure_wire(sizes: list[int], num_gpus: int) -> dict[str, Any] | None:
-    """Return the link limit. If it is not known, print why and return None."""
+    """Return the result of ``wire.measure``. After an error, print the error and return None."""
     say("the link limit: building and running wire.cu")
     try:
         measured = wire.measure(sizes, num_gpus)
@@ -90,18 +85,16 @@ def measure_wire(sizes: list[int], num_gpus: int) -> dict[str, Any] | None:
 
 
 def make_batches(args: argparse.Namespace, ranks: int, on_gpu: bool) -> list[list[suite.Plan]]:
-    """Return batches of plans. The plans of a batch are compiled together."""
+    """Return lists of plans. The plans of a list are compiled at the same time."""
     if args.sweep:
         return [sweeps.plans(name, ranks, on_gpu, args.quick) for name in args.sweep]
-    options = tuple({"num_sms": num_sms} if num_sms else {} for num_sms in args.num_sms or [None])
     return [
-        [suite.Plan(draw(s, ranks), methods=choose_methods(args, s, on_gpu), options=options)]
+        [suite.Plan(draw(s, ranks), methods=choose_methods(args, s, on_gpu))]
         for s in choose_settings(args, on_gpu)
     ]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the benchmark, and return the exit status: 1 if anything failed."""
     args = parse(argv)
     num_gpus = runs.set_platform(args.ranks)
     measured = None

@@ -1,4 +1,4 @@
-"""Run plans: compile their programs at the same time, check their results, and time them."""
+"""Run plans: compile the programs of several plans at the same time, check and time them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.exchange import lowering
+from jax_moe_a2a._src.group import native
 
 from . import operations, timing, wire
 from .methods import METHODS
@@ -21,14 +22,14 @@ from .operations import Op
 from .run import Case, Job, Program, Row, Run, say
 from .workload import DTYPE, Setting, Workload
 
-# The largest share of a tie in the measured time. In a program without steps, a tie takes at least
-# as long as in a program with steps.
+# The largest share of a tie in the measured time. In a program without steps, where a tie is timed,
+# it takes at least as long as in other programs.
 MOST_OF_A_TIE = 0.4
 TIE_SAMPLES = 3
-# Elements of the largest tied array. Up to the first size, a tie takes only the time of a launch.
+# Elements of the largest tied array. Smaller ties take as long as a tie of the first size.
 TIE_SIZES = (1 << 14, 1 << 16, 1 << 18, 1 << 20)
-# The expected time of a repetition: microseconds, plus a multiple of the link limit. The third
-# number limits the repetitions, because XLA needs long to compile repetitions of plain JAX.
+# For each method of plain JAX, the expected time of a repetition, which is some microseconds plus a
+# multiple of the link limit, and the most repetitions. XLA takes long to compile more repetitions.
 PLAIN_COSTS = dict(
     all_gather=(100.0, 3.0, 8),
     dense=(100.0, 5.0, 8),
@@ -39,17 +40,17 @@ PLAIN_COSTS = dict(
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A workload, and what to time with it."""
+    """A workload, and the methods and operations to time with it."""
 
     workload: Workload
     methods: tuple[str, ...] = ("ours",)
     ops: tuple[Op, ...] = operations.STANDARD
     plain_ops: tuple[Op, ...] = operations.STANDARD
-    """The operations of the other methods."""
+    """The operations of methods of plain JAX."""
     options: tuple[Mapping[str, Any], ...] = ({},)
-    """Our method runs once with each of these options of a group."""
+    """Options of ``ma.Group``, with each of which our method is timed."""
     sweep: str = ""
-    """The sweep that the table belongs to; "" for the standard settings."""
+    """The sweep of the rows; "" for the standard settings."""
     tolerance: float = operations.TOLERANCE
     """Relative error of sums and gradients."""
     program_us: float = timing.PROGRAM_US
@@ -57,7 +58,7 @@ class Plan:
 
 
 class TieKey(NamedTuple):
-    """The key of a tie. Ties with equal keys take about equally long."""
+    """The sizes of a tie. Ties of equal sizes take about equally long."""
 
     num_tied: int
     num_elements: int
@@ -66,7 +67,7 @@ class TieKey(NamedTuple):
 
 
 class Timed(NamedTuple):
-    """An operation and its future program."""
+    """An operation and its program."""
 
     operation: operations.Operation
     program: Program
@@ -74,7 +75,7 @@ class Timed(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """A method with options, and its programs."""
+    """The programs of a method with options of a group."""
 
     plan: Plan
     method: str
@@ -88,9 +89,10 @@ class Variant(NamedTuple):
 
 
 def run_plans(run: Run, plans: Sequence[Plan]) -> None:
-    """Compile all plans, then time them; add the rows to the run.
+    """Compile all plans, then time them, and add the rows to the run.
 
-    Raises: TimeoutError: if the time budget is spent.
+    Raises:
+      TimeoutError: if the time budget is spent.
     """
     run.check_time()
     compiled = [start_compiling(run, plan) for plan in plans]
@@ -108,7 +110,6 @@ def run_plans(run: Run, plans: Sequence[Plan]) -> None:
 
 
 def start_compiling(run: Run, plan: Plan) -> list[Variant]:
-    """Trace a plan's programs and hand them to the compiler's threads."""
     workload = plan.workload
     say(f"{workload.setting}: tracing (capacity {workload.capacity})")
     variants: list[Variant] = []
@@ -123,7 +124,7 @@ def start_compiling(run: Run, plan: Plan) -> list[Variant]:
 def compile_variant(
     run: Run, plan: Plan, method: str, options: Mapping[str, Any], ops: tuple[Op, ...]
 ) -> Variant:
-    """Trace a method's programs and hand them to the compiler's threads."""
+    """Trace the programs of a method, and start to compile them."""
     group = run.group(**options)
     run_once, todo = operations.prepare(METHODS[method](plan.workload, group), ops)
     lowered = run.per_rank(run_once).lower(*input_shapes(run.mesh, plan.workload))
@@ -147,22 +148,18 @@ def compile_variant(
 
 
 def repetitions(method: str, operation: operations.Operation, plan: Plan) -> int:
-    """Return how often to repeat an operation in its program, from about how long it takes."""
+    """Return how often a program repeats an operation, from the expected time of the operation."""
     fixed_us, times_wire, most = PLAIN_COSTS.get(method, (10.0, 1.2, plan.most_reps))
     wire_us = len(operations.parts(operation.op)) * plan.workload.busiest_bytes / 340e3
-    return timing.repetitions(fixed_us + times_wire * wire_us, most, plan.program_us)
-
-
-# Inputs
+    expected_us = fixed_us + times_wire * wire_us
+    return max(1, min(round(plan.program_us / expected_us), most))
 
 
 def sharding_of(mesh: Mesh) -> NamedSharding:
-    """Return the sharding of arrays with a leading rank axis."""
     return NamedSharding(mesh, PartitionSpec(mesh.axis_names))
 
 
 def input_shapes(mesh: Mesh, workload: Workload) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Return the shapes of x, ids and weights of all ranks."""
     setting = workload.setting
     x = (workload.ranks, setting.tokens, setting.hidden), jnp.dtype(DTYPE)
     given = ((array.shape, array.dtype) for array in (workload.ids, workload.weights))
@@ -178,11 +175,8 @@ def make_inputs(mesh: Mesh, workload: Workload) -> tuple[jax.Array, jax.Array, j
     return jax.jit(draw, out_shardings=x.sharding)(), *put
 
 
-# Ties
-
-
 def tie_key(operation: operations.Operation, state: Any, num_results: int) -> TieKey:
-    """Return the key of a tie's time; sizes are rounded up, so that there are few keys."""
+    """Return the sizes of an operation's ties, rounded up, so that few different ties are timed."""
     leaves = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in jax.tree.leaves(state)]
     tied = [leaves[i] for i in timing.pick_tied(leaves, operation.tied_axes)]
     most = max(leaf.size for leaf in tied)
@@ -191,7 +185,7 @@ def tie_key(operation: operations.Operation, state: Any, num_results: int) -> Ti
 
 
 def measure_ties(run: Run, keys: Sequence[TieKey]) -> None:
-    """Add to ``run.tie_us`` the time of a tie of each program; None if it is not known."""
+    """Add the time of each tie to ``run.tie_us``, or None if the measurement fails."""
     started = []
     for key in dict.fromkeys(keys):
         if key in run.tie_us:
@@ -210,7 +204,7 @@ def measure_ties(run: Run, keys: Sequence[TieKey]) -> None:
         with run.attempt(f"tie of {key}"):
             program = compiling.result()
             if timing.count_fusions(program) < timing.TIE_REPS:
-                raise RuntimeError("XLA merged the ties, so that what one takes is not known")
+                raise RuntimeError("XLA merged the ties, so the time of a tie is not known")
             args = (state,), timing.TIE_REPS, run.sample_seconds
             sample_us = timing.sampler(program, *args)
             run.tie_us[key] = statistics.median(sample_us() for _ in range(TIE_SAMPLES))
@@ -219,14 +213,11 @@ def measure_ties(run: Run, keys: Sequence[TieKey]) -> None:
         say(f"a tie takes {min(known):.2f} to {max(known):.2f} us")
 
 
-# Measuring
-
-
 def case_of(
     run: Run, variant: Variant, inputs: tuple[jax.Array, ...], reference: dict[str, jax.Array]
 ) -> Case:
-    """Return the case of a variant. The first variant stores its rows in ``reference``, and the
-    other variants are compared with them."""
+    """Return the case of a variant. The first variant stores its rows in ``reference``. The check
+    compares the rows of all other variants with these rows."""
 
     def check() -> dict[str, Any]:
         prepared = variant.run_once.result()(*inputs)
@@ -251,7 +242,7 @@ def case_of(
 
 
 def make_row(run: Run, variant: Variant, timed: Timed, result: timing.Timing, reps: int) -> Row:
-    """Return a row of the record. ``us``, ``min_us`` and ``max_us`` are without the tie."""
+    """Return a row of the record. ``us``, ``min_us`` and ``max_us`` do not include the tie."""
     operation, workload = timed.operation, variant.plan.workload
     op, group = operation.op, variant.group
     tie_us = run.tie_us.get(timed.tie_key)
@@ -283,7 +274,7 @@ def make_row(run: Run, variant: Variant, timed: Timed, result: timing.Timing, re
 
 
 def describe(workload: Workload) -> Row:
-    """Return the entries of a row that say what was exchanged."""
+    """Return the entries of a row that describe a workload."""
     setting = workload.setting
     return dict(
         dataclasses.asdict(setting),
@@ -298,26 +289,23 @@ def describe(workload: Workload) -> Row:
 
 
 def sms_of(group: ma.Group, op: str, setting: Setting) -> int:
-    """Return how many SMs an operation may use: the maximum over its exchanges."""
+    """Return the number of SMs that an operation may use: the maximum over its exchanges."""
     sizes = dict(num_tokens=setting.tokens, hidden=setting.hidden, top_k=setting.top_k)
     memory = ma.memory_estimate(**sizes, num_experts=setting.experts, group_size=group.size)
     default = lowering.default_num_sms(setting.tokens, memory.half_bytes)
     if op == "backward":
-        default = max(default, lowering.WEIGHTED_NUM_SMS)
+        default = max(default, native.tuning("WEIGHTED_NUM_SMS"))
     if setting.formatted:
-        default = lowering.FORMAT_NUM_SMS
+        default = native.tuning("FORMAT_NUM_SMS")
     return max(group.sms_of(part) or default for part in operations.parts(op) or (op,))
 
 
 def bounds(run: Run, op: str, workload: Workload) -> dict[str, float | None]:
-    """Return the smallest possible times of the busiest link and of the busiest memory, and the
-    larger of the two.
-
-    For a dispatch followed by a combine, each time is the sum of both.
-    """
+    """Return the least times that the busiest link and the busiest memory need, and the larger of
+    the two. For a dispatch followed by a combine, each time is the sum of both."""
     parts = operations.parts(op)
     one_way_us = wire.microseconds(run.record["wire"], workload.busiest_bytes)
-    local = wire.local_gb_per_s(run.record["wire"])
+    local = (run.record["wire"] or {}).get("local_gb_per_s")
     found: dict[str, float | None] = dict(wire_us=None, memory_us=None, bound_us=None)
     if parts and one_way_us is not None:
         found["wire_us"] = round(len(parts) * one_way_us, 3)

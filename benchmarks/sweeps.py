@@ -1,6 +1,7 @@
-"""List the standard settings, and the sweeps, each of which varies one parameter.
+"""Define the sweeps, each of which varies one parameter.
 
-Sweeps have fewer samples and shorter programs than the standard settings, about 15 seconds each.
+Sweeps have fewer samples and shorter programs than the standard settings, and take about 15 seconds
+each.
 """
 
 from __future__ import annotations
@@ -36,36 +37,36 @@ BOTH_WAYS = (*FORWARD, ROUND_TRIP, BACKWARD)
 
 
 class Sweep(NamedTuple):
-    """A sweep: the parameter that varies, and what is measured."""
+    """The values of the parameter that a sweep varies, and the operations and methods to time."""
 
     cases: Callable[[Any], Iterable[dict[str, Any]]]
-    """From a size to changes of the base setting."""
+    """Returns the changes of the base setting for one of the ``sizes``."""
     sizes: tuple[Any, ...]
     options: Callable[[Setting], dict[str, Any]]
-    """From a setting to the options of its plan."""
+    """Returns the options of the plan for a setting."""
     has_few: bool = False
-    """Also with few tokens."""
+    """If True, the sweep also runs with ``FEW_TOKENS``."""
 
 
 def by(field: str) -> Callable[[Any], Iterable[dict[str, Any]]]:
-    """Return the cases of a sweep over a field of the setting."""
+    """Return ``Sweep.cases`` for a sweep over a field of the setting."""
     return lambda size: [{field: size}]
 
 
 def with_plain_jax(setting: Setting, ops: tuple[Any, ...], plain_ops: tuple[Any, ...]) -> Any:
-    """Return the options of a plan, which includes plain JAX for a few numbers of tokens."""
+    """Return the options of a plan, which has plain JAX only for the numbers ``PLAIN_TOKENS``."""
     methods = PLAIN if setting.tokens in PLAIN_TOKENS else ("ours",)
     return dict(methods=methods, ops=ops, plain_ops=plain_ops)
 
 
 def formats(name: str) -> list[dict[str, Any]]:
-    """Return the cases of a format: tokens that arrive quantized or decoded, and sums."""
+    """Return a case for each kind of data in a format (``Setting.formatted``)."""
     found = ("rows", "decoded", "sums") if name else ("",)
     return [dict(format=name, formatted=formatted) for formatted in found]
 
 
 def of_format(setting: Setting) -> dict[str, Any]:
-    """Return the measurements of a sweep over formats."""
+    """Return the options of a plan with a format."""
     if not setting.format:
         return dict(ops=FORWARD)
     tolerance = FORMAT_TOLERANCE.get(setting.format, TOLERANCE)
@@ -75,7 +76,7 @@ def of_format(setting: Setting) -> dict[str, Any]:
 
 
 def of_budgets(setting: Setting) -> dict[str, Any]:
-    """Return the measurements with each SM budget."""
+    """Return the options of a plan with each SM budget."""
     round_trip = (ROUND_TRIP,) if setting.tokens != FEW_TOKENS else ()
     all_sms = getattr(native.default_gpu(), "core_count", NUM_SMS[-1])
     budgets = tuple(dict(num_sms=n) for n in NUM_SMS if n < all_sms) + (dict(num_sms=all_sms),)
@@ -93,7 +94,7 @@ SWEEPS: dict[str, Sweep] = dict(  # the most informative sweep first
     experts=Sweep(by("experts"), (64, 128, 256, 512), lambda setting: dict(ops=FORWARD)),
     hidden=Sweep(by("hidden"), (1024, 2048, 4096, 7168, 16384), lambda setting: dict(ops=FORWARD)),
     topk=Sweep(by("top_k"), (1, 2, 4, 8, 16), lambda setting: dict(ops=FORWARD)),
-    skew=Sweep(  # a hot rank; experts of different popularity
+    skew=Sweep(  # one rank or some experts are more popular
         lambda change: [change],
         (
             *({}, dict(skew=2), dict(skew=SKEW)),
@@ -106,10 +107,10 @@ SWEEPS: dict[str, Sweep] = dict(  # the most informative sweep first
 
 
 def plans(name: str, ranks: int, on_gpu: bool, quick: bool = False) -> list[Plan]:
-    """Return the plans of a sweep: its first sizes if quick, and small sizes without a GPU."""
+    """Return the plans of a sweep: only the first sizes if quick, and tiny plans without a GPU."""
     sweep = SWEEPS[name]
     base = Setting(TOKENS, **FULL) if on_gpu else Setting(16, **TINY)
-    if name == "formats":  # whose groups have up to 128 numbers
+    if name == "formats":  # the groups of a format have up to 128 elements
         base = dataclasses.replace(base, hidden=max(base.hidden, 128))
     tokens = (TOKENS, FEW_TOKENS) if on_gpu and sweep.has_few else (base.tokens,)
     sizes = sweep.sizes[: QUICK_SIZES if quick else None if on_gpu else CPU_SIZES]
@@ -118,7 +119,7 @@ def plans(name: str, ranks: int, on_gpu: bool, quick: bool = False) -> list[Plan
         dict(tokens=n) | case for n in tokens for s in sizes for case in sweep.cases(s)
     ]:
         setting = dataclasses.replace(base, **changes)
-        if setting.skew > ranks:  # no rank can get more than all rows
+        if setting.skew > ranks:  # a rank cannot get more than all rows
             continue
         options = dict(sweep.options(setting), sweep=name, program_us=2500.0, most_reps=32)
         found.append(Plan(draw(setting, ranks), **options))

@@ -34,7 +34,7 @@ def count_gpus() -> int:
 
 
 def find_nvcc() -> str | None:
-    """Return the path of nvcc on PATH, under CUDA_HOME, or in the folder of toolkits, or None."""
+    """Return the path of nvcc on PATH or under CUDA_HOME (/usr/local/cuda), or None."""
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     return shutil.which("nvcc") or shutil.which(os.path.join(home, "bin", "nvcc"))
 
@@ -50,8 +50,7 @@ def build(folder: str) -> str:
         raise RuntimeError("no nvcc on PATH or under CUDA_HOME")
     program = os.path.join(folder, "wire")
     options = ["-O3", "-std=c++17", f"-I{ROOT / 'cuda'}", *ARCHITECTURES]
-    command = [nvcc, *options, "-o", program, str(SOURCE)]
-    _run(command, timeout=120)
+    run([nvcc, *options, "-o", program, str(SOURCE)], timeout=120)
     return program
 
 
@@ -59,29 +58,27 @@ def measure(sizes: Iterable[int], num_gpus: int) -> dict[str, Any]:
     """Measure the links among the first GPUs.
 
     Args:
-      sizes: bytes that each GPU sends in all.
+      sizes: numbers of bytes. Each GPU sends these bytes in total.
       num_gpus: the number of GPUs, at least two.
 
     Returns:
-      ``gpus``, ``name``, ``local_gb_per_s`` (a GPU's own
-      memory, reads and writes counted), and ``results``: by plain peer stores, one dict per size
-      with ``bytes``, ``blocks`` (the best number of them), ``median_us``, ``min_us``, ``max_us``,
-      ``gb_per_s``.
+      ``gpus``, ``name``, ``local_gb_per_s`` (the rate of a GPU's own memory, reads and writes
+      together), and ``results``. For each size, ``results`` has a dict with ``bytes``, ``blocks``
+      (the fastest number of blocks), ``median_us``, ``min_us``, ``max_us`` and ``gb_per_s``.
 
     Raises:
       RuntimeError: if the program cannot be built, or fails.
     """
     with tempfile.TemporaryDirectory() as folder:
         command = [build(folder), str(num_gpus), *(str(size) for size in sorted(set(sizes)))]
-        return json.loads(_run(command, timeout=60))
+        return json.loads(run(command, timeout=60))
 
 
 def microseconds(measured: dict[str, Any] | None, num_bytes: int) -> float | None:
-    """Return the time in which every GPU sends this many bytes by plain peer stores, from the
-    results of ``measure``.
+    """Return the time in which every GPU sends ``num_bytes`` by plain peer stores.
 
-    For a size that was not measured, use the rate of the nearest measured size. Return None if no
-    size was measured.
+    The time follows from the rate of the nearest size that ``measure`` has measured. It is None if
+    no size was measured.
     """
     results = (measured or {}).get("results")
     if not results or not num_bytes:
@@ -90,22 +87,16 @@ def microseconds(measured: dict[str, Any] | None, num_bytes: int) -> float | Non
     return nearest["median_us"] * (num_bytes / nearest["bytes"])
 
 
-def local_gb_per_s(measured: dict[str, Any] | None) -> float | None:
-    """Return the rate of a GPU's own memory, from what ``measure`` returned."""
-    return (measured or {}).get("local_gb_per_s")
-
-
 def in_words(measured: dict[str, Any]) -> str:
-    """Return the results of ``measure`` as sentences."""
     best = max(measured["results"], key=lambda result: result["bytes"])
     return (
-        f"Out of each of {measured['gpus']} GPUs at once, evenly to all others: plain stores "
-        f"{best['gb_per_s']:.0f} GB/s ({best['blocks']} blocks, {best['bytes'] / 1e6:.0f} MB). "
-        f"A GPU's own memory: {measured['local_gb_per_s']:,.0f} GB/s, reads and writes counted."
+        f"each of {measured['gpus']} GPUs stores {best['gb_per_s']:.0f} GB/s to its peers "
+        f"({best['blocks']} blocks, {best['bytes'] / 1e6:.0f} MB); its own memory transfers "
+        f"{measured['local_gb_per_s']:,.0f} GB/s, reads and writes together"
     )
 
 
-def _run(command: list[str], timeout: float) -> str:
+def run(command: list[str], timeout: float) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired:

@@ -1,7 +1,7 @@
 """Draw a routing for given sizes, and count the bytes that it moves.
 
-This file does not use JAX, because the link limit is measured with these bytes before JAX uses the
-GPUs.
+This module does not use GPUs, because the link limit is measured with these bytes before JAX takes
+the GPUs' memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax_moe_a2a as ma
 
 DTYPE = "bfloat16"
 ITEM_BYTES = 2
-# For each token format: how many numbers a group has, and the bytes of a group with its scale.
+# For each token format, the number of elements of a group, and the bytes of a group with its scale.
 FORMAT_GROUPS = {"BlockwiseFp8": (128, 132), "MxFp8": (32, 33), "NvFp4": (16, 9)}
 CAPACITY_MULTIPLE = 128
 
@@ -29,21 +29,19 @@ class Setting:
     top_k: int
     experts: int
     skew: float = 1
-    """Rank 0 gets this many times its share of the rows (at most all of them). 1: the experts of a
-    token are distinct, and all equally likely."""
+    """Rank 0 gets ``skew`` times its share of the rows, but at most all rows. With 1, all experts
+    are equally likely."""
     capacity: str = "tight"
-    """``"tight"`` is the rows of the fullest rank, rounded up. ``"worst"`` has room for every token
-    of every rank. A number as text, such as ``"1.25"``, is the ``capacity_factor`` of the
-    package."""
+    """``"tight"`` is the number of rows of the fullest rank, rounded up. ``"worst"`` has room for
+    every token of every rank. A number as text, such as ``"1.25"``, is a ``capacity_factor``."""
     format: str = ""
-    """The name of a token format."""
     formatted: str = ""
-    """The data in the format: ``"rows"`` that stay quantized, ``"decoded"`` rows, or the ``"sums"``
-    of combine."""
+    """The data that travel in the format: tokens whose rows stay quantized (``"rows"``) or are
+    ``"decoded"``, or the partial ``"sums"`` of combine."""
     sigma: float = 0
-    """Some experts are more popular: the log-odds of all experts are normal with this sigma. On 32
-    ranks 0.5, 1.1 and 1.7 load the fullest rank as the best, the mean and the worst layer of
-    DeepSeek-R1 do."""
+    """If not 0, some experts are more popular: the log-odds of all experts are normal with this
+    sigma. On 32 ranks, the load of the fullest rank with 0.5, 1.1 and 1.7 is that of the best, the
+    mean and the worst layer of DeepSeek-R1."""
 
     @property
     def routing(self) -> str:
@@ -54,7 +52,7 @@ class Setting:
 
     @property
     def row_bytes(self) -> int:
-        """Return the bytes of an unquantized token."""
+        """Return the bytes of a token that is not quantized."""
         return self.hidden * ITEM_BYTES
 
     @property
@@ -64,11 +62,6 @@ class Setting:
             return self.row_bytes
         numbers, num_bytes = FORMAT_GROUPS[self.format]
         return self.hidden // numbers * num_bytes
-
-    @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """Return the sizes that a routing is drawn for."""
-        return self.tokens, self.hidden, self.top_k, self.experts
 
     def __str__(self) -> str:
         text = f"{self.tokens} tokens x {self.hidden}, top-{self.top_k} of {self.experts}"
@@ -80,7 +73,7 @@ class Setting:
 
 
 SKEW = 4
-"""The skew of the standard settings. On 4 ranks it is all rows at rank 0."""
+"""The skew of the standard settings. With it, 4 ranks send all rows to rank 0."""
 
 FULL: dict[str, Any] = dict(hidden=7168, top_k=8, experts=256)
 GPU_SETTINGS = (
@@ -89,10 +82,7 @@ GPU_SETTINGS = (
     Setting(4096, **FULL, skew=SKEW),
 )
 TINY: dict[str, Any] = dict(hidden=64, top_k=4, experts=32)
-CPU_SETTINGS = (
-    Setting(16, **TINY),
-    Setting(16, **TINY, skew=SKEW),
-)
+CPU_SETTINGS = (Setting(16, **TINY), Setting(16, **TINY, skew=SKEW))
 
 
 # Layers by name: the setting of a rank in training, and the width of its experts.
@@ -108,9 +98,9 @@ LAYERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """A setting and a routing drawn for it; R is the number of ranks.
+    """A setting and its routing, for R ranks.
 
-    Bytes count token rows. A token crosses once to each rank, but not to its own rank.
+    Numbers of bytes count tokens. A token crosses once to each rank except its own rank.
     """
 
     setting: Setting
@@ -119,55 +109,56 @@ class Workload:
     weights: np.ndarray
     """Like ``ids``, float32; the weights of a token sum to one."""
     capacity: int
-    """Rows of a rank."""
+    """The number of rows of a rank."""
     pair_capacity: int
-    """Choices that the busiest pair of ranks exchanges: the padding of a dense all_to_all."""
+    """The rows that a dense all_to_all sends between two ranks: the choices of the busiest pair."""
     leaving_bytes: int
-    """Bytes that leave the rank that sends most."""
+    """Bytes that the busiest sender sends in a dispatch."""
     entering_bytes: int
-    """Bytes that enter the rank that receives most; combine sends these."""
+    """Bytes that the busiest receiver receives in a dispatch, and sends in a combine."""
     memory_bytes: dict[str, int]
-    """For ``"dispatch"`` and ``"combine"``: the bytes that the busiest rank's memory reads and
-    writes, including its peers' stores, if each row is accessed as rarely as an exchange through
-    landing zones allows."""
+    """For ``"dispatch"`` and ``"combine"``, the least bytes that the memory of the busiest rank
+    reads and writes, including stores of its peers, in an exchange through landing zones."""
     fan_out: float
-    """To how many ranks a token goes, on average."""
+    """The mean number of ranks to which a token goes."""
     load: float
-    """Rows of the fullest rank, compared with the mean."""
+    """The rows of the fullest rank, divided by the mean."""
     dropped: float
-    """Share of the rows that do not fit into the capacity."""
+    """The share of the rows that do not fit into the capacity."""
 
     @property
     def ranks(self) -> int:
-        """Return R."""
         return self.ids.shape[0]
 
     @property
     def busiest_bytes(self) -> int:
-        """Return the bytes through the busiest direction of any rank's links."""
+        """Return the bytes in the busiest direction of any rank's links."""
         return max(self.leaving_bytes, self.entering_bytes)
 
 
-def draw(setting: Setting, ranks: int, seed: int = 0) -> Workload:
+def draw(setting: Setting, ranks: int) -> Workload:
     """Draw a routing. Ranks have different choices, which are the same in every run."""
-    ids = _draw_ids(setting, ranks, np.random.default_rng([seed, ranks, *setting.sizes]))
-    rng = np.random.default_rng([seed, ranks, *setting.sizes, 1])
+    sizes = setting.tokens, setting.hidden, setting.top_k, setting.experts
+    ids = _draw_ids(setting, ranks, np.random.default_rng([0, ranks, *sizes]))
+    rng = np.random.default_rng([0, ranks, *sizes, 1])
     weights = np.exp(rng.standard_normal(ids.shape))
     weights = (weights / weights.sum(axis=-1, keepdims=True)).astype(np.float32)
     goes_to = (ids // (setting.experts // ranks))[..., None] == np.arange(ranks)  # [R, T, K, R]
     rows = int(goes_to.sum(axis=(0, 1, 2)).max())
     if setting.capacity != "tight":
         factor = ranks if setting.capacity == "worst" else float(setting.capacity)
-        sizes = dict(num_tokens=setting.tokens, top_k=setting.top_k, num_experts=setting.experts)
-        exchange = ma.Exchange(capacity_factor=factor)
-        rows = exchange.rows_per_rank(**sizes, group_size=ranks)
+        rows = ma.Exchange(capacity_factor=factor).rows_per_rank(
+            num_tokens=setting.tokens,
+            top_k=setting.top_k,
+            num_experts=setting.experts,
+            group_size=ranks,
+        )
     capacity = round_up(rows, CAPACITY_MULTIPLE) if setting.capacity == "tight" else rows
     traffic = _traffic(setting, goes_to, capacity)
     return Workload(setting, ids, weights, capacity, **traffic)
 
 
 def round_up(number: int, multiple: int) -> int:
-    """Return the least multiple that is at least ``number``."""
     return -(-number // multiple) * multiple
 
 
@@ -177,8 +168,8 @@ def _draw_ids(setting: Setting, ranks: int, rng: np.random.Generator) -> np.ndar
     most = setting.experts if setting.skew == 1 else local_experts
     if setting.experts % ranks or setting.top_k > most:
         raise ValueError(
-            "experts must divide by the ranks, and be top_k or more, with a skew on each rank; "
-            f"got {setting} on {ranks} ranks"
+            "experts must be a multiple of the number of ranks, and at least top_k (with a skew, "
+            f"on each rank); got {setting} on {ranks} ranks"
         )
     if setting.skew == 1:
         popularity = rng.normal(0, setting.sigma, setting.experts) if setting.sigma else None
@@ -198,7 +189,7 @@ def _traffic(setting: Setting, goes_to: np.ndarray, capacity: int) -> dict[str, 
     slots = goes_to.any(axis=2).sum(axis=1)
     own = np.diag(slots)
     leaving, entering = slots.sum(axis=1) - own, slots.sum(axis=0) - own
-    # Dispatch reads x, writes and reads landed rows, and writes all rows, padding included. Combine
+    # Dispatch reads x, writes and reads landing zones, and writes all rows of the capacity. Combine
     # reads rows, writes and reads own and landed partial sums, and writes the output.
     out_bytes = wire_row_bytes if setting.formatted == "rows" else row_bytes
     dispatch = setting.tokens * row_bytes + 2 * entering * wire_row_bytes + capacity * out_bytes
@@ -222,11 +213,11 @@ def _distinct(
     num_experts: int,
     popularity: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Draw the experts of every token, int32, distinct and in random order."""
+    """Draw distinct experts for every token, int32, in random order."""
     *lead, top_k = shape
     if popularity is None:
         keys = rng.random((*lead, num_experts), np.float32)
-    else:  # the largest sums of Gumbel numbers and log-odds, in any order
+    else:  # the experts with the largest sums of log-odds and Gumbel random numbers
         keys = -(popularity + rng.gumbel(size=(*lead, num_experts)))
     least = keys.argpartition(top_k - 1, axis=-1)[..., :top_k]
     if popularity is not None:

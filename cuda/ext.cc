@@ -35,8 +35,7 @@ namespace {
 
 using namespace moe_a2a;
 
-// Reads the attributes of a call that is being lowered. Returns false if an attribute is missing or
-// has the wrong type.
+// Reads the attributes of a call at lowering. Returns false if one is missing or has another type.
 class PythonAttributes {
  public:
   explicit PythonAttributes(nb::dict attributes) : attributes_(std::move(attributes)) {}
@@ -81,8 +80,7 @@ Workspace& WorkspaceOf(Devices devices, int num_ranks, int64_t kind) {
   return Workspace::Get({std::move(devices), num_ranks}, static_cast<WorkspaceKind>(kind));
 }
 
-// Defines functions of a workspace. Their first arguments are the topology and the kind. They
-// release the GIL, because they may wait for devices or for other threads.
+// Defines a function of a workspace. It may wait for devices or threads, so it releases the GIL.
 template <typename Result, typename... Args>
 void Define(nb::module_& m, const char* name, Result (Workspace::*method)(Args...)) {
   m.def(
@@ -211,8 +209,7 @@ NB_MODULE(_native, m) {
   m.attr("has_grouped_gemm") = false;
 #endif
 
-  // The arguments of jax.ffi.register_ffi_target() and register_ffi_type(), as dictionaries by
-  // name.
+  // The arguments of jax.ffi.register_ffi_target() and register_ffi_type(), by name.
   m.def("targets", [] {
     nb::dict targets;
     for (const Target& target : Targets()) {

@@ -1,13 +1,11 @@
-// The layout of a slab. Host and device compute every offset with these functions; Python calls
-// them through the bindings.
+// The layout of a slab. Host, device and Python compute every offset with these functions.
 //
 //   slab       = | Header | ring half 0 ............ | ring half 1 ............ |
 //   ring half  = | zone of source 0 | zone of source 1 | ... |        (one exchange lands here)
 //   zone       = | payload array 0: [num_slots, stride] | payload array 1 | ... |
 //
-// The distance between ring halves is a constant, so no shape moves a ring half. Otherwise a launch
-// with one shape could overwrite data of the previous launch, which has another shape and which a
-// slow rank still reads.
+// The distance between ring halves does not depend on shapes. Otherwise a launch could overwrite
+// data of the previous launch, which has another shape and which a slow rank still reads.
 #pragma once
 
 #include <cstdint>
@@ -20,8 +18,7 @@
 
 namespace moe_a2a {
 
-// The emulator (tests/emulation) has fewer threads in a block. The emulator has so few flags that
-// even a few tokens share flags.
+// The emulator (tests/emulation) sets smaller numbers, so that even a few tokens share flags.
 #ifndef MOE_A2A_BLOCK_THREADS
 #define MOE_A2A_BLOCK_THREADS 512
 #endif
@@ -37,8 +34,7 @@ constexpr int kMaxTopK = 32;                    // a choice per lane of a warp
 constexpr int kMaxArrays = 16;                  // payload arrays of one exchange
 constexpr int kMaxPairs = 8;                    // (rows, weights) pairs of one weighted combine
 
-// A topology has a workspace for whole exchanges and a workspace for split exchanges, because both
-// kinds may run at the same time.
+// Whole and split exchanges have separate workspaces, because both may run at the same time.
 enum class WorkspaceKind : int64_t { kWhole = 0, kSplit = 1 };
 constexpr bool is_split(WorkspaceKind kind) { return kind == WorkspaceKind::kSplit; }
 
@@ -69,8 +65,7 @@ MOE_A2A_HOST_DEVICE constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a
 MOE_A2A_HOST_DEVICE constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 static_assert(kMaxTopK <= kWarpThreads, "a warp's lanes hold the choices of a token");
-// A team has a power of two of whole warps. A team of several warps has a named barrier. A block
-// has 16 barriers, and barrier 0 is for the whole block.
+// A team of several warps needs a named barrier. A block has 16; barrier 0 is for the whole block.
 static_assert(kThreads % kWarpThreads == 0 && (kMaxTeams & (kMaxTeams - 1)) == 0);
 static_assert(1 + kMaxTeams / 2 <= 16);
 static_assert(kZoneAlignment % kVectorBytes == 0);
@@ -122,22 +117,19 @@ MOE_A2A_HOST_DEVICE constexpr int64_t row_stride(int64_t row_bytes) {
   return round_up(row_bytes, kVectorBytes);
 }
 
-// Returns the bytes of one payload array in a zone.
 MOE_A2A_HOST_DEVICE constexpr int64_t array_bytes(int64_t num_slots, int64_t row_bytes) {
   return round_up(num_slots * row_stride(row_bytes), kZoneAlignment);
 }
 
-// Returns how many slots share a flag: one, if there are enough flags. Each flag costs its sender a
-// fence. However, with fewer slots for each flag, less work remains after the last flag.
+// Returns how many slots share a flag. With fewer slots, less work remains after the last flag.
 MOE_A2A_HOST_DEVICE constexpr int64_t slots_per_chunk(int64_t num_slots) {
   return num_slots > kMaxChunks ? ceil_div(num_slots, kMaxChunks) : 1;
 }
 MOE_A2A_HOST_DEVICE constexpr int64_t num_chunks_of(int64_t num_slots) {
   return ceil_div(num_slots, slots_per_chunk(num_slots));
 }
-// Returns the number of send items of a dispatch that quantizes. If every slot has a separate flag,
-// an item is a token for all its ranks. Otherwise an item is a chunk of the slots at one rank,
-// including this rank.
+// If each slot has its own flag, a send item of a format dispatch is a token for all its ranks.
+// Otherwise it is a chunk of the slots at one rank, which may be this rank.
 MOE_A2A_HOST_DEVICE constexpr int64_t num_format_items(int64_t num_tokens, int64_t num_ranks) {
   return slots_per_chunk(num_tokens) == 1 ? num_tokens : num_chunks_of(num_tokens) * num_ranks;
 }

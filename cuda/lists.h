@@ -1,5 +1,4 @@
-// Lists of types and of values, and functions that find a run-time value in a list of compile-time
-// values. A value that is not in the list is an error; no list has a default.
+// Lists of types and of values. A run-time value that is not in its list is an error.
 #pragma once
 
 #include <cstdio>
@@ -36,8 +35,7 @@ constexpr void for_each(Constants<kValues...>, Body&& body) {
   (body(Constant<kValues>{}), ...);
 }
 
-// Ends the program because a value is not in its list. This cannot happen in a kernel, because the
-// host has chosen the kernel, or the value, from the list.
+// Ends the program. No kernel gets here, because the host has chosen the value from the list.
 [[noreturn]] MOE_A2A_HOST_DEVICE inline void reject_value() {
 #ifdef __CUDA_ARCH__
   __builtin_unreachable();

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "element.h"
 #include "layout.h"
@@ -20,9 +21,7 @@ struct RankView {
   uint64_t timeout_ns;
   uint64_t first_timeout_ns;  // for a peer that this workspace has never seen; at least timeout_ns
   uint64_t signature;         // of this call; equal on all ranks
-  // Id of the program's execution, equal on all ranks. 0 if the call was captured in a graph, or if
-  // the domain spans processes.
-  uint64_t run;
+  uint64_t run;     // id of the execution; equal on all ranks, or 0 (docs/protocol.md, section 9)
   uint64_t launch;  // not 0; identifies a launch among those that overlap on this rank
   Operation operation;
 };
@@ -34,12 +33,10 @@ struct FailureFill {
   uint8_t byte;  // 0xFF or 0x80 (NaN in the array's dtype) for floats, 0 for integers
 };
 
-// Lists of fields whose order is the same on host, on device and in Python. MOE_A2A_...(each)
-// defines a list once; the struct and the names follow from it.
+// MOE_A2A_...(each) defines a list of fields, from which a struct and the names follow.
 #define MOE_A2A_NAME(name) #name,
 
-// Integer arrays of the routing that the exchanges read, in the order of a call's operands. The
-// lowering in Python has the same order, which tests/test_layout.py checks.
+// The routing arrays that kernels read, in the order of a call's operands (tests/test_layout.py).
 // clang-format off
 #define MOE_A2A_ROUTING_ARRAYS(each)                      \
   each(token_slot)   /* [num_tokens, num_ranks] */        \
@@ -59,14 +56,12 @@ struct RoutingView {
 };
 constexpr const char* kRoutingArrayNames[] = {MOE_A2A_ROUTING_ARRAYS(MOE_A2A_NAME)};
 
-// The values of `row_slot` for a row without a token. Such a row is padding within a group (for the
-// alignment), or a row after the last group.
+// `row_slot` of rows without a token: padding of a group, and rows after the last group.
 constexpr int32_t kPaddingRow = -1;
 constexpr int32_t kTailRow = -2;
 
-// The results of route, in the order of the fields of RoutePlan in jax_moe_a2a/_src/plan/plan.py,
-// which tests/test_layout.py checks. plan_shapes() in plan.py has their shapes. In this struct,
-// each array also has a leading batch axis.
+// The results of route, in the order of RoutePlan in jax_moe_a2a/_src/plan/plan.py, where
+// plan_shapes() has their shapes. In this struct, each array also has a leading batch axis.
 // clang-format off
 #define MOE_A2A_PLAN_ARRAYS(each) \
   each(token_slot)                \
@@ -104,15 +99,13 @@ struct RouteParams {
   int32_t parts;                     // consecutive experts that form one group
   // Scratch between the two launches.
   int32_t* all_ids;  // [num_ranks, batch, num_tokens, top_k]; -1 for an id of no expert
-  // [batch, num_ranks, chunks, levels * local_experts + 1]. The last number counts the tokens for
-  // this rank.
+  // [batch, num_ranks, chunks, levels * local_experts + 1]; the last number: tokens for this rank
   int32_t* expert_counts;
   int32_t* rank_counts;  // [batch, chunks, num_ranks]: own tokens per destination
   RoutePlan plan;
 
   MOE_A2A_HOST_DEVICE int32_t local_experts() const { return num_experts / view.num_ranks; }
-  // The number of counts per expert. If rows can be dropped, count i covers the first i + 1 choice
-  // indices. Otherwise one count covers all choices.
+  // Counts per expert. If rows can be dropped, count i covers the first i + 1 choice indices.
   MOE_A2A_HOST_DEVICE int32_t levels() const { return may_drop ? top_k : 1; }
 };
 
@@ -135,10 +128,6 @@ struct Weighting {
   float* dotted;         // [capacity]: the inner products
 };
 
-MOE_A2A_HOST_DEVICE inline bool is_weighted(const Weighting& w) {
-  return w.weights != nullptr || w.rows != nullptr;
-}
-
 // How the source quantizes the leaves of a dispatch. A leaf has two arrays: values, then scales.
 // `in` of the values is the operand. If the destination only decodes, `out` of both is null.
 struct Encoding {
@@ -159,8 +148,8 @@ MOE_A2A_HOST_DEVICE constexpr int64_t decoded_bytes(const Encoding& encoding, in
   return value_bytes * (8 / value_bits(encoding.format)) * item_bytes;
 }
 
-// The roles of the blocks of a launch. The first `send_blocks` blocks to start send, in
-// `send_teams` teams each. Then all blocks receive, in `receive_teams` teams each.
+// The first `send_blocks` blocks to start send, in `send_teams` teams each. Then all blocks
+// receive, in `receive_teams` teams each.
 struct Roles {
   int32_t send_blocks, send_teams, receive_teams;
 };
@@ -204,7 +193,6 @@ struct RoutedDispatchParams {
 // The type of partial sums while they travel: `type` of the rows, or float32.
 enum class WireType : uint8_t { kOfRows, kFloat32 };
 
-// A payload array whose rows are summed.
 struct SummedArray {
   const void* rows;    // [capacity, elements]; null in a weighted combine, which has pairs
   void* out;           // [num_tokens, elements]
@@ -233,21 +221,25 @@ struct CombineParams {
   int64_t elements_per_weight;
   const void* pair_rows[kMaxPairs];
   const float* pair_weights[kMaxPairs];  // [capacity, elements / elements_per_weight]
-  // The format of partial sums while they travel. If the format is not kNoFormat, `listed` is true
-  // and `wire` is kOfRows.
-  TokenFormat wire_format;
+  TokenFormat wire_format;  // of partial sums; with a format, `listed` is true, and `wire` kOfRows
   float wire_global_scale;  // of NvFp4
 };
 
-MOE_A2A_HOST_DEVICE inline const RankView& view_of(const RouteParams& p) { return p.view; }
-MOE_A2A_HOST_DEVICE inline const RankView& view_of(const DispatchParams& p) { return p.view; }
-MOE_A2A_HOST_DEVICE inline const RankView& view_of(const FormatDispatchParams& p) {
-  return p.exchange.view;
+// Returns the part of a kernel's parameters that describes its exchange.
+template <typename Params>
+MOE_A2A_HOST_DEVICE auto& exchange_of(Params& p) {
+  using P = std::remove_const_t<Params>;
+  if constexpr (std::is_same_v<P, FormatDispatchParams> ||
+                std::is_same_v<P, RoutedDispatchParams>) {
+    return p.exchange;
+  } else {
+    return p;
+  }
 }
-MOE_A2A_HOST_DEVICE inline const RankView& view_of(const RoutedDispatchParams& p) {
-  return p.exchange.view;
+template <typename Params>
+MOE_A2A_HOST_DEVICE const RankView& view_of(const Params& p) {
+  return exchange_of(p).view;
 }
-MOE_A2A_HOST_DEVICE inline const RankView& view_of(const CombineParams& p) { return p.view; }
 
 // The parameters of a kernel have at most 4096 bytes. A launch for ranks that share a device passes
 // two structs (device/ranks.cuh), which CUDA 12.1 and later allow.

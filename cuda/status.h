@@ -1,5 +1,4 @@
-// How errors of exchanges are stored and shown: the record that a kernel writes into host memory,
-// the poison word, and the message.
+// The error record that a kernel writes into host memory, the poison word, and their messages.
 #pragma once
 
 #include <cstdint>

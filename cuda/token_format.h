@@ -1,5 +1,4 @@
-// Token formats: a struct for each, and the list of all. docs/formats.md defines values and scales;
-// device/format.cuh computes them.
+// Token formats. docs/formats.md defines values and scales; device/format.cuh computes them.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +13,6 @@ namespace moe_a2a {
 enum class TokenFormat : int32_t { kBlockwiseFp8 = 1, kMxFp8 = 2, kNvFp4 = 3 };
 constexpr TokenFormat kNoFormat{};  // nothing is quantized
 
-// Properties of a format, for host and device.
 template <TokenFormat F>
 struct Format;
 
@@ -73,10 +71,6 @@ MOE_A2A_HOST_DEVICE constexpr int group_size(TokenFormat format) {
 MOE_A2A_HOST_DEVICE constexpr int value_bits(TokenFormat format) {
   return look_up<FormatRow, &FormatNumbers::value_bits>(TokenFormats{}, format);
 }
-// Returns the bytes of the scale of one group.
-MOE_A2A_HOST_DEVICE constexpr int scale_size(TokenFormat format) {
-  return look_up<FormatRow, &FormatNumbers::scale_bytes>(TokenFormats{}, format);
-}
 constexpr double rows_per_encoded(TokenFormat format) {
   return look_up<FormatRow, &FormatNumbers::rows_per_encoded>(TokenFormats{}, format);
 }
@@ -86,10 +80,10 @@ MOE_A2A_HOST_DEVICE constexpr int64_t value_bytes(TokenFormat format, int64_t el
   return elements * value_bits(format) / 8;
 }
 MOE_A2A_HOST_DEVICE constexpr int64_t scale_bytes(TokenFormat format, int64_t elements) {
-  return elements / group_size(format) * scale_size(format);
+  return elements / group_size(format) *
+         look_up<FormatRow, &FormatNumbers::scale_bytes>(TokenFormats{}, format);
 }
-// A slot of combine holds the values of a row and then its scales. These functions return the
-// offset of the scales, and the bytes of values and scales.
+// A slot of combine holds the values of a row and then, at scales_offset(), its scales.
 MOE_A2A_HOST_DEVICE constexpr int64_t scales_offset(TokenFormat format, int64_t elements) {
   return row_stride(value_bytes(format, elements));
 }

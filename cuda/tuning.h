@@ -2,25 +2,43 @@
 // results. The only exception is the number of teams, on which the rounding of the inner products
 // of a weighted dispatch depends.
 //
-// To add an architecture, derive a struct from the closest one, redefine the numbers that differ,
-// and choose the struct as `Tuning` below. A build is for one architecture, because host and device
-// must agree on the numbers.
+// To tune the exchange for another GPU, for example of compute capability 10.0:
+//
+// 1. Run `python -m benchmarks.tune` on a host with these GPUs. It checks and times candidates, and
+//    prints the lines of `struct Sm100 : Sm90`, with the numbers that another value makes faster.
+// 2. Paste the struct below Sm90, and name it in the line of `Measured`.
+// 3. Commit the record, and refer to it in docs/history/speed.md.
+//
+// Three kinds of numbers exist. (1) Numbers that the device knows are not here: a launch asks for
+// the number of multiprocessors (ffi/call_state.cc), which limits all numbers of SMs below. (2)
+// Python lowers programs with the numbers of kLoweringTuning, so benchmarks.tune varies them
+// without a rebuild. (3) All other numbers are constants of kernels and of launches. With
+// --compiled, benchmarks.tune builds the driver with other values of these.
 //
 // Names in quotation marks are headings or list entries in docs/history/speed.md, which has the
 // measurements.
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
+
+// The lowest compute capability for which the build has kernels, times 10 (CMakeLists.txt). Host
+// and device must agree on the numbers, so all kernels of a build use those of this architecture.
+// Wheels are for 9.0 and newer, and therefore use the numbers of 9.0 on all GPUs.
+#ifndef MOE_A2A_ARCHITECTURE
+#define MOE_A2A_ARCHITECTURE 90
+#endif
 
 namespace moe_a2a {
 
 // Compute capability 9.0. Measured on H200 and H100 SXM, which have 132 multiprocessors.
 struct Sm90 {
-  // The limit of a block's shared memory. This number is not measured, but limits other numbers.
+  // The limit of a block's shared memory on 9.0, 10.x and 11.0. This number is not measured. It is
+  // a constant because it limits the arrays of kernels.
   static constexpr int kMaxSharedBytes = 227 << 10;
 
-  // ---- Blocks of a launch. Python lowers programs with these numbers (kLoweringTuning). Handlers
-  // reduce the numbers to the multiprocessors that the GPU has.
+  // ---- Blocks of a launch (kLoweringTuning). Handlers reduce the numbers to the multiprocessors
+  // that the GPU has.
 
   static constexpr int kDefaultSms = 64;  // "Blocks"
   // "Blocks": more blocks are faster if a rank has few tokens, or if the bytes of its tokens times
@@ -30,12 +48,11 @@ struct Sm90 {
   static constexpr int kFewSms = 128;
   static constexpr int kWeightedSms = 128;  // "Blocks": a weighted dispatch
   static constexpr int kFormatSms = 128;    // "Token formats"
-  static constexpr int kAloneSms = 512;  // all SMs, because a single rank waits for no other rank
-  static constexpr int kSplitSms = 24;   // "During matrix products": a split exchange
+  static constexpr int kSplitSms = 24;      // "During matrix products": a split exchange
 
-  // ---- Chunks of route ("Route"): tokens are divided into kRouteChunks chunks, with the limits
-  // below on the tokens of a chunk. The limits and the number of tokens of a chunk are powers of
-  // two.
+  // ---- Chunks of route ("Route", kLoweringTuning): tokens are divided into kRouteChunks chunks,
+  // with the limits below on the tokens of a chunk. The limits and the number of tokens of a chunk
+  // are powers of two.
 
   static constexpr int kRouteChunks = 32;
   static constexpr int kRouteLeastTokens = 64, kRouteMostTokens = 256;
@@ -119,8 +136,19 @@ struct Sm90 {
   static constexpr int kFp8FewRows = 64;
 };
 
-// The numbers of this build.
-using Tuning = Sm90;
+// The numbers that were measured for the architecture. With a struct Sm100 for 10.0 and newer:
+//
+//   using Measured = std::conditional_t<MOE_A2A_ARCHITECTURE >= 100, Sm100, Sm90>;
+using Measured = Sm90;
+
+#ifdef MOE_A2A_CANDIDATE  // benchmarks.tune defines this, for example as kStages = 4
+struct Candidate : Measured {
+  static constexpr auto MOE_A2A_CANDIDATE;
+};
+using Tuning = Candidate;
+#else
+using Tuning = Measured;
+#endif
 
 // The numbers that Python reads, with their names in Python (native.tuning).
 struct NamedNumber {
@@ -134,7 +162,6 @@ constexpr NamedNumber kLoweringTuning[] = {
     {"FEW_NUM_SMS", Tuning::kFewSms},
     {"WEIGHTED_NUM_SMS", Tuning::kWeightedSms},
     {"FORMAT_NUM_SMS", Tuning::kFormatSms},
-    {"ALONE_NUM_SMS", Tuning::kAloneSms},
     {"SPLIT_NUM_SMS", Tuning::kSplitSms},
     {"ROUTE_CHUNKS", Tuning::kRouteChunks},
     {"ROUTE_LEAST_TOKENS", Tuning::kRouteLeastTokens},

@@ -67,7 +67,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Rewrite the links of a page to files outside docs/, and of those files into docs/."""
+    """Rewrite links from docs/ to other files of the repository, and links from them to docs/."""
     uri = page.file.src_uri
     if uri.startswith((f"{FOLDER}/", "examples/")):
         page.edit_url = None  # a generated page
@@ -80,7 +80,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def _in_site(markdown: str, own: Path, uri: str) -> str:
-    """Rewrite links of a file of the repository for the page of that URI."""
+    """Rewrite the links of a file of the repository for its page, which has this URI."""
 
     def rewrite(match: re.Match[str]) -> str:
         before, target, after = match.groups()

@@ -3,17 +3,17 @@
     python examples/balance.py                 # trains four times, prints a table
     python examples/balance.py --out load.png  # and draws the load of each step
 
-Tokens belong to domains of different sizes, and the router at first prefers the first experts. It
-stays unbalanced, or is balanced by a loss, by the sign rule of DeepSeek-V3, or by quantiles. Runs
-on all GPUs of a host, or on 8 virtual CPU devices without GPUs, in under a minute. docs/recipes.md
-shows the figure.
+Tokens belong to domains of different sizes, and the router at first prefers the first experts. One
+training does not balance the router. The others use a loss, the sign rule of DeepSeek-V3, or
+quantiles. The program takes less than a minute on all GPUs of a host, or on 8 virtual CPU devices
+without GPUs. docs/recipes.md shows the figure.
 """
 
 import argparse
 import os
 from functools import partial
 
-# Read when JAX starts; it concerns the CPU only.
+# JAX reads this variable when it starts. It affects only the CPU.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import jax

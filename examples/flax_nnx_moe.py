@@ -8,7 +8,7 @@ a host, or on 8 virtual CPU devices without GPUs.
 
 import os
 
-# Read when JAX starts; it concerns the CPU only.
+# JAX reads this variable when it starts. It affects only the CPU.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import jax
@@ -39,7 +39,7 @@ class Block(nnx.Module):
         return x + y, stats
 
 
-# %% A mesh of all devices. nnx.Embed needs Auto axes. Parameters are made where they belong.
+# %% A mesh of all devices. nnx.Embed needs Auto axes. Each parameter is created on its devices.
 
 shape = (2, jax.device_count() // 2) if jax.device_count() % 2 == 0 else (1, jax.device_count())
 jax.set_mesh(jax.make_mesh(shape, ("data", "ep"), axis_types=(AxisType.Auto,) * 2))

@@ -2,9 +2,10 @@
 
     python examples/hf_moe_block.py
 
-Builds the block of each supported family of models in PyTorch with small random weights, converts
-the weights, runs the block with tokens and experts split over ranks, and compares the output and
-the gradients of the tokens and of every weight with PyTorch's. Read `expert_parallel_block` first.
+For each supported family of models, the program builds a PyTorch block with small random weights,
+converts the weights, and runs the block with tokens and experts split over ranks. It compares the
+output, and the gradients of tokens and of every weight, with PyTorch's. Read
+`expert_parallel_block` first.
 
 Runs on all GPUs of a host, or on 8 virtual CPU devices without GPUs. PyTorch runs on the CPU.
 Tried with transformers 5.24. The groups of DeepSeek-V2 raise an error in 5.5.
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-# Read when JAX starts; it concerns the CPU only.
+# JAX reads this variable when it starts. It affects only the CPU.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 try:
@@ -143,7 +144,7 @@ def random_block(model: Model) -> tuple[Any, torch.nn.Module]:
     # In reverse order of names, the router comes before the experts, which differ between versions
     # of transformers. All versions then have the same router and choose the same experts.
     for name, values in sorted(block.state_dict().items(), reverse=True):
-        # A selection bias changes choices; the other weights keep the size of activations.
+        # With this bias the choices change, and with the other weights activations keep their size.
         std = 0.1 if name.endswith("bias") else values.shape[-1] ** -0.5
         values.normal_(std=std, generator=generator)
     return config, block
@@ -215,7 +216,7 @@ def differences(model: Model, mesh: jax.sharding.Mesh) -> dict[str, float]:
         # A bias that only affects choices has a zero gradient in both blocks.
         difference = float(abs(ours[name] - value).max() / (abs(value).max() or 1))
         kind = name.partition(".")[0]
-        found[kind] = float(np.max([difference, found.get(kind, 0.0)]))  # NaN if there is any
+        found[kind] = float(np.max([difference, found.get(kind, 0.0)]))  # keeps a NaN
     return found
 
 
@@ -236,8 +237,7 @@ def main() -> int:
         row = differences(model, mesh)
         print(f"{model.name:16}", *(f"{row[k]:8.1e}" if k in row else f"{'-':>8}" for k in kinds))
         found += row.values()
-    # NaN if there is any, which is a failure.
-    worst = np.max(found)
+    worst = np.max(found)  # NaN if a difference is NaN, which is a failure
     agree = worst <= TOLERANCE
     print(f"check: {'ok' if agree else 'FAILED'}: at most {worst:.1e} (tolerance {TOLERANCE:.0e})")
     return 0 if agree else 1

@@ -1,4 +1,4 @@
-"""Run only the mixture-of-experts layer, forward and gradient, and compare it with a dense one.
+"""Run one mixture-of-experts layer with its gradient, and compare it with a dense layer.
 
     python examples/moe_layer.py
 
@@ -8,7 +8,7 @@ Runs on all GPUs of a host, or on 8 virtual CPU devices without GPUs.
 import os
 from typing import Any
 
-# Read when JAX starts; it concerns the CPU only.
+# JAX reads this variable when it starts. It affects only the CPU.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import jax

@@ -3,12 +3,12 @@
     python examples/overlap.py
 
 Runs on all GPUs of a host, or on 8 virtual CPU devices without GPUs. On CPUs the program is the
-same, but nothing overlaps. docs/overlap.md says when it pays.
+same, but nothing overlaps. docs/overlap.md says when overlap pays.
 """
 
 import os
 
-# Read when JAX starts; it concerns the CPU only.
+# JAX reads this variable when it starts. It affects only the CPU.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import jax
@@ -42,7 +42,8 @@ def shared_expert(x: jax.Array, s_in: jax.Array, s_out: jax.Array) -> jax.Array:
 
 
 def whole(x, router, w_in, w_out, s_in, s_out):
-    """Compute the layer with no work during the exchanges. All other functions must equal it."""
+    """Compute the layer with no work during the exchanges. All other layers must return the same
+    results."""
     recv = ma.dispatch_done(start(x, router))
     return ma.combine(experts(recv, w_in, w_out), recv) + shared_expert(x, s_in, s_out)
 

@@ -26,7 +26,8 @@ processes train one model:
     python examples/train_moe.py --coordinator localhost:1234 --num-processes 2 --process-id 1
 
 Without a launcher, JAX_LOCAL_DEVICE_IDS=0,1 selects the GPUs of a process, and
-XLA_FLAGS=--xla_force_host_platform_device_count=4 its number of CPU devices. Process 0 prints.
+XLA_FLAGS=--xla_force_host_platform_device_count=4 sets its number of CPU devices. Only process 0
+prints.
 """
 
 from __future__ import annotations
@@ -119,7 +120,8 @@ def init(key: jax.Array, g: Geometry) -> Params:
 
 
 def specs_of(params: Params) -> Params:
-    """Return where parameters are stored: experts over "ep", and one more axis over "data"."""
+    """Return the placement of parameters: experts are divided over "ep", and one more axis over
+    "data"."""
     moe = jax.eval_shape(lambda moe: jax.tree.map(lambda w: w[0], moe), params["layers"]["moe"])
     of_layer = ma.moe_partition_specs(moe, ma.Axes("ep", fsdp="data"))
     specs = jax.tree.map(lambda array: P(None, "data") if array.ndim == 3 else P(), params)
@@ -312,7 +314,7 @@ def state_of(key: jax.Array, g: Geometry, steps: int) -> dict:
 
 
 def shardings_of(state: dict, mesh: jax.sharding.Mesh) -> dict:
-    """Return where the state is stored: the optimizer's moments where their parameters are."""
+    """Return the shardings of the state. Moments have the shardings of their parameters."""
     specs = specs_of(state["params"])
     moments = optax.tree_map_params(
         optimizer_of(1),
@@ -344,7 +346,7 @@ def read_text(path: Path | None) -> np.ndarray:
 
 
 def batch(text: np.ndarray, shape: tuple, seed: tuple, mesh: jax.sharding.Mesh) -> jax.Array:
-    """Return random pieces of the text, int32 [micro-batches, sequences, length + 1].
+    """Return random sequences of the text, int32 [micro-batches, sequences, length + 1].
 
     A process makes only the sequences of its devices.
     """
@@ -357,7 +359,8 @@ def batch(text: np.ndarray, shape: tuple, seed: tuple, mesh: jax.sharding.Mesh) 
 
 
 def generate(params: Params, bias: Any, text: jax.Array, key: jax.Array, count: int, g, o) -> Any:
-    """Continue each of text [sequences, length] by count bytes, [count, sequences]."""
+    """Return count bytes that continue each sequence of text [sequences, length], as [count,
+    sequences]."""
 
     def next_byte(text: jax.Array, key: jax.Array) -> tuple:
         logits = model(params, bias, text, g, o)[0][:, -1].astype(jnp.float32)

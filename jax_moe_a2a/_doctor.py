@@ -1,7 +1,7 @@
 """Check a machine before a run: ``python -m jax_moe_a2a``.
 
-The doctor prints one line for each requirement of an exchange on this process's devices. If all
-required checks pass, the doctor exits with 0, and otherwise with 1 and advice. The doctor needs
+The doctor prints one line for each requirement of an exchange on this process's devices. If a
+required check fails, the doctor prints advice and exits with 1, otherwise with 0. The doctor needs
 neither the extension nor a GPU.
 
 With several processes, each process checks its own devices, and then all processes check the
@@ -56,8 +56,9 @@ class Finding:
         return line + (f"\n{'':<18} what to do: {self.advice}" if self.advice else "")
 
 
-def _failed(name: str, said: str, advice: str) -> Finding:
-    return Finding(name, said, ok=False, advice=advice)
+def _failed(name: str, said: str, advice: str, *, wanted: bool = True) -> Finding:
+    """Return the finding for a missing requirement: a failure if ``wanted``, otherwise a note."""
+    return Finding(name, said, ok=False, advice=advice) if wanted else Finding(name, said, ok=None)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,10 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--num-processes", type=int)
     parser.add_argument("--process-id", type=int)
     flags = parser.parse_args(argv)
-    if flags.coordinator or flags.distributed:
-        flags.distributed = True
-        if not jax.distributed.is_initialized():
-            jax.distributed.initialize(flags.coordinator, flags.num_processes, flags.process_id)
+    flags.distributed |= bool(flags.coordinator)
+    if flags.distributed and not jax.distributed.is_initialized():
+        jax.distributed.initialize(flags.coordinator, flags.num_processes, flags.process_id)
     process = compat.process_id() if flags.distributed else 0
     failed = 0
     for finding in findings(flags):
@@ -108,9 +108,11 @@ def findings(flags: argparse.Namespace) -> Iterator[Finding]:
     """
     yield _versions()
     yield _package()
-    devices = _local_devices()
-    if isinstance(devices, Finding):
-        yield devices
+    try:
+        devices = jax.local_devices()
+    except RuntimeError as error:
+        said = f"JAX finds no device: {_first_line(error)}"
+        yield _failed("devices", said, "check JAX_PLATFORMS, CUDA_VISIBLE_DEVICES and the driver")
         return
     wanted = not flags.portable and all(map(_can_run_kernels, devices))
     driver = _Driver.open()
@@ -162,17 +164,6 @@ def _package() -> Finding:
     return Finding("package", f"the clone {extension.FOLDER}{not_it}")
 
 
-def _local_devices() -> list[jax.Device] | Finding:
-    try:
-        return jax.local_devices()
-    except RuntimeError as error:
-        return _failed(
-            "devices",
-            f"JAX finds no device: {_first_line(error)}",
-            "check JAX_PLATFORMS, CUDA_VISIBLE_DEVICES and the driver",
-        )
-
-
 def _devices(devices: Sequence[jax.Device], driver: _Driver | None) -> Finding:
     first = devices[0]
     said = f"{len(devices)} x {first.device_kind}, platform {first.platform}"
@@ -183,23 +174,19 @@ def _devices(devices: Sequence[jax.Device], driver: _Driver | None) -> Finding:
         said += f"; process {jax.process_index()} of {jax.process_count()}"
     unseen = _num_gpus() if first.platform == "cpu" else 0
     if unseen and "JAX_PLATFORMS" not in os.environ:
-        return _failed(
-            "devices",
-            f"{said}; nvidia-smi lists {unseen} GPUs that JAX does not see",
-            _how_jax_sees_gpus(driver),
-        )
+        said += f"; nvidia-smi lists {unseen} GPUs that JAX does not see"
+        return _failed("devices", said, _how_jax_sees_gpus(driver))
     if first.platform == "cpu" and len(devices) == 1:
         said += " (XLA_FLAGS=--xla_force_host_platform_device_count=8 makes 8)"
     return Finding("devices", said)
 
 
 def _num_gpus() -> int:
-    """Return how many GPUs nvidia-smi lists, or 0 without nvidia-smi."""
+    """Return how many GPUs nvidia-smi lists; 0 if the machine has no nvidia-smi."""
     return _run("nvidia-smi", "-L").count("GPU ")
 
 
 def _how_jax_sees_gpus(driver: _Driver | None) -> str:
-    """Return what to install so that JAX sees the GPUs of this machine."""
     cuda = min(NEWEST_CUDA, max(12, _supported_cuda(driver)))
     return (
         f"pip install 'jax[cuda{cuda}]', without plugins of JAX for another CUDA, or set "
@@ -208,7 +195,6 @@ def _how_jax_sees_gpus(driver: _Driver | None) -> str:
 
 
 def _supported_cuda(driver: _Driver | None) -> int:
-    """Return the newest major version of CUDA that the driver supports."""
     return int(driver.cuda_version().split(".")[0]) if driver else NEWEST_CUDA
 
 
@@ -224,12 +210,12 @@ def _kernels(driver: _Driver | None, wanted: bool) -> Finding:
         hooks = ", with the hooks of the tests" if native.has_test_hooks() else ""
         return Finding("kernels", f"built with {native.cuda_build()}{hooks}; {native.origin()}")
     said = f"none, so the portable path runs: {extension.why_missing()}"
-    return _lacking("kernels", said, wanted, _how_to_build(driver))
+    return _failed("kernels", said, _how_to_build(driver), wanted=wanted)
 
 
 def _how_to_build(driver: _Driver | None) -> str:
-    """Return how to build the kernels on this machine. The driver decides which nvcc can be used.
-    If the machine has no nvcc, pip downloads the nvcc of ``NEWEST_CUDA``."""
+    """Return how to build the kernels on this machine. The driver must support the CUDA version of
+    nvcc. If the machine has no nvcc, pip downloads the nvcc of ``NEWEST_CUDA``."""
     steps = []
     if not os.environ.get("CXX") and not any(map(shutil.which, ("c++", "g++", "clang++"))):
         steps.append("install a C++ compiler (g++)")
@@ -241,11 +227,6 @@ def _how_to_build(driver: _Driver | None) -> str:
     return ", then ".join((*steps, extension.how_to_build()))
 
 
-def _lacking(name: str, said: str, wanted: bool, advice: str) -> Finding:
-    """Return the finding for a missing requirement: a failure if ``wanted``, otherwise a note."""
-    return _failed(name, said, advice) if wanted else Finding(name, said, ok=None)
-
-
 def _driver(driver: _Driver | None, wanted: bool) -> Finding:
     if driver is None:
         return Finding("driver", "libcuda.so.1 cannot be loaded", ok=None)
@@ -253,32 +234,26 @@ def _driver(driver: _Driver | None, wanted: bool) -> Finding:
     said = f"supports CUDA {driver.cuda_version()}" + (f", release {release[0]}" * bool(release[0]))
     built = re.match(r"CUDA (\d+)", native.cuda_build())
     if wanted and built and int(built[1]) > _supported_cuda(driver):
-        return _failed(
-            "driver",
-            f"{said}; the kernels were built with {native.cuda_build()}",
-            f"update the driver, or {_how_to_build(driver)}",
-        )
+        said += f"; the kernels were built with {native.cuda_build()}"
+        return _failed("driver", said, f"update the driver, or {_how_to_build(driver)}")
     return Finding("driver", said)
 
 
 def _untested(devices: Sequence[jax.Device]) -> Finding:
-    """Report whether the kernels have ever run on the GPUs."""
-    named = {str(device.compute_capability) for device in devices}
-    if not named - {*TESTED}:
+    untested = sorted({str(device.compute_capability) for device in devices} - {*TESTED})
+    if not untested:
         return Finding("architecture", "tests and benchmarks ran on it")
-    return Finding(
-        "architecture",
-        f"the kernels have never run on {', '.join(sorted(named - {*TESTED}))}, only on "
-        f"{', '.join(TESTED)}",
-        ok=None,
-        advice="compare your program with Group(implementation='portable'); please report what "
-        "works and what fails",
+    said = f"the kernels have never run on {', '.join(untested)}, only on {', '.join(TESTED)}"
+    advice = (
+        "compare your program with Group(implementation='portable'); please report what works and "
+        "what fails"
     )
+    return Finding("architecture", said, ok=None, advice=advice)
 
 
 def _group(devices: Sequence[jax.Device], portable: bool, *, in_two_levels: bool = False) -> Group:
-    """Return a group of all devices, in two levels if the caller allows it and the devices are on
-    several hosts."""
+    """Return a group of all devices. With ``in_two_levels``, it has two levels if the devices are
+    on several hosts."""
     mesh = Mesh(np.array(devices), (AXIS,))
     implementation = "portable" if portable else None
     group = Group(mesh, AXIS, timeout=TIMEOUT, first_timeout=TIMEOUT, implementation=implementation)
@@ -289,7 +264,7 @@ def _group(devices: Sequence[jax.Device], portable: bool, *, in_two_levels: bool
 
 
 def _path(group: Group, wanted: bool) -> Finding:
-    """Report the path, which must be that of the kernels if they are ``wanted``."""
+    """Report the path of a group. If the kernels are ``wanted``, any other path is a failure."""
     where = "local devices" if group.size == jax.local_device_count() else "devices"
     said = f"{group.path} for a group of all {group.size} {where}"
     if group.two_level:
@@ -304,7 +279,7 @@ def _path(group: Group, wanted: bool) -> Finding:
         "machines switch peer access off. Or use a mesh of GPUs that reach each other, or "
         "--portable here and Group(implementation='portable') in the program"
     )
-    return _lacking("path", said, wanted, advice)
+    return _failed("path", said, advice, wanted=wanted)
 
 
 def _memory(driver: _Driver | None, group: Group, flags: argparse.Namespace) -> Finding:
@@ -371,8 +346,7 @@ def _exchange(group: Group) -> Finding:
 def exchange_problem(group: Group) -> str:
     """Return how the results of a small exchange differ from the results of NumPy, or ''. Each
     expert multiplies its rows by its id plus one. Sums are exact, because all numbers are small
-    multiples of 1/4.
-    """
+    multiples of 1/4."""
     ranks, tokens, hidden, top_k, local_experts = group.size, 24, 40, 3, 2
     experts = ranks * local_experts
     rng = np.random.default_rng(0)
@@ -412,9 +386,9 @@ def exchange_problem(group: Group) -> str:
     expected = (scale * x, scale * cotangent, factors * inner)
     names = ("sums", "the gradient of x", "the gradient of the weights")
     wrong = []
-    for name, ours, theirs in zip(names, actual, expected, strict=True):
-        here = ours.addressable_shards  # each process checks its own shards
-        if bad := sum(not np.array_equal(shard.data, theirs[shard.index]) for shard in here):
+    for name, found, exact in zip(names, actual, expected, strict=True):
+        here = found.addressable_shards  # each process checks its own shards
+        if bad := sum(not np.array_equal(shard.data, exact[shard.index]) for shard in here):
             wrong.append(f"{name} on {bad} of {len(here)} ranks")
     return f"differs from numpy in {', '.join(wrong)}" if wrong else ""
 
@@ -435,8 +409,9 @@ class _Driver:
 
     def cuda_version(self) -> str:
         """Return the newest CUDA version that the driver supports, as in "13.0"."""
-        number = self._ask("cuDriverGetVersion")
-        return f"{number // 1000}.{number % 1000 // 10}"
+        number = ctypes.c_int()
+        self._library.cuDriverGetVersion(ctypes.byref(number))
+        return f"{number.value // 1000}.{number.value % 1000 // 10}"
 
     def free_bytes(self, device: int) -> int:
         """Return the free memory of a device, whose primary context JAX has created."""
@@ -449,17 +424,9 @@ class _Driver:
         self._library.cuDevicePrimaryCtxRelease_v2(device)
         return free.value
 
-    def _ask(self, function: str, *args: int) -> int:
-        """Return an int from a function of the driver; 0 if the function fails."""
-        value = ctypes.c_int()
-        failed = getattr(self._library, function)(ctypes.byref(value), *args)
-        return 0 if failed else value.value
-
 
 def _run(*command: str) -> str:
     """Return the output of a command; '' if the command does not exist or fails."""
-    if shutil.which(command[0]) is None:
-        return ""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):

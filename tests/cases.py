@@ -1,5 +1,4 @@
-"""Define the catalogue of cases: layouts (static numbers, one program each), and routings in
-them."""
+"""Define the layouts of the tests (static sizes of an exchange), and routings (expert ids)."""
 
 import dataclasses
 import os
@@ -20,8 +19,7 @@ FUSED_TOKENS, FUSED_CHOICES = 256, 16_384
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The static numbers of an exchange, without the number of ranks. Capacity None is the
-    default."""
+    """The static sizes of an exchange on any number of ranks. Capacity None is the worst case."""
 
     name: str
     tokens: int
@@ -35,7 +33,6 @@ class Layout:
         return ranks * self.local_experts
 
     def rows(self, ranks):
-        """Return the number of rows of a rank: the given capacity, or the worst case."""
         if self.capacity is not None:
             return self.capacity
         return oracle.default_capacity(
@@ -55,7 +52,7 @@ class Layout:
         return self.tokens > 0 and self.rows(ranks) > 0
 
     def exchanges_of_dispatch(self, ranks):
-        """Return how many exchanges a dispatch of ids is: one, or separate route and dispatch."""
+        """Return 1 if one launch routes and dispatches, 2 if two launches do, 0 without rows."""
         is_one = self.tokens <= FUSED_TOKENS and ranks * self.tokens * self.top_k <= FUSED_CHOICES
         return (1 if is_one else 2) * self.has_rows(ranks)
 
@@ -78,7 +75,6 @@ def uniform(rng, ranks, layout):
 
 
 def skewed(rng, ranks, layout):
-    """Draw ids such that a few experts receive most rows."""
     experts = layout.num_experts(ranks)
     popularity = 1.0 / (1 + np.arange(experts)) ** 2
     return rng.choice(experts, shape(ranks, layout), p=popularity / popularity.sum()).astype(
@@ -87,7 +83,6 @@ def skewed(rng, ranks, layout):
 
 
 def first_expert_only(rng, ranks, layout):
-    """Return ids that are all expert 0, so a token names one expert K times."""
     return np.zeros(shape(ranks, layout), np.int32)
 
 
@@ -101,7 +96,7 @@ def last_rank_only(rng, ranks, layout):
 
 
 def idle_rank(rng, ranks, layout):
-    """Draw ids that send nothing to rank 0 (with one rank: to no rank)."""
+    """Draw ids that send nothing to rank 0. With one rank, all ids are -1."""
     if ranks == 1:
         return np.full(shape(ranks, layout), -1, np.int32)
     return rng.integers(
@@ -110,32 +105,27 @@ def idle_rank(rng, ranks, layout):
 
 
 def silent_rank(rng, ranks, layout):
-    """Draw ids such that the last rank sends nothing."""
     ids = uniform(rng, ranks, layout)
     ids[-1] = -1
     return ids
 
 
 def own_rank(rng, ranks, layout):
-    """Draw ids that keep every token on its source rank."""
     first = layout.local_experts * np.arange(ranks, dtype=np.int32)[:, None, None]
     return first + rng.integers(0, layout.local_experts, shape(ranks, layout), np.int32)
 
 
 def next_rank(rng, ranks, layout):
-    """Draw ids that send every token to the next rank, cyclically."""
     return np.roll(own_rank(rng, ranks, layout), -1, axis=0)
 
 
 def masked(rng, ranks, layout):
-    """Draw ids, of which about 40 % are -1."""
     ids = uniform(rng, ranks, layout)
     return np.where(rng.random(ids.shape) < 0.4, np.int32(-1), ids)
 
 
 def masked_tokens(rng, ranks, layout):
-    """Draw ids in which some tokens have no choices and all other tokens have all choices, so that
-    ranks send different numbers of tokens."""
+    """Mask all choices of about half of the tokens."""
     ids = uniform(rng, ranks, layout)
     return np.where(rng.random(ids.shape[:2])[..., None] < 0.5, np.int32(-1), ids)
 
@@ -145,7 +135,7 @@ def all_masked(rng, ranks, layout):
 
 
 def single_choice(rng, ranks, layout):
-    """Return ids with one choice of one token of the last rank, and nothing else."""
+    """Return ids in which only one choice of one token, on the last rank, is valid."""
     ids = all_masked(rng, ranks, layout)
     if layout.tokens:
         ids[-1, -1, -1] = 0
@@ -153,19 +143,19 @@ def single_choice(rng, ranks, layout):
 
 
 def repeated(rng, ranks, layout):
-    """Draw ids of few distinct experts, so that most tokens name some expert more than once."""
+    """Draw ids of only two experts, so that most tokens name an expert more than once."""
     pool = rng.permutation(layout.num_experts(ranks))[:2]
     return rng.choice(pool, shape(ranks, layout)).astype(np.int32)
 
 
 def one_expert_per_token(rng, ranks, layout):
-    """Draw a random expert for each token. All K choices of the token are this expert."""
+    """Draw one expert for each token, and use it for all K choices of the token."""
     ids = rng.integers(0, layout.num_experts(ranks), (ranks, layout.tokens, 1), np.int32)
     return np.broadcast_to(ids, shape(ranks, layout)).copy()
 
 
 def invalid(rng, ranks, layout):
-    """Draw ids below and above the range, near and far, among ordinary ids and -1."""
+    """Draw valid ids, and replace about half of them by ids outside of the range, or by -1."""
     experts = layout.num_experts(ranks)
     wild = np.array(
         [experts, experts + 1, -2, -3, -experts, INT32.max, INT32.min, 1 << 16, -1], np.int32
@@ -203,7 +193,7 @@ ROUTINGS: dict[str, Callable] = {
 
 PLAIN = Layout("plain", tokens=12, top_k=4, local_experts=3)
 PADDED = Layout("alignment_8", tokens=12, top_k=4, local_experts=3, alignment=8)
-# 19 is no multiple of the alignment, so the padding or the rows of the last group are cut.
+# The capacity is no multiple of the alignment, so the last group loses rows or padding.
 CUT = Layout(
     "alignment_8_capacity_19", tokens=12, top_k=4, local_experts=3, capacity=19, alignment=8
 )
@@ -226,7 +216,7 @@ LAYOUTS = (
     Layout("many_experts", tokens=9, top_k=2, local_experts=32),
     Layout("many_tokens", tokens=150, top_k=6, local_experts=4, hidden=33),
 )
-# These layouts have enough tokens and bytes for many blocks, chunks and ring rounds, and need GPUs.
+# These layouts need GPUs. They fill many blocks and chunks, and use each ring half several times.
 GPU_LAYOUTS = (
     Layout("a_thousand_tokens", tokens=1024, top_k=8, local_experts=16, hidden=256),
     Layout("wide_rows", tokens=257, top_k=3, local_experts=4, alignment=128, hidden=7169),
@@ -238,10 +228,9 @@ MOST_RANKS = 8  # the layouts above are made for at most this number of ranks
 def for_many_ranks(layout):
     """Return a layout that fits one GPU, however many ranks share it.
 
-    With the worst-case capacity, the rows of all ranks grow with the square of the number of ranks.
-    The capacity is therefore twice the mean load, with padding. Landing zones and the loops of the
-    oracle grow in the same way, so the layouts for GPUs have fewer tokens on more than `MOST_RANKS`
-    ranks.
+    With the worst-case capacity, the memory grows with the square of the number of ranks. The
+    layout therefore gets twice the mean load as its capacity. On more than `MOST_RANKS` ranks, the
+    layouts for GPUs also get fewer tokens.
     """
     if RANKS_ON_ONE_GPU <= MOST_RANKS or layout.tokens * layout.top_k < 500:
         return layout
@@ -271,8 +260,7 @@ class Case:
         return ROUTINGS[self.routing](rng, ranks, self.layout)
 
 
-# These layouts run with every routing. All other layouts run only with routings that test something
-# in this layout.
+# These layouts run with every routing. All other layouts run only with `OTHER_ROUTINGS`.
 FULL_CATALOGUE = (PLAIN, CUT)
 OTHER_ROUTINGS = (
     "uniform",
@@ -285,22 +273,20 @@ OTHER_ROUTINGS = (
 )
 
 
-def cases_of(layout, names=None):
-    """Return a layout with its routings, or with only one routing if the layout has no tokens."""
-    names = names or (tuple(ROUTINGS) if layout in FULL_CATALOGUE else OTHER_ROUTINGS)
+def cases_of(layout):
+    """Return the cases of a layout. A layout without tokens has only one case."""
+    names = tuple(ROUTINGS) if layout in FULL_CATALOGUE else OTHER_ROUTINGS
     return [Case(layout, name) for name in (names if layout.tokens else names[:1])]
 
 
 def few_layouts():
-    """Return the layouts for tests that compile the whole catalogue again: on GPUs all layouts,
-    because kernels differ by layout, and otherwise only layouts that differ on the portable
-    path."""
+    """Return all layouts on GPUs, because kernels differ by layout, and otherwise only layouts that
+    differ on the portable path."""
     names = "alignment_8", CUT.name, "capacity_0", "no_tokens", "top_32"
     return [layout for layout in LAYOUTS if ON_GPU or layout.name in names]
 
 
 def catalogue():
-    """Return every layout with its routings."""
     return [case for layout in LAYOUTS for case in cases_of(layout)]
 
 
@@ -340,8 +326,7 @@ def dtype(name):
 
 
 def any_bits(rng, shape, name):
-    """Draw values of any bit pattern, such as infinities, NaNs with payloads, negative zeros and
-    subnormals."""
+    """Draw random bytes, so that NaNs with payloads and subnormals occur in floats."""
     if name == "bool":
         return rng.integers(0, 2, shape).astype(np.bool_)
     item = dtype(name).itemsize
@@ -350,7 +335,6 @@ def any_bits(rng, shape, name):
 
 
 def normal(rng, shape, name):
-    """Draw ordinary numbers around zero, rounded to the dtype."""
     return rng.standard_normal(shape).astype(dtype(name))
 
 

@@ -1,15 +1,15 @@
 """Choose the devices of the tests before JAX is imported: 8 virtual CPU devices, or real GPUs with
 MOE_A2A_TEST_GPU=1.
 
-If GPUs are requested, their absence is an error. MOE_A2A_TEST_IMPLEMENTATION is `implementation` of
-every group. `python -m tests.processes` starts several processes that share the devices.
+If GPUs are requested but absent, the session fails. MOE_A2A_TEST_IMPLEMENTATION sets
+`implementation` of every group. `python -m tests.processes` divides the devices among processes.
 
 JAX_NUMPY_DTYPE_PROMOTION=strict and JAX_NUMPY_RANK_PROMOTION=raise make implicit promotions an
 error, except in tests with the marker `promotes`, which states the reason.
 
 With MOE_A2A_TEST_RANKS_ON_ONE_GPU=8 all 8 ranks share one GPU, or one CPU device. Tests that need
-several devices are then skipped (`-rs` lists them). On a GPU, all other tests fail unless they
-state how many exchanges they make (`harness.expect_exchanges`).
+several devices are then skipped (`-rs` lists them). On a GPU, every other test must state how many
+exchanges it makes (`harness.expect_exchanges`).
 """
 
 import contextlib
@@ -26,12 +26,12 @@ JOINED = processes.joined()
 if "jax" in sys.modules:
     raise RuntimeError("jax was imported before the tests could set XLA's flags")
 if ON_GPU:
-    # XLA would time its own products, which takes minutes if several workers share a GPU.
+    # Autotuning takes minutes if several test workers share a GPU.
     os.environ["XLA_FLAGS"] = f"--xla_gpu_autotune_level=0 {os.environ.get('XLA_FLAGS', '')}"
 else:
     num_devices = JOINED[-1] if JOINED else processes.CPU_DEVICES
     os.environ["JAX_PLATFORMS"] = "cpu"
-    # Most of the time goes into compilation. Flags that XLA_FLAGS has already take precedence.
+    # Level 0 compiles faster. The flags of XLA_FLAGS come later, so they take precedence.
     os.environ["XLA_FLAGS"] = (
         f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')} "
         f"--xla_force_host_platform_device_count={num_devices}"
@@ -55,8 +55,8 @@ from jax_moe_a2a._src.group import native
 from jax_moe_a2a._src.grouped import lowering as lowered
 
 if harness.RANKS_ON_ONE_GPU and ON_GPU:
-    # These groups need implementation="cuda". Unsupported calls of such groups are errors, but in
-    # the tests they take the portable path, and the test expects no exchange.
+    # These groups need implementation="cuda", which makes unsupported calls errors. In the tests,
+    # such calls take the portable path, and the test expects no exchange.
     lowering.check_may_refuse = lambda *args: None
 
 TOO_MANY_RANKS = "one GPU has no room for split exchanges of so many ranks"
@@ -79,22 +79,20 @@ def pytest_collection_modifyitems(items):
         several = item.get_closest_marker("several_devices")
         if harness.RANKS_ON_ONE_GPU and several:
             item.add_marker(pytest.mark.skip(reason=f"of several devices: {several.args[0]}"))
-        # The programs of these files are compiled for all their tests together.
+        # These files compile one program for all their tests, so no single test can be skipped.
         if item.path.match("gpu/test_split_*.py") and not harness.splits_fit():
             item.add_marker(pytest.mark.skip(reason=TOO_MANY_RANKS))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_handlecrashitem(report):
-    """If a worker died, add its exit status to the report. -9 means that another process killed it.
-    For other signals the log has the stacks of all Python threads, after XLA's message if XLA
-    aborted."""
+    """If a test worker died, add its exit status to the report. -9 means that another process
+    killed it. After other signals, the log has the stacks of all Python threads."""
     report.longrepr += f", with exit status {report.node.gateway._io.wait()}"
 
 
 @pytest.fixture(scope="session")
 def handler_library(tmp_path_factory):
-    """Return the library of `handler_calls`."""
     return handler_calls.build(tmp_path_factory.mktemp("handlers"))
 
 
@@ -104,8 +102,7 @@ PROMOTION = "JAX_NUMPY_DTYPE_PROMOTION", "JAX_NUMPY_RANK_PROMOTION"
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """Run a test with the marker `promotes`, and the processes that it starts, under JAX's
-    defaults."""
+    """Run a test with the marker `promotes`, and its processes, under JAX's default promotion."""
     if item.get_closest_marker("promotes") is None:
         return (yield)
     with environment.restored():
@@ -117,8 +114,8 @@ def pytest_runtest_protocol(item):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """If all ranks share one GPU, compare the exchanges of a test with its statement."""
-    # tests/gpu across close() and set_epoch()
+    """If all ranks share one GPU, check that the test makes the exchanges that it states."""
+    # tests/gpu counts exchanges itself, because close() and set_epoch() change the counters.
     counts_by_itself = item.path.parent.name == "gpu" or item.get_closest_marker("counts_by_itself")
     if not (harness.RANKS_ON_ONE_GPU and ON_GPU) or counts_by_itself:
         return (yield)
@@ -129,7 +126,7 @@ def pytest_runtest_call(item):
 def stated_by_marker(item):
     """Return a context that checks the marker `exchanges` of a test, if it has one.
 
-    Numbers may be functions, whose arguments are parameters of the test.
+    A number in the marker may be a function of parameters of the test.
     """
     marker = item.get_closest_marker("exchanges")
     if marker is None:
@@ -173,18 +170,15 @@ def hopper(monkeypatch):
 
 @pytest.fixture(params=harness.RANK_COUNTS, ids=lambda ranks: f"{ranks}ranks")
 def ranks(request):
-    """Return each number of ranks that the machine can run, one per test."""
     return request.param
 
 
 @pytest.fixture
 def mesh(ranks):
-    """Return a mesh of `ranks` devices with the one axis "ep"; None if the ranks share one
-    device."""
+    """Return a mesh of `ranks` devices with axis "ep", or None if the ranks share one device."""
     return harness.mesh_of(ranks)
 
 
 @pytest.fixture
 def group(ranks):
-    """Return a group over the whole of `mesh`."""
     return harness.group_of(ranks)

@@ -20,7 +20,6 @@ class Call(NamedTuple):
 
 
 def lowered(fn, *args):
-    """Return the text of a program for GPUs."""
     return jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 

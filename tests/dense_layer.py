@@ -1,5 +1,4 @@
-"""Compute a layer in which every expert computes every token, in plain JAX, and make `ma.Experts`
-from arrays."""
+"""Compute expert layers without routing in plain JAX, and make `ma.Experts` from arrays."""
 
 import jax
 import jax.numpy as jnp
@@ -8,28 +7,29 @@ import jax_moe_a2a as ma
 
 
 def dense(x, weights, ids, w_in, w_out, activation, b_in=None, b_out=None):
-    """Let every expert compute every token: x [..., H], weights and ids [..., K] -> [..., H].
+    """Return the output [..., H] of a layer in which every expert computes every token.
 
-    In `w_in` and `b_in`, gate and up are side by side, or on a separate axis.
+    x is [..., H]; weights and ids are [..., K]. In `w_in` and `b_in`, gate and up are side by side,
+    or on a separate axis.
     """
     hidden = jnp.einsum("...h,ehi->...ei", x, w_in.reshape(*w_in.shape[:2], -1))
     if b_in is not None:
         hidden += jnp.broadcast_to(b_in.reshape(len(b_in), -1), hidden.shape)
     y = jnp.einsum("...ei,eih->...eh", activation(hidden), w_out)
     y = y if b_out is None else y + jnp.broadcast_to(b_out, y.shape)
-    of_choice = jax.nn.one_hot(ids, w_in.shape[0], dtype=y.dtype)  # an id of -1 is no expert
+    of_choice = jax.nn.one_hot(ids, w_in.shape[0], dtype=y.dtype)  # zeros for an id of -1
     return jnp.einsum("...ke,...k,...eh->...h", of_choice, weights, y)
 
 
 def dense_experts(x, weights, ids, experts):
-    """Return `dense` of `ma.Experts`. A shared expert gets an axis of experts."""
+    """Call `dense` with `ma.Experts`. A shared expert has no axis of experts and gets one here."""
     if experts.output_gate is not None:
         weights = weights * jax.nn.sigmoid(x @ experts.output_gate)[..., None]
     if experts.w_out.ndim == 2:
         experts = jax.tree.map(lambda w: w[None], experts)
     activation = experts.activation or swiglu
     arrays = experts.w_in, experts.w_out, activation, experts.b_in, experts.b_out
-    if experts.weigh_input:  # both choices of the same expert have separate products
+    if experts.weigh_input:  # sum choices after the products, because two may name the same expert
         of_choice = lambda weight, k: dense(
             weight[..., None] * x, jnp.ones_like(weight)[..., None], ids[..., k : k + 1], *arrays
         )
@@ -38,7 +38,7 @@ def dense_experts(x, weights, ids, experts):
 
 
 def experts_of(w_in, w_out, b_in=None, b_out=None, activation=None):
-    """Return `ma.Experts`. If `w_in` [..., 2I] has gate and up side by side, they get an axis."""
+    """Return `ma.Experts`. If `w_in` [..., 2I] has gate and up side by side, add an axis."""
     width = w_out.shape[-2]
 
     def divided(a):

@@ -1,5 +1,4 @@
-"""Read the sync counters of a group's workspace. Tests compare them with the exchanges that they
-made."""
+"""Read the counters of exchanges that a group's workspace keeps in device memory."""
 
 import dataclasses
 
@@ -11,34 +10,31 @@ from jax_moe_a2a._src.group import native
 
 @dataclasses.dataclass(frozen=True)
 class DeviceCounters:
-    """The sync counters of one device. An epoch is the number of an exchange, from 1."""
+    """The counters of one rank on one device. An epoch is the number of an exchange, from 1."""
 
     device: jax.Device
     rank: int
-    """The rank of these counters. If several ranks share a GPU, each has separate counters."""
     num_exchanges: int
-    """Number of exchanges on this rank since the workspace opened."""
     credits: tuple[tuple[int, ...], ...]
-    """[ring halves, ranks]: the last epoch whose rows from this rank each peer has read; 0 for this
-    rank itself, and for a peer that has read none."""
+    """[ring halves, ranks]: the last epoch whose rows from this rank each peer has read. 0 for this
+    rank itself, and for a peer that has read no rows."""
     heads: tuple[tuple[int, ...], ...]
-    """[ring halves, ranks]: the last epoch that each peer has announced to this rank; 0 for this
-    rank itself, and for a peer that has announced none."""
+    """[ring halves, ranks]: the last epoch that each peer has announced to this rank. 0 for this
+    rank itself, and for a peer that has announced no epoch."""
 
 
 def epochs_of(topology, kind=native.WHOLE):
-    """Return (next epoch, poison, credits, heads) of each device; [] while the workspace is closed.
-    Credits and heads list the ranks of one ring half after the other. No exchange of the topology
-    may run during this call."""
+    """Return (next epoch, poison, credits, heads) of each device, or [] if the workspace is closed.
+    Credits and heads list all ranks of the first ring half, then of the second. No exchange may run
+    during this call."""
     problem, values = native._native.counters(*topology, kind)
     native._raise(problem)
     return values
 
 
 def counters_of(group):
-    """Return the ``DeviceCounters`` of each device, in the order of ``Group.memory``. Counters of
-    split exchanges and of replicated tokens are left out. Return () on the portable path, with two
-    levels, or while the workspace is closed."""
+    """Return the ``DeviceCounters`` of whole exchanges, in the order of ``Group.memory``. Return ()
+    on the portable path, with two levels, or while the workspace is closed."""
     if group.two_level:
         return ()
 

@@ -8,8 +8,8 @@ import os
 def restored():
     """Restore the environment variables that changed, and write no other variables.
 
-    ``mock.patch.dict(os.environ)`` writes all variables. If a program still runs, XLA on CPUs (jax
-    0.12) may call ``getenv`` at that moment, for the first run of a fusion, and crash.
+    ``mock.patch.dict(os.environ)`` writes all variables. If a program still runs on CPUs, XLA (jax
+    0.12) may call ``getenv`` at that moment, and crash.
     """
     before = dict(os.environ)
     try:

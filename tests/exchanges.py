@@ -1,7 +1,7 @@
-"""Count the exchanges that a GPU's counters show.
+"""Count the exchanges of a group with the counters in device memory.
 
-If all ranks share one GPU, every test states how many exchanges it makes on each rank. Otherwise a
-test whose calls take the portable path would pass without any kernel.
+If all ranks share one GPU, every test states how many exchanges it makes on each rank. Without this
+statement, a test whose calls take the portable path would pass without any kernel.
 """
 
 import dataclasses
@@ -13,8 +13,7 @@ from jax_moe_a2a._src.group import native
 
 @dataclasses.dataclass(frozen=True)
 class Count:
-    """Numbers of exchanges on each rank: whole exchanges, and split exchanges (a start and its
-    done)."""
+    """The numbers of whole exchanges and of split exchanges on each rank."""
 
     whole: int = 0
     split: int = 0
@@ -30,9 +29,9 @@ class Count:
 
 
 def shown_by_counters(group):
-    """Return the exchanges since the workspaces opened, from the counters of the group's ranks.
+    """Return the number of exchanges since the workspaces opened.
 
-    Replicated tokens are exchanged by `group.single_rank`, whose separate counters are added.
+    Add the exchanges of `group.single_rank`, because it exchanges replicated tokens.
     """
     total = Count()
     for topology in (group.topology, group.single_rank.topology):
@@ -42,10 +41,7 @@ def shown_by_counters(group):
 
 
 def num_exchanges(topology, kind):
-    """Return how many exchanges each rank of a topology has made; 0 while its workspace is closed.
-
-    Epochs number the exchanges of a rank from 1.
-    """
+    """Return the number of exchanges of each rank, or 0 if the workspace is closed."""
     of_ranks = {next_epoch - 1 for next_epoch, *_ in epochs_of(topology, kind)}
     assert len(of_ranks) <= 1, f"ranks have made different numbers of exchanges: {of_ranks}"
     return of_ranks.pop() if of_ranks else 0

@@ -1,8 +1,7 @@
 """Encode and decode token formats in plain numpy.
 
-This file has tables of the narrow floats. Computations are in float64 if this is exact, and in
-float32 for the operations that the definition (docs/formats.md) names. From the package it uses
-only the classes that describe formats.
+Computations are in float64 if float64 is exact, and in float32 where docs/formats.md says so. Only
+the classes that describe formats are from the package.
 """
 
 import cases
@@ -15,7 +14,7 @@ E4M3, E8M0 = (cases.dtype(name) for name in ("float8_e4m3fn", "float8_e8m0fnu"))
 
 
 def magnitudes(dtype, num_codes):
-    """Return the values of the first codes of a narrow float, ascending, float64."""
+    """Return the values of the first codes of an 8-bit float as float64, in ascending order."""
     return np.arange(num_codes, dtype=np.uint8).view(dtype).astype(np.float64)
 
 
@@ -24,8 +23,7 @@ E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
 def nearest(x, values):
-    """Return the indices of the values nearest to x >= 0. If two values are equally near, return
-    the even index. For x above all values, return the last index."""
+    """Return the index of the value nearest to x >= 0. In a tie, return the even index."""
     bounds = (values[:-1] + values[1:]) / 2
     below, upto = np.searchsorted(bounds, x, "left"), np.searchsorted(bounds, x, "right")
     return np.where(below % 2 == 0, below, upto)
@@ -35,20 +33,17 @@ EXPONENTS = np.arange(-200, 200)
 
 
 def smallest_exponents(largest):
-    """Return the exponent of a power of two for each group: the smallest power of two for which no
-    number of the group, divided by the power, exceeds 448."""
+    """Return the exponent of the smallest power of two with largest / power <= 448."""
     return EXPONENTS[np.searchsorted(448 * 2.0**EXPONENTS, largest, "left")]
 
 
 def ocp_exponents(largest):
-    """Return an exponent for each group: of the power of two at or below the largest number, minus
-    8 (the largest exponent in float8_e4m3fn)."""
+    """Return floor(log2(largest)) - 8. 8 is the largest exponent in float8_e4m3fn."""
     return EXPONENTS[np.searchsorted(2.0**EXPONENTS, largest, "right") - 1] - 8
 
 
 def encode(fmt, x):
-    """Return (values, scales) of x [..., H] in a format. Inside this function, groups are [N, group
-    size]."""
+    """Return (values, scales) of x [..., H] in a format. `groups` is [N, group size]."""
     with np.errstate(invalid="ignore"):  # of signalling NaN
         groups = x.astype(np.float64).reshape(-1, fmt.group_size)
     is_finite = np.isfinite(groups).all(axis=1)
@@ -79,7 +74,6 @@ def encode_power_of_two(fmt, groups):
 
 
 def encode_nv(fmt, groups):
-    """Encode in NvFp4 with float32 operations."""
     with np.errstate(over="ignore"):
         inverse = np.float32(1) / np.float32(fmt.global_scale)
         y = groups.astype(np.float32) * inverse
@@ -93,8 +87,8 @@ def encode_nv(fmt, groups):
 
 
 def encode_squares(w, size=128):
-    """Return values [L, N, K] and scales of weights [L, K, N], quantized in squares. The last
-    squares may have fewer columns of the weights."""
+    """Return values [L, N, K] and scales of weights [L, K, N], quantized in 128x128 blocks. The
+    last blocks may have fewer columns of the weights."""
     x = np.swapaxes(np.asarray(w, np.float64), 1, 2)
     experts, n, k = x.shape
     padded = np.zeros((experts, -(-n // size) * size, k))
@@ -108,8 +102,7 @@ def encode_squares(w, size=128):
 
 
 def decode(fmt, values, scales, dtype):
-    """Multiply values [..., H'] by their scales in a format, and return the products in the
-    dtype."""
+    """Multiply values by their scales in a format, and return the products in the dtype."""
     global_scale = 1.0
     if isinstance(fmt, ma.NvFp4):
         nibbles = np.stack([values & 15, values >> 4], axis=-1)
@@ -121,18 +114,18 @@ def decode(fmt, values, scales, dtype):
     scales = np.repeat(scales.astype(np.float64), fmt.group_size, axis=-1)
     with np.errstate(over="ignore", invalid="ignore"):
         values = values.astype(np.float64)
-        exact = values * scales * global_scale  # 6 bits times 24 at most: exact
+        exact = values * scales * global_scale  # exact: at most 6 bits times 24 bits
         limit = float(ml_dtypes.finfo(dtype).max)
         out = np.clip(exact.astype(np.float32), -limit, limit).astype(cases.dtype(dtype))
     bad = ~(np.isfinite(values) & np.isfinite(scales))
     return np.where(bad, np.array(np.nan, out.dtype), out)
 
 
-# NvFp4 with a global scale for each token. The scales [*lead] belong to tokens [*lead, ..., H].
+# NvFp4 with a global scale for each token. Scales are [*lead], and tokens are [*lead, ..., H].
 
 
 def of_each_token(fn, scales, *arrays):
-    """Return `fn(fmt, is_valid, *tokens)` of all tokens, stacked."""
+    """Return the lead axes, and a list of `fn(fmt, is_valid, *arrays of a token)`."""
     lead, least = scales.shape, 2.0**-116
     results = []
     for index in np.ndindex(lead):
@@ -144,8 +137,8 @@ def of_each_token(fn, scales, *arrays):
 
 
 def encode_tokens(x, scales):
-    """Return (values, scales) of tokens, each with its own global scale. A token whose scale is
-    invalid has zero bytes as values and NaN as scales."""
+    """Return (values, scales) of tokens. A token whose global scale is invalid has zero bytes as
+    values and NaN as scales."""
 
     def of_token(fmt, is_valid, token):
         return encode(fmt, token if is_valid else np.full_like(token, np.nan))
@@ -159,7 +152,7 @@ def encode_tokens(x, scales):
 
 
 def decode_tokens(values, scales, global_scales, dtype):
-    """Return the numbers of tokens, each with its own global scale; NaN if it is invalid."""
+    """Return the decoded tokens. A token whose global scale is invalid becomes NaN."""
 
     def of_token(fmt, is_valid, values, scales):
         numbers = decode(fmt, values, scales, dtype)

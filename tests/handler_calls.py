@@ -1,6 +1,5 @@
-"""Run the package's handlers as custom calls on CPU, over the fake driver of
-``tests/emulation/host``. Tests see the errors of loading and initializing a program, and of
-checking its arrays. No kernel runs."""
+"""Run the package's FFI handlers as custom calls on CPU, over the fake driver of
+``tests/emulation/host``. No kernel runs, but handlers check their attributes and arrays."""
 
 import ctypes
 import os
@@ -16,7 +15,7 @@ from host_extension import HOST, ROOT, built
 NUM_DEVICES = 2
 MIB = 1 << 20
 STATE = "moe_a2a_exchange_on_cpu"
-# The state of this call needs only the attributes that all calls have.
+# A call whose state needs only the attributes that all calls have.
 DONE = "moe_a2a_dispatch_done"
 
 
@@ -33,8 +32,7 @@ def can_build():
 
 
 def build(folder):
-    """Link the host code of the extension over the fake driver with ``calls.cc``; return the path
-    of the library."""
+    """Link the host code of the extension, the fake driver and ``calls.cc``. Return the library."""
     library = folder / "libcalls.so"
     names_python = ("ext.cc.o", "nb_combined.cpp.o")
     objects = [path for path in built().glob("*.o") if not path.name.endswith(names_python)]
@@ -46,13 +44,11 @@ def build(folder):
 
 
 def command_of(scenario, library_path):
-    """Return the command that runs a function of a test file with the library."""
     return [sys.executable, scenario.__code__.co_filename, scenario.__name__, str(library_path)]
 
 
 def run(scenario, library_path):
-    """Run a function of a test file in a separate process, because devices stay registered in a
-    process."""
+    """Run a function of a test file in a separate process, because devices stay registered."""
     done = subprocess.run(
         command_of(scenario, library_path),
         env=os.environ | ON_CPU,
@@ -64,7 +60,6 @@ def run(scenario, library_path):
 
 
 def load(path):
-    """Load the library, with two devices."""
     library = ctypes.CDLL(str(path))
     library.set_room.argtypes = [ctypes.c_int, ctypes.c_int64]
     library.used_bytes.restype = ctypes.c_int64
@@ -80,9 +75,8 @@ def load(path):
 
 
 def register(library):
-    """Register the library's calls with XLA. First start JAX's backend. Otherwise it would register
-    the targets before the types of their states, and XLA refuses that order."""
-    jax.devices()
+    """Register the library's calls with XLA."""
+    jax.devices()  # JAX would otherwise register targets before their types, which XLA refuses
     registration = dict(
         type_id=jax.ffi.pycapsule(library.state_type_id()),
         type_info=jax.ffi.pycapsule(library.state_type_info()),
@@ -108,7 +102,7 @@ def _register(target, name, library, instantiate=None):
 
 
 def attributes(*, half_bytes=MIB, raise_failures=True, split=False):
-    """Return the attributes of all calls of an exchange between two devices."""
+    """Return the attributes that all calls have, for an exchange between two devices."""
     return dict(
         devices=np.arange(NUM_DEVICES, dtype=np.int64),
         num_ranks=np.int64(NUM_DEVICES),
@@ -123,10 +117,7 @@ def attributes(*, half_bytes=MIB, raise_failures=True, split=False):
 
 
 def call(name="report", **options):
-    """Make a call of an exchange between two devices.
-
-    The call returns float32 []: 1, or NaN after a failure.
-    """
+    """Make a call that returns 1, or NaN after a failure (float32 [])."""
     result = jax.ShapeDtypeStruct((), jnp.float32)
     target = jax.ffi.ffi_call(f"checked_{name}", result, has_side_effect=True)
     return target(**attributes(**options))

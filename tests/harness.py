@@ -1,4 +1,4 @@
-"""Run functions on every rank, and the cases of the catalogue through few compiled programs."""
+"""Run functions on every rank, run the cases of `cases`, and compare results with the oracle."""
 
 import collections
 import contextlib
@@ -23,13 +23,12 @@ from jax_moe_a2a._src.group import native
 
 AXIS = "ep"
 ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
-# How many ranks share one GPU (0: every rank has a separate device). If ranks share a GPU, they are
-# a vmap over the group's axis; without MOE_A2A_TEST_GPU=1 they use the portable path.
+# The number of ranks that share one device, as a vmap, or 0 if each rank has its own device.
 RANKS_ON_ONE_GPU = cases.RANKS_ON_ONE_GPU
 TIMES_SLOWER = max(1, RANKS_ON_ONE_GPU // 16)  # factor of time limits if many ranks share a GPU
 IMPLEMENTATION = os.environ.get("MOE_A2A_TEST_IMPLEMENTATION") or None
 if RANKS_ON_ONE_GPU and ON_GPU:
-    IMPLEMENTATION = "cuda"  # otherwise a vmap over the group's axis uses the portable path
+    IMPLEMENTATION = "cuda"  # the default is the portable path for a vmap over the group's axis
 NUM_DEVICES = len(jax.devices())
 PROCESSES = jax.process_count()
 
@@ -39,10 +38,9 @@ elif ON_GPU:
     RANK_COUNTS = tuple(n for n in (2, 4, 8) if n <= NUM_DEVICES) or (1,)
 else:
     RANK_COUNTS = tuple(n for n in (1, 2, 4, 8) if n <= NUM_DEVICES)
-# All processes have the same number of ranks.
+# Each process has the same number of ranks.
 RANK_COUNTS = tuple(n for n in RANK_COUNTS if n % PROCESSES == 0)
-# SEVERAL is for tests that run with only one number of ranks. FEW and MANY are the smallest and the
-# largest number.
+# SEVERAL is for tests with one number of ranks. FEW is at least 2 if possible. MANY is the largest.
 SEVERAL = max((n for n in RANK_COUNTS if n <= 4), default=RANK_COUNTS[0])
 FEW = min((n for n in RANK_COUNTS if n >= 2), default=1)
 MANY = RANK_COUNTS[-1]
@@ -52,8 +50,7 @@ OF_EXCHANGE = tuple(field.name for field in dataclasses.fields(ma.Exchange))
 
 
 def exchanging(*dictionaries, **options):
-    """Return keyword arguments, passed as dictionaries and by name, with all options of an exchange
-    in one `Exchange`. Later arguments replace earlier arguments."""
+    """Merge keyword arguments, and put all options of an exchange into one `Exchange`."""
     merged, own = {}, None
     for each in (*dictionaries, options):
         for name, value in each.items():
@@ -68,14 +65,13 @@ def exchanging(*dictionaries, **options):
 
 
 def worst_case(num_tokens, top_k, ranks, num_experts, **options):
-    """Return the capacity at which no rank drops rows, for the other options of an `Exchange`."""
+    """Return the capacity at which no rank drops rows. `options` are those of `Exchange`."""
     exchange = ma.Exchange(**options)
     return exchange.rows_per_rank(num_tokens, top_k, group_size=ranks, num_experts=num_experts)
 
 
 def devices(count):
-    """Return the first `count` devices. With several processes, return the same number of first
-    devices of each process."""
+    """Return `count` devices: the first devices of each process, equally many of each."""
     each, rest = divmod(count, PROCESSES)
     assert not rest, f"{PROCESSES} processes do not share {count} devices"
     of_process = [[d for d in jax.devices() if d.process_index == p] for p in range(PROCESSES)]
@@ -84,13 +80,13 @@ def devices(count):
 
 @functools.cache
 def mesh_of(ranks):
-    """Return a mesh of `ranks` devices with the one axis "ep"; None if they share one device."""
+    """Return a mesh of `ranks` devices with axis "ep", or None if they share one device."""
     return None if RANKS_ON_ONE_GPU else Mesh(np.array(devices(ranks)), (AXIS,))
 
 
 def mesh_over(axis_type=AxisType.Auto, **sizes):
-    """Return a mesh with these axes. All axes have one type, or each has its own. If there are too
-    few devices, skip the test."""
+    """Return a mesh with axes of these sizes. `axis_type` may be a tuple with a type for each axis.
+    If there are too few devices, skip the test."""
     count = math.prod(sizes.values())
     if count > NUM_DEVICES:
         pytest.skip(f"needs {count} devices")
@@ -100,7 +96,7 @@ def mesh_over(axis_type=AxisType.Auto, **sizes):
 
 
 def group_of(ranks, **options):
-    """Return the group of all ranks of `mesh_of`, to be used inside `over_ranks`."""
+    """Return the group over `mesh_of(ranks)`, for use inside `over_ranks`."""
     options = dict(implementation=IMPLEMENTATION) | options
     if RANKS_ON_ONE_GPU:
         return ma.Group(axis_name=AXIS, size=ranks, **options)
@@ -108,8 +104,7 @@ def group_of(ranks, **options):
 
 
 def poison(aval, sharding):
-    """Return an array that differs from every correct result: NaN, or 0xA5 in every byte of an
-    integer."""
+    """Return an array of values that no correct result has: NaN, or bytes 0xA5 of integers."""
     dtype = np.dtype(aval.dtype)
     byte = 1 if dtype == np.bool_ else 0xA5 if dtype.kind in "iu" else 0xFF
     raw = np.full((*aval.shape, dtype.itemsize), byte, np.uint8)
@@ -118,15 +113,15 @@ def poison(aval, sharding):
 
 
 def is_elsewhere(leaf):
-    """Return True if only other processes hold some shards of an array."""
+    """Return True if some shards of an array are only in other processes."""
     return isinstance(leaf, jax.Array) and not (
         leaf.is_fully_addressable or leaf.is_fully_replicated
     )
 
 
 def put(tree, sharding, **options):
-    """Put an array that all processes have on devices, like `jax.device_put`. Each process puts its
-    shards, bit for bit, and does not compare the array with the copies of the other processes."""
+    """Put arrays on devices like `jax.device_put`. All processes must have equal arrays. Unlike
+    `jax.device_put`, this function does not check that they are equal, and preserves all bits."""
 
     def put_parts(leaf):
         if is_elsewhere(leaf):
@@ -142,8 +137,7 @@ def put(tree, sharding, **options):
 
 
 def numpy_of(tree):
-    """Return the arrays of a pytree as numpy: whole arrays in every process. All processes call
-    this."""
+    """Return a pytree with whole numpy arrays. All processes must call this function."""
     leaves, structure = jax.tree.flatten(tree)
     elsewhere = [leaf for leaf in leaves if is_elsewhere(leaf)]
     whole = iter(gathered(elsewhere) if elsewhere else ())
@@ -154,7 +148,7 @@ def numpy_of(tree):
 
 def jit(fn, exchanges=None, split=0, **options):
     """Compile like `jax.jit`. With several processes, the results are whole numpy arrays.
-    `exchanges` and `split` state the exchanges of each run, as in `expect_exchanges`.
+    `exchanges` and `split` are the arguments of `expect_exchanges` for each run.
     """
     jitted = jax.jit(fn, **options)
     if RANKS_ON_ONE_GPU:
@@ -172,11 +166,10 @@ def jit(fn, exchanges=None, split=0, **options):
 
 
 def gathered(arrays):
-    """Return arrays of several processes as numpy, with one exchange of their bytes."""
+    """Return arrays of several processes as numpy arrays. One program sends all their bytes."""
 
     def parts(array, process):
-        """Return the shards of a process, (device, slices), in an order that is the same in all
-        processes."""
+        """Return the shards (device, slices) of a process, sorted by device."""
         indices = array.sharding.devices_indices_map(array.shape).items()
         own = [(device, index) for device, index in indices if device.process_index == process]
         return sorted(own, key=lambda part: part[0].id)
@@ -185,7 +178,7 @@ def gathered(arrays):
         return array.dtype.itemsize * int(np.prod(array.sharding.shard_shape(array.shape)))
 
     sizes = [sum(num_bytes(a) * len(parts(a, p)) for a in arrays) for p in range(PROCESSES)]
-    # There are only a few sizes, because each size is a separate program.
+    # Round the size up to a power of two, because each size compiles a program.
     sent = np.zeros(max(1 << 12, 1 << (max(sizes) - 1).bit_length()), np.uint8)
     own = []
     for array in arrays:
@@ -207,15 +200,14 @@ def gathered(arrays):
 
 @functools.cache
 def gathering():
-    """Return a mesh with one device of each process, and a program that sends the bytes of each
-    process to all processes."""
+    """Return a mesh with one device per process, and a program that gathers their shards."""
     first = [jax.local_devices(process)[0] for process in range(PROCESSES)]
     mesh = Mesh(np.array(first), ("process",))
     return mesh, jax.jit(lambda sent: sent, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def received_from_all(sent):
-    """Send bytes [sent.size], and return the bytes of all processes, [processes, sent.size]."""
+    """Send bytes [N] to all processes. Return the bytes of all processes, [processes, N]."""
     mesh, program = gathering()
     own = jax.device_put(sent[None], jax.local_devices()[0])
     sharding = NamedSharding(mesh, PartitionSpec("process"))
@@ -224,19 +216,19 @@ def received_from_all(sent):
         return np.asarray(program(jax.make_array_from_single_device_arrays(shape, sharding, [own])))
 
 
-def of_all_processes(value, most=1 << 16):
-    """Return the values of all processes, of any type, as a list in every process."""
+def of_all_processes(value):
+    """Return a list of the values that the processes have passed, each of at most 64 KiB."""
     if PROCESSES == 1:
         return [value]
-    sent = np.zeros(most, np.uint8)
+    sent = np.zeros(1 << 16, np.uint8)
     pickled = pickle.dumps(value)
     sent[: len(pickled)] = np.frombuffer(pickled, np.uint8)
     return [pickle.loads(received.tobytes()) for received in received_from_all(sent)]
 
 
-# On CPUs, tests that compile much and run little take half the time without optimizations.
+# On CPUs, tests that mostly compile take half the time without optimizations.
 QUICKLY = None if ON_GPU else {"xla_backend_optimization_level": 0}
-# Other tests are about what XLA makes of users' programs.
+# Some tests check how XLA optimizes users' programs.
 THOROUGHLY = None if ON_GPU else {"xla_backend_optimization_level": 3}
 quickly = functools.partial(jax.jit, compiler_options=QUICKLY)
 
@@ -248,13 +240,13 @@ OF_SEVERAL_AXES = [
 
 
 def over_ranks(fn, mesh=None, in_axes=0, out_axes=0, check_vma=True):
-    """Return `fn` of one rank's arrays as a function of all ranks' arrays, not compiled.
+    """Map `fn` over the ranks, which are the devices of the mesh, or a vmap on one device.
 
-    Ranks are the devices of the mesh, or a vmap on one device. `in_axes` and `out_axes` name the
-    rank axis of each argument and of all results; None for arrays that are the same on all ranks.
+    `in_axes` are the rank axes of the arguments, and `out_axes` is that of all results. None means
+    that arrays are equal on all ranks.
     """
     if RANKS_ON_ONE_GPU and mesh is not None:
-        assert in_axes == out_axes == 0, "several axes are all at the front"
+        assert in_axes == out_axes == 0, "all axes are at the front"
         return over_axes(fn, mesh)
     if RANKS_ON_ONE_GPU:
         return jax.vmap(fn, in_axes=in_axes, out_axes=out_axes, axis_name=AXIS)
@@ -282,8 +274,7 @@ def over_ranks(fn, mesh=None, in_axes=0, out_axes=0, check_vma=True):
 
 
 def over_axes(fn, mesh):
-    """Return `fn` of one rank's arrays as a function of all ranks' arrays on one device: a vmap
-    over each axis of an abstract mesh, the last one innermost."""
+    """Map `fn` over the ranks on one device, by a vmap over each axis of an abstract mesh."""
     for axis in reversed(mesh.axis_names):
         fn = jax.vmap(fn, axis_name=axis)
     sizes = mesh.axis_sizes
@@ -298,18 +289,17 @@ def over_axes(fn, mesh):
 
 
 def placement(mesh):
-    """Return the sharding of arrays with a leading rank axis."""
     if RANKS_ON_ONE_GPU:
         return SingleDeviceSharding(jax.devices()[0])
     return NamedSharding(mesh, PartitionSpec(mesh.axis_names))
 
 
 def on_each_rank(fn, mesh=None, check_vma=True, compiler_options=None, exchanges=None, split=0):
-    """Compile `fn` of one rank's arrays as a function of all ranks' arrays; numpy in, numpy out.
+    """Compile `fn`, mapped over the ranks, as a function of numpy arrays.
 
-    Arguments and results are pytrees whose leaves carry a leading rank axis. Results are written
-    into donated buffers that are full of poison, so that a test sees everything that a kernel does
-    not write. `exchanges` and `split` state the exchanges of each run, as in `expect_exchanges`.
+    Arguments and results are pytrees whose leaves have a leading rank axis. Results are written
+    into donated buffers full of `poison`, so that a test detects elements that a kernel does not
+    write. `exchanges` and `split` are the arguments of `expect_exchanges` for each run.
     """
     sharding = placement(mesh)
     mapped = jax.jit(over_ranks(fn, mesh, check_vma=check_vma))
@@ -339,27 +329,16 @@ def on_each_rank(fn, mesh=None, check_vma=True, compiler_options=None, exchanges
 # of the programs that it runs, with `expect_exchanges`, or with the marker `exchanges`.
 
 
-class Ledger:
-    """The statements of the running test."""
-
-    def __init__(self):
-        self.begin_test()
-
-    def begin_test(self):
-        self.stated = Count()
-        self.num_statements = 0
-
-
-ledger = Ledger()
+# The exchanges that the running test has stated, and the number of its statements.
+ledger = types.SimpleNamespace(stated=Count(), num_statements=0)
 
 
 def exchanged():
-    """Return the exchanges of each rank so far."""
     return shown_by_counters(group_of(RANKS_ON_ONE_GPU))
 
 
 def splits_fit():
-    """Return False if so many ranks share a GPU that their split exchanges have no room."""
+    """Return False if too many ranks share a GPU for split exchanges."""
     if not (RANKS_ON_ONE_GPU and ON_GPU):
         return True
     num_sms = jax.devices()[0].core_count
@@ -368,9 +347,9 @@ def splits_fit():
 
 @contextlib.contextmanager
 def expect_exchanges(whole, split=0):
-    """Fail unless the block makes this number of whole and split exchanges on each rank.
+    """Fail unless the block makes these numbers of whole and split exchanges on each rank.
 
-    Nothing is checked without a GPU, or if each rank has a separate device.
+    This function checks nothing unless all ranks share one GPU.
     """
     if not (RANKS_ON_ONE_GPU and ON_GPU):
         yield
@@ -384,14 +363,14 @@ def expect_exchanges(whole, split=0):
 
 
 def stated(exchanges, split):
-    """Return `expect_exchanges`, or a context that checks nothing if the numbers are not stated."""
+    """Return `expect_exchanges`, or a context that checks nothing if `exchanges` is None."""
     return contextlib.nullcontext() if exchanges is None else expect_exchanges(exchanges, split)
 
 
 @contextlib.contextmanager
 def every_exchange_is_stated():
-    """Fail if a test makes exchanges that no statement covers, or states nothing."""
-    ledger.begin_test()
+    """Fail unless the test states all its exchanges. A test without exchanges must state 0."""
+    ledger.stated, ledger.num_statements = Count(), 0
     run_case.cache_clear()  # cached results of other tests make no exchanges
     before = exchanged()
     yield
@@ -401,13 +380,13 @@ def every_exchange_is_stated():
 
 
 def is_traced(*args):
-    """Return True if a call with these arguments is part of a larger program."""
+    """Return True if a call with these arguments is traced."""
     tracers = (isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args))
     return compat.traced_function() is not None or any(tracers)
 
 
 def counted(jitted, exchanges, split):
-    """Return a jitted function that waits for each run, counts its exchanges, and then returns."""
+    """Return a jitted function that waits for each run and checks its number of exchanges."""
 
     @functools.wraps(jitted)
     def run(*args, **kwargs):
@@ -420,7 +399,7 @@ def counted(jitted, exchanges, split):
 
 
 def eagerly(fn, exchanges=None, split=0):
-    """Return `fn` as a program that runs operation by operation and states its exchanges."""
+    """Return `fn`, not compiled, with a check of its number of exchanges."""
 
     def run(*args):
         with stated(exchanges, split):
@@ -429,26 +408,19 @@ def eagerly(fn, exchanges=None, split=0):
     return run
 
 
-def emulated(fn):
-    """Return `fn` of one rank's arrays as a function of all ranks' arrays, by vmap over the group's
-    axis on one device."""
-    compiled = jax.jit(jax.vmap(fn, axis_name=AXIS))
-    return lambda *args: jax.tree.map(np.asarray, compiled(*args))
-
-
 def emulated_group(ranks):
     """Return a group without devices, whose ranks are a vmap on the portable path."""
-    implementation = "portable" if RANKS_ON_ONE_GPU else None  # None would mean the kernels there
+    implementation = "portable" if RANKS_ON_ONE_GPU else None
     return ma.Group(axis_name=AXIS, size=ranks, implementation=implementation)
 
 
 def vmapped_group(ranks):
-    """Return `emulated_group`, or the group that runs the kernels where all ranks share one GPU."""
+    """Return `emulated_group`, or, if all ranks share one GPU, the group that runs the kernels."""
     return group_of(RANKS_ON_ONE_GPU) if RANKS_ON_ONE_GPU else emulated_group(ranks)
 
 
 def exchange_fn(layout, group):
-    """Return a function of one rank's arrays that dispatches and combines, also with weights."""
+    """Return a function of one rank's arrays: a dispatch, and combines with and without weights."""
 
     def exchange(ids, x, topk_weights, y):
         recv = ma.dispatch(x, ids, topk_weights, **layout.route_args(group))
@@ -469,8 +441,8 @@ def exchange_program(layout, ranks):
 
 
 def exchange_inputs(case, ranks, seed=0):
-    """Return (arguments of `exchange_fn` for all ranks, the expected routing). Places that a
-    program must not read are NaN."""
+    """Return the arguments of `exchange_fn` for all ranks, and the expected routing. Elements that
+    the program must not read are NaN."""
     layout = case.layout
     rng = np.random.default_rng([seed, ranks, layout.tokens])
     ids = case.ids(ranks, seed)
@@ -497,7 +469,7 @@ def run_case(case, ranks, seed=0):
 
 
 def assert_same_bytes(actual, expected, what=""):
-    """Assert equal shape, dtype and bits. A NaN equals a NaN of equal bits; 0 differs from -0."""
+    """Assert equal shapes, dtypes and bits. NaNs of equal bits are equal; 0 differs from -0."""
     actual, expected = numpy_of((actual, expected))
     assert actual.dtype == expected.dtype, what
     assert actual.shape == expected.shape, what
@@ -505,8 +477,7 @@ def assert_same_bytes(actual, expected, what=""):
 
 
 def assert_recv_is(recv, x, topk_weights, expected):
-    """Compare every field of a Recv [R, ...] except its routing with the oracle; `x` is a dict of
-    leaves."""
+    """Compare a Recv [R, ...] of the leaves `x` (a dict), except its routing, with the oracle."""
     for name, leaf in x.items():
         assert_same_bytes(recv.rows[name], oracle.dispatch(leaf, expected), name)
     if topk_weights is None:
@@ -520,7 +491,7 @@ def assert_recv_is(recv, x, topk_weights, expected):
 
 
 def assert_rows_are_described(recv, expected, experts):
-    """Compare the fields of a Recv [R, ...] that describe its rows; experts are [R, L]."""
+    """Compare the fields of a Recv [R, ...] that describe its rows. `experts` are [R, L]."""
     for name, value in {
         "group_sizes": expected.group_sizes,
         "row_offsets": expected.row_offsets,
@@ -530,14 +501,12 @@ def assert_rows_are_described(recv, expected, experts):
         "num_invalid": expected.num_invalid,
     }.items():
         assert_same_bytes(getattr(recv, name), value, name)
-    assert_same_bytes(recv.src_info.rank, expected.row_rank, "src_info.rank")
-    assert_same_bytes(recv.src_info.token, expected.row_token, "src_info.token")
-    assert_same_bytes(recv.src_info.k, expected.row_k, "src_info.k")
+    for name in ("rank", "token", "k"):
+        assert_same_bytes(getattr(recv.src_info, name), getattr(expected, f"row_{name}"), name)
 
 
 def assert_sums_agree(actual, expected, slack, what=""):
-    """Assert that sums agree within the slack of `oracle.combine`, which is 0 for unweighted
-    sums."""
+    """Assert that sums differ at most by the slack (see `oracle.combine`)."""
     actual = numpy_of(actual)
     assert actual.dtype == expected.dtype, what
     assert actual.shape == expected.shape, what
@@ -553,13 +522,12 @@ def assert_sums_agree(actual, expected, slack, what=""):
 
 
 def assert_routing_is(actual, expected):
-    """Assert that every field of a package Routing [R, ...] equals the oracle's, as int32."""
     for field in oracle.FIELDS:
         assert_same_bytes(getattr(actual, field), getattr(expected, field), field)
 
 
 def equations(jaxpr):
-    """Return all equations of a jaxpr, nested ones included, in program order."""
+    """Yield the equations of a jaxpr and of its nested jaxprs, in program order."""
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield eqn
         for nested in nested_jaxprs(eqn):
@@ -567,7 +535,6 @@ def equations(jaxpr):
 
 
 def nested_jaxprs(eqn):
-    """Return the jaxprs among the parameters of an equation."""
     for param in jax.tree.leaves(
         list(eqn.params.values()),
         is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr"),
@@ -577,7 +544,7 @@ def nested_jaxprs(eqn):
 
 
 def count_primitives(jaxpr, prefix="moe_a2a_"):
-    """Count the primitives with that prefix in a jaxpr by name, nested jaxprs included."""
+    """Count the primitives with this prefix, by name, in a jaxpr and its nested jaxprs."""
     names = (eqn.primitive.name for eqn in equations(jaxpr))
     return dict(
         collections.Counter(name.removeprefix(prefix) for name in names if name.startswith(prefix))

@@ -1,9 +1,9 @@
-"""Provide the extension if the package was built without it, so that tests lower programs for CUDA
-on every machine with a C++ compiler.
+"""Build the extension without kernels, so that tests can lower programs for CUDA on every machine
+with a C++ compiler.
 
-The extension is the host code of `cuda`, compiled over the fake driver of `tests/emulation/host`.
-This extension decides which calls the kernels support, and describes the calls, but has no
-kernels."""
+The extension is the host code of `cuda`, over the fake driver of `tests/emulation/host`. It decides
+which calls the kernels support, and describes the calls.
+"""
 
 import fcntl
 import hashlib
@@ -26,8 +26,8 @@ FAKES = ("fake_driver.cc", "fake_gemm.cc")
 
 
 def provide():
-    """Build the extension if it is missing and g++ exists. Add it to the path of this process and
-    of processes that it starts. Call this before the package is imported."""
+    """If the package has no extension and g++ exists, build the extension and add it to the path of
+    this process and its children. Call this before the package is imported."""
     folders = [str(pathlib.Path(entry, PACKAGE)) for entry in (str(ROOT), *sys.path)]
     finders = [finder for finder in sys.meta_path if hasattr(finder, "find_spec")]
     is_there = any(finder.find_spec(f"{PACKAGE}._native", folders) for finder in finders)
@@ -40,8 +40,7 @@ def provide():
 
 
 def pretend():
-    """Use the extension over the fake driver in this process, even if another extension exists.
-    Call this before the package is imported."""
+    """Import the extension over the fake driver. Call this before the package is imported."""
     name = f"{PACKAGE}._native"
     (library,) = pathlib.Path(built(), PACKAGE).glob("_native*")
     spec = importlib.util.spec_from_file_location(name, library)
@@ -50,7 +49,7 @@ def pretend():
 
 
 def built():
-    """Return the folder of a package with the extension. Compile it if its sources have changed."""
+    """Build the extension if its sources have changed. Return a folder for `sys.path`."""
     import nanobind
 
     sources = [CUDA / "ext.cc", CUDA / "gemm/limits.cc", *(HOST / name for name in FAKES)]
@@ -74,14 +73,13 @@ def built():
 
     def compiled(source):
         object_file = folder / f"{source.parent.name}-{source.name}.o"
-        # Only one file contains the digest of all sources, so a compiler cache can reuse the
-        # objects of all other files.
+        # Only one file has the digest of all sources, so a compiler cache can reuse other objects.
         own = [all_sources] if source.name == "ext.cc" else []
         subprocess.run(["g++", *flags, *own, "-c", source, "-o", object_file], check=True)
         return object_file
 
     with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # only one process of a run builds
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one process at a time
         if not library.exists():
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 objects = list(pool.map(compiled, sources))
@@ -93,7 +91,7 @@ def built():
 
 
 def digest_of_cuda():
-    """Return the digest that CMakeLists.txt and the package compute."""
+    """Return the digest of `cuda`, as CMakeLists.txt and the package compute it."""
     files = (file for file in CUDA.rglob("*") if file.suffix in (".cc", ".cu", ".cuh", ".h"))
     named = sorted((file.relative_to(CUDA).as_posix(), file) for file in files)
     lines = (f"{hashlib.sha256(file.read_bytes()).hexdigest()} {name}\n" for name, file in named)

@@ -1,6 +1,7 @@
-"""Make hosts for tests: network namespaces of this machine, each with its own address, on a bridge.
+"""Make hosts for tests: network namespaces that a bridge connects, each with its own address.
+
 As on different hosts, programs in two namespaces share no loopback, port or abstract socket.
-Namespaces need root and `ip` of iproute2. If root or `ip` is missing, an error says so.
+Namespaces need root and `ip` of iproute2.
 """
 
 import contextlib
@@ -23,14 +24,13 @@ COORDINATOR = f"{address_of(0)}:9876"  # any port is free in a new namespace
 
 
 def inside(name, *command):
-    """Return the command that runs a command on a host."""
+    """Return a command that runs `command` on a host."""
     return ["ip", "netns", "exec", name, *command]
 
 
 @contextlib.contextmanager
 def namespaces(count):
-    """Yield the names of `count` hosts. At the end, remove the hosts and everything that runs on
-    them."""
+    """Yield the names of `count` new hosts. At the end, kill their processes and remove them."""
     if os.geteuid() or not shutil.which("ip"):
         raise RuntimeError("hosts of their own need root, and `ip`, which iproute2 has")
     names = [f"moe-a2a-{os.getpid()}-{host}" for host in range(count)]
@@ -41,7 +41,7 @@ def namespaces(count):
             _ip("-n", name, "link", "set", "lo", "up")
             folder = HOSTS_FILES / name
             folder.mkdir(parents=True)
-            # JAX's collectives on CPU look up the address of the host's name.
+            # gloo looks up the address of the host's name.
             own = f"{address_of(host)} {socket.gethostname()}"
             (folder / "hosts").write_text(f"127.0.0.1 localhost\n{own}\n")
         _ip("-n", first, "link", "add", "bridge", "type", "bridge")

@@ -1,9 +1,8 @@
-"""Define the meaning of the exchange, as plain numpy loops over all ranks at once.
+"""Compute the expected results of exchanges and layers in numpy, with plain loops.
 
-Every array carries a leading rank axis of length R. T is the number of tokens of a rank, K the
-number of choices of a token (top_k), L the number of local experts, C the capacity. This file
-shares no code with the package and is simple: each function loops over ranks, tokens and choices in
-the order of the definition.
+Every array has a leading rank axis of length R. T is the number of tokens of a rank, K the number
+of choices of a token (top_k), L the number of local experts, C the capacity. This file shares no
+code with the package. Its loops over ranks, tokens and choices have the order of the definition.
 """
 
 import dataclasses
@@ -13,14 +12,14 @@ import typing
 import ml_dtypes
 import numpy as np
 
-DROPPED = -2  # the choice arrived, but there was no room for its row
+DROPPED = -2  # in place of the row of a choice that is dropped
 ABSENT = -1
-TAIL = -2  # the slot of a row after the last group
+TAIL = -2  # in place of the slot of a row after the last group
 
 
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """A routing: the fields that the package documents, as int32, with the rank axis first."""
+    """The int32 fields of the package's Routing, with the rank axis first."""
 
     token_slot: np.ndarray  # [R, T, R]
     slot_token: np.ndarray  # [R, R, T]
@@ -34,9 +33,8 @@ class Routing:
     num_rows: np.ndarray  # [R]
     num_dropped: np.ndarray  # [R]
     num_invalid: np.ndarray  # [R]
-    # Not part of the package's Routing: the row of each choice at its destination, ABSENT or
-    # DROPPED; [R, T, K].
-    choice_row: np.ndarray
+    # The row of each choice at its destination, ABSENT or DROPPED. The package has no such field.
+    choice_row: np.ndarray  # [R, T, K]
 
     @property
     def capacity(self) -> int:
@@ -50,32 +48,26 @@ class Routing:
 
     @property
     def row_offsets(self) -> np.ndarray:
-        """Return the first row of each local expert and the end of the last, [R, L + 1]."""
-        ranks, local_experts = self.group_sizes.shape
-        offsets = np.zeros((ranks, local_experts + 1), np.int32)
-        for rank in range(ranks):
-            for expert in range(local_experts):
-                offsets[rank, expert + 1] = offsets[rank, expert] + self.group_sizes[rank, expert]
-        return offsets
+        """Return the first row of each local expert, and the end of the last, [R, L + 1]."""
+        first = np.zeros((len(self.group_sizes), 1), np.int32)
+        return np.cumsum(np.hstack([first, self.group_sizes]), axis=1, dtype=np.int32)
 
 
 FIELDS = tuple(f.name for f in dataclasses.fields(Routing) if f.name != "choice_row")
 
 
 def default_capacity(ranks, tokens, top_k, local_experts, alignment):
-    """Return a capacity for any routing. It has room for every choice on one rank, and for the
-    padding that these rows can need."""
+    """Return a capacity that is enough for any routing: a row for every choice, and padding."""
     rows = ranks * tokens * top_k
     rows += min(local_experts, rows) * (alignment - 1)
     return -(-rows // alignment) * alignment
 
 
 def kept_choices(ids, first_expert, local_experts, capacity, alignment):
-    """Return the choices (source, token, k) for experts of a rank that have room, as a set. Ids are
-    lists.
+    """Return the set of choices (source, token, k) of a rank's experts that are not dropped.
 
-    Choices ask for room by choice index, then token, then source. An expert gets room for
-    `alignment` rows at a time. The set ends before the first choice that gets no room.
+    Choices get rows in the order of k, then token, then source. An expert gets `alignment` rows at
+    a time. The first choice that gets no row is dropped, and so are all later choices.
     """
     ranks, tokens, top_k = len(ids), len(ids[0]), len(ids[0][0]) if ids[0] else 0
     rows, room, kept = [0] * local_experts, capacity, set()
@@ -95,10 +87,9 @@ def kept_choices(ids, first_expert, local_experts, capacity, alignment):
 
 
 def route(ids, num_experts, capacity, alignment=1):
-    """Compute the routing of ids [R, T, K]. Expert e is on rank e // L; ids outside the range of
-    experts are not choices."""
+    """Compute the routing of ids [R, T, K]. Expert e is on rank e // L."""
     ranks, tokens, top_k = ids.shape
-    ids = ids.tolist()  # Python integers: no wrap-around, whatever the dtype
+    ids = ids.tolist()  # Python integers do not overflow
     local_experts = num_experts // ranks
     assert local_experts * ranks == num_experts
 
@@ -178,7 +169,7 @@ def route(ids, num_experts, capacity, alignment=1):
 
 
 def choices(routing):
-    """Yield every choice that has a row, in order: (source, token, k, destination, row)."""
+    """Yield (source, token, k, destination, row) of every choice that has a row."""
     for source, token, k in np.ndindex(routing.choice_row.shape):
         row = routing.choice_row[source, token, k]
         if row >= 0:
@@ -186,7 +177,7 @@ def choices(routing):
 
 
 def dispatch(x, routing):
-    """Move the bytes of tokens x [R, T, ...] to rows [R, C, ...]. Rows without a token are zero."""
+    """Copy tokens x [R, T, ...] to rows [R, C, ...]. Rows without a token are zero."""
     rows = np.zeros((x.shape[0], routing.capacity, *x.shape[2:]), x.dtype)
     for source, token, _, destination, row in choices(routing):
         rows[destination, row] = x[source, token]
@@ -194,7 +185,7 @@ def dispatch(x, routing):
 
 
 def dispatch_choices(values, routing):
-    """Move a value of each choice [R, T, K] to the choice's row [R, C], like router weights."""
+    """Copy a value of each choice [R, T, K], such as its weight, to the choice's row [R, C]."""
     rows = np.zeros((values.shape[0], routing.capacity), values.dtype)
     for source, token, k, destination, row in choices(routing):
         rows[destination, row] = values[source, token, k]
@@ -202,8 +193,7 @@ def dispatch_choices(values, routing):
 
 
 def combine_choices(rows, routing):
-    """Move a value of each row [R, C] to its choice [R, T, K]: the transpose of
-    `dispatch_choices`."""
+    """Copy a value of each row [R, C] to its choice [R, T, K] (transpose of `dispatch_choices`)."""
     values = np.zeros(routing.choice_row.shape, rows.dtype)
     for source, token, k, destination, row in choices(routing):
         values[source, token, k] = rows[destination, row]
@@ -216,32 +206,28 @@ def accumulation_dtype(dtype):
 
 
 def epsilon(dtype):
-    """Return the distance of 1 to the next larger number, which is twice the largest relative error
-    of one rounding."""
+    """Return the machine epsilon, which is twice the largest relative error of one rounding."""
     return float(ml_dtypes.finfo(dtype).eps)
 
 
 def combine(y, routing, weights=None, wire_dtype=None, add=None):
     """Return the sums [R, T, ...] of each token's rows y [R, C, ...] times weights [R, C], and the
-    slack of the sums.
+    slack, by which another correct result may differ.
 
-    For each rank, the partial sum is over k in order, in the accumulation dtype, and is rounded to
-    the wire dtype (or by a function). The result is the sum of these partial sums in the order of
-    ranks, then of `add` [R, T, ...], rounded to y's dtype. Another correct result may differ by the
-    slack [R, T, ...]. Without weights, the slack is zero, because the definition fixes every
-    rounding. With weights, a fused multiply-add may change the rounding of a partial sum to the
-    wire dtype, and of the total to the dtype of the result, by one step each. The slack does not
-    include the rounding of a function, so with weights use a function only if no product is
-    rounded.
+    Each rank computes a partial sum over k in order, in the accumulation dtype, and rounds it to
+    the wire dtype (or by the function `wire_dtype`). The result is the sum of the partial sums in
+    the order of ranks, plus `add` [R, T, ...], rounded to y's dtype.
+
+    Without weights, the slack is zero, because the definition fixes every rounding. With weights, a
+    fused multiply-add may change the roundings of partial sums and of the result by one step each.
+    If `wire_dtype` is a function, the slack leaves out its rounding, so all products must be exact.
     """
     return combine_pairs([(y, weights)], routing, wire_dtype, add)
 
 
 def combine_pairs(pairs, routing, wire_dtype=None, add=None):
-    """Combine the sum of several rows y_i [R, C, ...] times weights_i [R, C] (or None).
-
-    A choice adds its products in the order of the pairs.
-    """
+    """Combine like `combine`, but each choice adds the products of several pairs (rows [R, C, ...],
+    weights [R, C] or None), in their order."""
     with np.errstate(over="ignore", invalid="ignore"):
         return _combine(pairs, routing, wire_dtype or pairs[0][0].dtype, add)
 
@@ -288,9 +274,8 @@ def _combine(pairs, routing, wire_dtype, add):
 
 
 def combine_of_hosts(pairs, routing, hosts, wire_dtype=None, add=None):
-    """Combine like `combine_pairs`, but over two levels. Before a host's sum crosses, it is rounded
-    to y's dtype and then to the wire dtype, which has at most as many bits.
-    """
+    """Combine like `combine_pairs`, but over two levels. The sum of a host is rounded to y's dtype,
+    and then to the wire dtype, which has at most as many bits."""
     dtype, of_host = pairs[0][0].dtype, len(pairs[0][0]) // hosts
     is_weighted = any(weights is not None for _, weights in pairs)
     on_the_wire = wire_dtype
@@ -318,8 +303,7 @@ def combine_of_hosts(pairs, routing, hosts, wire_dtype=None, add=None):
 
 
 def combine_transpose(g, y, routing, weights):
-    """Return cotangents (dy, dw) of a weighted combine, from the cotangent of its result, g [R, T,
-    ...]."""
+    """Return the cotangents (dy, dw) of a weighted combine from g, that of its result."""
     acc = accumulation_dtype(y.dtype)
     gathered = dispatch(g, routing).astype(acc)
     dy, dw = np.zeros(y.shape, y.dtype), np.zeros(y.shape[:2], acc)
@@ -329,12 +313,11 @@ def combine_transpose(g, y, routing, weights):
     return dy, dw
 
 
-# Replicated tokens are ordinary routings of changed ids.
+# With replicated tokens, each rank has an ordinary routing of one rank, with changed ids.
 
 
 def mode_ids(ids, local_experts, replicated):
-    """Return for each rank the ids [R', T, K] of an ordinary routing, and the number of its
-    experts."""
+    """Return a list of the ids of ordinary routings, and the number of experts of each."""
     ranks = len(ids)
     if not replicated:
         return [ids], ranks * local_experts
@@ -347,20 +330,17 @@ def mode_ids(ids, local_experts, replicated):
 
 
 def mode_capacity(ranks, tokens, top_k, local_experts, alignment, replicated):
-    """Return a number of rows that holds any routing of a mode."""
     return default_capacity(1 if replicated else ranks, tokens, top_k, local_experts, alignment)
 
 
 def route_mode(ids, local_experts, capacity, alignment, replicated):
-    """Return the routings of ids [R, T, K]: one routing of all ranks, or one for each rank if
-    tokens are replicated."""
+    """Return the routing of ids [R, T, K], or a routing of each rank if replicated, as a list."""
     new_ids, experts = mode_ids(ids, local_experts, replicated)
     return [route(each, experts, capacity, alignment) for each in new_ids]
 
 
 def capacity_of_factor(factor, ranks, tokens, top_k, local_experts, alignment, replicated):
-    """Return the capacity for `factor` (a decimal number): `factor` times the rows of a rank under
-    balanced load, plus the padding of experts."""
+    """Return `factor` times the rows of a rank under balanced load, plus the padding."""
     factor = decimal.Decimal(str(factor))
     in_all = (1 if replicated else ranks) * tokens * top_k
     rows = 0
@@ -371,7 +351,7 @@ def capacity_of_factor(factor, ranks, tokens, top_k, local_experts, alignment, r
 
 
 def row_experts(routing):
-    """Return the local expert of each row, ABSENT for a row without a token, [R, C]."""
+    """Return the local expert of each row [R, C], or ABSENT for a row without a token."""
     found = np.full(routing.row_token.shape, ABSENT, np.int32)
     for rank, row in np.argwhere(routing.row_token >= 0):
         ends = routing.row_offsets[rank, 1:]
@@ -380,7 +360,7 @@ def row_experts(routing):
 
 
 def expert_load(routings):
-    """Return (rows of each expert, rows of each rank, dropped rows of each rank) of all domains
+    """Return (rows of each expert, rows of each rank, dropped rows of each rank) of the routings
     that `route_mode` returns."""
     per_expert = []
     for routing in routings:
@@ -393,14 +373,14 @@ def expert_load(routings):
     return np.array(per_expert, np.int32), *counts
 
 
-# Products and whole layers of experts, in float64. All functions are analytic. A complex step
-# therefore gives directional derivatives as accurate as the values, without subtracting values.
+# Products and layers of experts in float64. All functions are analytic, so a complex step computes
+# derivatives that are as accurate as the values.
 
 STEP = 1e-100
 
 
 def derivative(fn, arrays, directions):
-    """Return the derivatives of the dict fn(arrays) in a direction; dicts of float64 arrays."""
+    """Return the directional derivatives of fn, which maps a dict of arrays to a dict of arrays."""
     moved = {name: array + STEP * 1j * directions[name] for name, array in arrays.items()}
     return {name: array.imag / STEP for name, array in fn(moved).items()}
 
@@ -410,8 +390,7 @@ def type_of(arrays):
 
 
 def spans(sizes, num_rows):
-    """Return (first row, end) of each group. A negative size is treated as 0, and the sizes may
-    exceed the number of rows."""
+    """Return (first row, end) of each group. A negative size counts as 0."""
     end, found = 0, []
     for size in sizes:
         start, end = end, min(end + max(int(size), 0), num_rows)
@@ -420,7 +399,7 @@ def spans(sizes, num_rows):
 
 
 def grouped_dot(rows, w, sizes):
-    """Multiply rows [C, K] of each group by its w [L, K, N]; zeros after the last group."""
+    """Multiply rows [C, K] of each group by its w [L, K, N]. Rows after the last group are zero."""
     out = np.zeros((rows.shape[0], w.shape[2]), type_of((rows, w)))
     for (start, end), matrix in zip(spans(sizes, len(rows)), w, strict=True):
         out[start:end] = rows[start:end] @ matrix
@@ -428,10 +407,11 @@ def grouped_dot(rows, w, sizes):
 
 
 def grouped_dot_fp8(rows, w, sizes, block=128):
-    """Multiply rows (values [C, K], scales [C, K / block]) of each group by its weights (values
-    [L, N, K], scales [L, N / block, K / block]), as docs/fp8.md defines it.
+    """Multiply FP8 rows of each group by FP8 weights, as docs/fp8.md defines it.
 
-    Return the float32 sums [C, N], and the sums of magnitudes, which scale the errors.
+    Rows are (values [C, K], scales [C, K / block]). Weights are (values [L, N, K], scales
+    [L, N / block, K / block]). Return the float32 sums [C, N], and the sums of magnitudes, to which
+    errors are relative.
     """
     (values, scales), (w_values, w_scales) = rows, w
     wide = lambda x: x.astype(np.float64)
@@ -449,7 +429,7 @@ def grouped_dot_fp8(rows, w, sizes, block=128):
 
 
 def grouped_outer(x, y, sizes):
-    """Sum x^T y over the rows of each group, which is the gradient of `w` in `grouped_dot`."""
+    """Sum x^T y over the rows of each group. This is the gradient of `w` in `grouped_dot`."""
     out = np.zeros((len(sizes), x.shape[1], y.shape[1]), type_of((x, y)))
     for group, (start, end) in enumerate(spans(sizes, len(x))):
         out[group] = x[start:end].T @ y[start:end]
@@ -457,13 +437,11 @@ def grouped_outer(x, y, sizes):
 
 
 def products(arrays, sizes, between):
-    """Return the last product of a chain: rows [C, K] times each w [D, L, K, N], with an
-    `Activation` between two products."""
+    """Multiply rows [C, K] by each w [D, L, K, N] in turn, with an activation in between."""
     return _products(arrays, sizes, between)[-1]
 
 
 def _products(arrays, sizes, between):
-    """Return all products."""
     rows, found = arrays["rows"], []
     for w in arrays["w"]:
         found.append(grouped_dot(rows, w, sizes))
@@ -472,7 +450,7 @@ def _products(arrays, sizes, between):
 
 
 def products_transpose(arrays, sizes, between, g):
-    """Return the cotangents of `arrays` from the cotangent of `products`."""
+    """Return the cotangents of `arrays` in `products`, from g, that of the result."""
     found = _products(arrays, sizes, between)
     of_w = [None] * len(found)
     for i in reversed(range(len(found))):
@@ -486,7 +464,7 @@ def products_transpose(arrays, sizes, between, g):
 
 @dataclasses.dataclass(frozen=True)
 class Activation:
-    """A function of rows h [N, I'] and of an array p [N, ...] that each row reads (or None)."""
+    """A function of rows h [N, I'] and of an array p [N, ...] or None."""
 
     value: typing.Callable  # (h, p) -> [N, I]
     transpose: typing.Callable  # (cotangent [N, I], h, p) -> cotangents of h, and of p or None
@@ -497,7 +475,7 @@ def elementwise(fn, slope):
 
 
 def gated(fn, slope):
-    """Return the gated form: the first half of the columns is the gate."""
+    """Return fn(gate) * up. The first half of the columns is the gate."""
 
     def transpose(g, h, p):
         gate, up = np.split(h, 2, axis=1)
@@ -523,13 +501,13 @@ def steep(fn, slope):
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """All rows with a token that a layer computes, as arrays [N]."""
+    """The rows with a token, as arrays [N]."""
 
     source: np.ndarray  # rank of the token
     token: np.ndarray
     k: np.ndarray
     owner: np.ndarray  # rank of the expert
-    expert: np.ndarray  # of the owner
+    expert: np.ndarray  # index among the owner's experts
 
     @property
     def choice(self):
@@ -545,8 +523,8 @@ class Rows:
 
 
 def rows_of(ids, local_experts, routings, replicated):
-    """Return the `Rows` of the domains of `route_mode`. With replicated tokens each rank computes a
-    partial sum, so source and owner of a row are the same rank."""
+    """Return the `Rows` of the routings of `route_mode`. With replicated tokens, the source of a
+    row is its owner, because each rank computes a partial sum of its own copy."""
     new_ids, _ = mode_ids(ids, local_experts, replicated)
     found = []
     for rank, (domain, routing) in enumerate(zip(new_ids, routings, strict=True)):
@@ -559,9 +537,11 @@ def rows_of(ids, local_experts, routings, replicated):
 
 
 def expert_layer(a, rows, activation, weigh_input=False):
-    """Return the sums of a layer [R, T, H] from x [R, T, H], weights [R, T, K], w_in [R, L, H, I'],
-    w_out [R, L, I, H], and, if the dict has them, b_in [R, L, I'], b_out [R, L, H] and p [R, ...].
-    Weights multiply the outputs of experts, or with `weigh_input` their inputs.
+    """Return the output [R, T, H] of a layer.
+
+    `a` has x [R, T, H], weights [R, T, K], w_in [R, L, H, I'], w_out [R, L, I, H], and optionally
+    b_in [R, L, I'], b_out [R, L, H] and p [R, ...]. Weights multiply the outputs of experts, or
+    their inputs if `weigh_input`.
     """
     y = _rows_of_layer(a, rows, activation, weigh_input)[-1]
     out = np.zeros(a["x"].shape, y.dtype)
@@ -570,7 +550,7 @@ def expert_layer(a, rows, activation, weigh_input=False):
 
 
 def _rows_of_layer(a, rows, activation, weigh_input):
-    """Return for each row: (x, weight of x, first product, p, activation, weight of y, y)."""
+    """Return (x, weight of x, first product, p, activation, weight of y, y) of all rows."""
     x, weight = a["x"][rows.home], a["weights"][rows.choice][:, None]
     p = a["p"][rows.owner] if "p" in a else None
     before, weight = (
@@ -585,7 +565,7 @@ def _rows_of_layer(a, rows, activation, weigh_input):
 
 
 def expert_layer_transpose(a, rows, activation, g, weigh_input=False):
-    """Return the cotangents of the arrays from g [R, T, H], the cotangent of the sums."""
+    """Return the cotangents of `a` from g [R, T, H], the cotangent of the output."""
     x, before, h, p, act, weight, _ = _rows_of_layer(a, rows, activation, weigh_input)
     g = g[rows.home]
     of_act = np.einsum("nh,nih->ni", g, a["w_out"][rows.place])

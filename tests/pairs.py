@@ -1,5 +1,4 @@
-"""Check programs with split exchanges: every start has its done, and all work stays between
-them."""
+"""Check in jaxprs that every start has one done, and that nothing else uses arrays in flight."""
 
 import harness
 from jax.extend.core import Literal
@@ -9,13 +8,11 @@ STARTS = {
     "moe_a2a_combine_start": "moe_a2a_combine_done",
 }
 DONES = {done: start for start, done in STARTS.items()}
-# Primitives that batching and typing insert between a start and its done. Each returns its only
-# operand.
+# Primitives that batching and typing insert between a start and its done.
 PASSING = {"reshape", "transpose", "squeeze", "broadcast_in_dim", "pvary", "pcast", "copy"}
 
 
 def subjaxprs(jaxpr):
-    """Return a jaxpr and all jaxprs that are nested in this jaxpr."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     yield jaxpr
     for eqn in jaxpr.eqns:
@@ -24,7 +21,7 @@ def subjaxprs(jaxpr):
 
 
 def num_pairs(jaxpr):
-    """Return the number of starts by name, of a program in which `problems` has found none."""
+    """Check that a program has no `problems`. Return the number of its starts by name."""
     found = problems(jaxpr)
     assert not found, "\n".join(found)
     counts = harness.count_primitives(jaxpr)
@@ -32,16 +29,15 @@ def num_pairs(jaxpr):
 
 
 def problems(jaxpr):
-    """Return what is wrong with the pairs of a program, as sentences; empty if nothing is wrong."""
+    """Return a sentence for each error in the pairs of start and done."""
     return [problem for each in subjaxprs(jaxpr) for problem in problems_of_one(each)]
 
 
 def problems_of_one(jaxpr):
-    """Return the problems of one jaxpr without nested jaxprs. Arrays in flight never cross between
-    jaxprs."""
+    """Return the problems of one jaxpr. Nested jaxprs must not receive arrays in flight."""
     found = []
-    origin = {}  # var -> (number of the start's equation, index of its result)
-    dones = {}  # number of a start's equation -> how often it was done
+    origin = {}  # var in flight -> (index of the start's equation, index of its result)
+    dones = {}  # index of a start's equation -> number of its dones
 
     def origins(atoms):
         return [None if isinstance(atom, Literal) else origin.get(atom) for atom in atoms]
@@ -58,14 +54,7 @@ def problems_of_one(jaxpr):
         elif name in PASSING and sources[0] is not None:
             origin[eqn.outvars[0]] = sources[0]
         elif name in DONES:
-            start = next(
-                (
-                    n
-                    for n, other in enumerate(jaxpr.eqns[:number])
-                    if sources[0] is not None and n == sources[0][0]
-                ),
-                None,
-            )
+            start = None if sources[0] is None else sources[0][0]
             if start is None or jaxpr.eqns[start].primitive.name != DONES[name]:
                 found.append(f"{name} ({number}) has no start")
                 continue

@@ -1,12 +1,11 @@
-"""Define pretended GPUs, for tests of the messages and requests of a group over several
-processes."""
+"""Define pretended GPUs, for tests of groups over several processes."""
 
 import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """The attributes that the package reads from a GPU of any process."""
+    """The attributes of a `jax.Device` that the package reads."""
 
     id: int
     process_index: int

@@ -1,5 +1,5 @@
-"""Run the suite in several processes of one JAX job. Every process runs the same tests in the same
-order, and has a share of the devices.
+"""Run the tests in several processes of one JAX job. The processes divide the devices, and run the
+same tests in the same order.
 
     python -m tests.processes 2                                 # all tests in 2 processes
     python -m tests.processes 4 -- -q tests/test_dispatch.py    # after -- for pytest
@@ -7,13 +7,13 @@ order, and has a share of the devices.
     python -m tests.processes 2 --devices 4 -- -q   # CPU devices of all processes together
     MOE_A2A_TEST_GPU=1 python -m tests.processes 2              # GPUs instead of 8 CPU devices
 
-Prints the output of process 0, and the end of the output of any other process that fails. If a
-process has ended and the other processes do not end soon, or after the deadline, all processes are
-killed. The exit status is 0 if the exit status of every process is 0.
+The program prints the output of process 0. If a process fails, it also prints the last output of
+the others. After the deadline, or some time after one process has ended, it kills all processes.
+The exit status is 0 if the exit status of every process is 0.
 
 `conftest.py` calls `join` before any other function of JAX. Tests write and read arrays through
-`harness.put` and `harness.numpy_of`. Tests that make no sense with several processes have the
-marker `one_process`.
+`harness.put` and `harness.numpy_of`. Tests that need a single process have the marker
+`one_process`.
 """
 
 import argparse
@@ -30,13 +30,13 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 VARIABLE = "MOE_A2A_TEST_PROCESS"  # <coordinator address>,<processes>,<process>,<devices of each>
 ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
 CPU_DEVICES = 8  # of all processes together
-GRACE = 30  # seconds between the ends of processes
+GRACE = 30  # seconds between the end of the first process and the end of the last
 STALLED = "the deadline was over"
 
 
 def joined():
-    """Return (coordinator address, processes, process, devices of each); None in a single
-    process."""
+    """Return (coordinator address, number of processes, this process, devices of each process). In
+    a single process, return None."""
     if VARIABLE not in os.environ:
         return None
     address, *numbers = os.environ[VARIABLE].split(",")
@@ -44,8 +44,7 @@ def joined():
 
 
 def join(initialization_timeout=120, **options):
-    """Join the job if this process was started as one of several. Call this function before JAX has
-    devices."""
+    """Join the job if `joined()` is not None. Call this function before JAX has devices."""
     if joined() is None:
         return
     address, processes, process, devices = joined()
@@ -71,7 +70,7 @@ def num_gpus():
 
 
 def environment_of(address, processes, process, devices):
-    """Return the environment of one of several processes, which `join` reads."""
+    """Return an environment for a process that calls `join`."""
     return os.environ | {VARIABLE: f"{address},{processes},{process},{devices}"}
 
 
@@ -83,12 +82,13 @@ def run(
     address=None,
     placed=lambda process, command: command,
 ):
-    """Run processes. `placed` returns the command that runs a process on its host."""
+    """Run pytest in several processes. `placed` maps (process, command) to a command."""
     devices, rest = divmod(num_gpus() if ON_GPU else cpu_devices, processes)
     if rest or not devices:
         sys.exit(f"{devices * processes + rest} devices cannot be divided by {processes} processes")
     address, workers, printed = address or free_address(), [], []
-    # No signal ends a wait inside XLA. All processes must run all tests in the same order.
+    # No signal ends a wait inside XLA, so timeouts need a thread. All processes must run the same
+    # tests in the same order.
     options = ["-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly"]
     options += ["-o", "timeout=300", "--timeout-method=thread", "--strict-markers"]
     try:
@@ -118,26 +118,25 @@ def run(
 
 
 def free_address():
-    """Return an address of this host whose port is free."""
+    """Return an address of this host with a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 def met_by_chance(*printed):
-    """Return True if the processes may have failed by chance, so that the run should be repeated
-    once. Another program may take the free port before it is used. On two busy cores with jax
-    0.10.2, processes also stalled about once in hundreds of runs. Calls in different orders would
-    stall every run.
+    """Return True if the run should be repeated once, because it may have failed by chance.
+
+    Another program may have taken the free port. On two busy cores with jax 0.10.2, processes also
+    stalled about once in hundreds of runs. An error in the order of calls would stall every run.
     """
     return any(told in text for text in printed for told in ("already in use", STALLED))
 
 
 def assert_tests_pass(tests, *options, deadline=150):
-    """Run tests of this suite in two processes, and repeat them once if they failed by chance. The
-    deadline is for one try, which takes about fifteen seconds on idle cores."""
+    """Run tests in two processes, and repeat them once if they failed by chance."""
     command = [sys.executable, "-m", "tests.processes", "2", f"--deadline={deadline}", *options]
-    # On GPUs this process has most of the memory already.
+    # The current process has most of the GPUs' memory.
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     for may_repeat in (True, False):
         done = subprocess.run(
@@ -151,16 +150,16 @@ def assert_tests_pass(tests, *options, deadline=150):
 
 
 def run_together(folder, programs, deadline):
-    """Run programs together, and repeat them once if they failed by chance.
+    """Run programs of one job, and repeat them once if they failed by chance.
 
     Args:
-      folder: for their output.
-      programs: each is (command, additions to its environment). A command accepts
+      folder: where the output is written.
+      programs: a list of (command, additions to the environment). A command accepts
         ``--coordinator``, ``--num-processes`` and ``--process-id``.
-      deadline: seconds.
+      deadline: seconds for one try.
 
     Returns:
-      The failures as sentences, the output of each program, and the error output of each program.
+      The failures as sentences, and a list of the stdout and of the stderr of each program.
     """
 
     def start(process, address, out, err):
@@ -187,7 +186,6 @@ def run_together(folder, programs, deadline):
 
 
 def how_it_ended(code):
-    """Return a return code in words."""
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
 
 
@@ -231,7 +229,7 @@ def main():
     parser.add_argument("--devices", type=int, default=CPU_DEVICES, help="on CPU, of all processes")
     args = parser.parse_args(sys.argv[1:end])
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: sys.exit(1))  # so that no process remains
+        signal.signal(number, lambda *_: sys.exit(1))  # run the `finally` that kills the processes
     arguments = args.processes, sys.argv[end + 1 :], args.deadline, args.devices
     if not args.as_hosts:
         sys.exit(run(*arguments))

@@ -1,8 +1,7 @@
-"""Define a layer that compiles fast, and the same layer on one device.
+"""Define a layer that compiles fast, and a dense layer with equal results.
 
-Its experts act elementwise: expert e maps a row r to tanh(r * w[e]). The arrays of one rank are x
-[T, H], topk_weights [T, K], w [L, H], ids [T, K]. The arrays of functions of all ranks have a
-leading rank axis.
+Expert e maps a row r to tanh(r * w[e]). The arrays of one rank are x [T, H], topk_weights [T, K],
+w [L, H] and ids [T, K]. The arrays of all ranks have a leading rank axis.
 """
 
 import functools
@@ -18,7 +17,7 @@ from dense_layer import experts_of
 
 import jax_moe_a2a as ma
 
-# In `arguments`, some choices are masked, some are dropped, and some name an expert a second time.
+# With the ids of `arguments`, some choices are masked, dropped, or repeat an expert of their token.
 LAYOUT = cases.Layout(
     "small", tokens=6, top_k=3, local_experts=2, capacity=10, alignment=4, hidden=4
 )
@@ -28,7 +27,6 @@ compiled = functools.partial(harness.jit, compiler_options=harness.QUICKLY)
 
 
 def route_args(group, layout=LAYOUT):
-    """Return the keyword arguments of `ma.route`."""
     return layout.route_args(group)
 
 
@@ -53,14 +51,13 @@ DISPATCHES = dict(ids=by_ids, routing=by_routing, halves=by_halves)
 
 
 def experts(rows, row_offsets, w):
-    """Apply to each row of rows [C, H] the expert whose group contains the row."""
+    """Apply to each row [C, H] its expert."""
     row = jnp.arange(rows.shape[0], dtype=jnp.int32)
     expert = (row[:, None] >= row_offsets[None, 1:-1]).sum(axis=1)
     return jnp.tanh(rows * w[expert])
 
 
 def layer_of(group, layout=LAYOUT):
-    """Return the layer as a function of one rank's arrays."""
 
     def layer(x, topk_weights, w, ids):
         recv = ma.dispatch(x, ids, topk_weights, **route_args(group, layout))
@@ -70,7 +67,7 @@ def layer_of(group, layout=LAYOUT):
 
 
 def shapes_of_moe(layout, width, intermediate):
-    """Return the shapes of one rank's floats of `moe_layer`. `w_in` has `width` columns."""
+    """Return the shapes of one rank's float arrays in `moe_layer`. `width` is that of `w_in`."""
     experts = layout.local_experts
     return (
         (layout.tokens, layout.hidden),
@@ -83,8 +80,8 @@ def shapes_of_moe(layout, width, intermediate):
 
 
 def moe_layer(*args, activation=None, change=None, layout=LAYOUT, group=None, **options):
-    """Call `ma.moe_mlp` with one rank's ids and arrays of `shapes_of_moe`. Biases may be missing.
-    `change` is applied to the experts."""
+    """Call `ma.moe_mlp` with one rank's arrays of `shapes_of_moe` (biases are optional) and ids.
+    `change` maps the experts to other experts."""
     x, topk_weights, *arrays, ids = args
     of_layout = route_args(group or harness.group_of(harness.SEVERAL), layout)
     experts = experts_of(*arrays, activation=activation)
@@ -94,14 +91,14 @@ def moe_layer(*args, activation=None, change=None, layout=LAYOUT, group=None, **
 
 
 def dense_layer(x, topk_weights, w, ids, kept):
-    """Return the layer as a function of all ranks' arrays, without any exchange."""
+    """Return the output of the layer for all ranks' arrays, computed without an exchange."""
     w_of_choice = w.reshape(-1, w.shape[-1])[jnp.clip(ids, 0, w.shape[0] * w.shape[1] - 1)]
     weights = jnp.where(kept, topk_weights, 0)[..., None]
     return jnp.sum(weights * jnp.tanh(x[:, :, None] * w_of_choice), axis=2)
 
 
 class Arguments(typing.NamedTuple):
-    """The differentiated arrays of all ranks, the ids, and which choices have a row."""
+    """The arguments of `dense_layer`."""
 
     floats: tuple  # x [R, T, H], topk_weights [R, T, K], w [R, L, H]
     ids: np.ndarray  # [R, T, K]
@@ -128,8 +125,7 @@ def routing_of(ids, layout=LAYOUT):
 
 
 def expected_load(ids, layout):
-    """Return the arrays of an `ExpertLoad` for ids [R, T, K]: rows of each expert, rows and dropped
-    rows of each rank, choices of each expert, and invalid ids of each rank."""
+    """Return the arrays of an `ExpertLoad` for ids [R, T, K], in the order of its fields."""
     experts, routing = layout.num_experts(len(ids)), routing_of(ids, layout)
     rows = np.zeros(experts, np.int32)
     for source, token, k, _, _ in oracle.choices(routing):
@@ -140,12 +136,10 @@ def expected_load(ids, layout):
 
 
 def directions(ranks, seed=100):
-    """Draw tangents of `Arguments.floats`."""
     return arguments(ranks, seed).floats
 
 
 def stacked(*trees):
-    """Stack pytrees of equal structure along a new leading axis."""
     return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
 
 
@@ -158,17 +152,16 @@ def layer_of_all_ranks(ranks=harness.SEVERAL, layout=LAYOUT, **options):
 
 
 def loss(out):
-    """Return a number with derivatives of every order."""
+    """Return a scalar loss whose derivatives of every order are not zero."""
     return jnp.sum(jnp.sin(out.astype(jnp.float32)))
 
 
 def loss_of(fn, *others):
-    """Return the loss of `fn(*floats, *others)` as a function of the floats."""
     return lambda *floats: loss(fn(*floats, *others))
 
 
 def value_and_grads(fn, *others):
-    """Return a function floats -> (fn(*floats, *others), gradients of its loss)."""
+    """Return a function floats -> (fn(*floats, *others), gradients of the loss)."""
 
     def of(*floats):
         def value(*floats):
@@ -191,7 +184,7 @@ NAMES = ("x", "topk_weights", "w")
 
 
 def assert_close(actual, expected, what="", tolerance=2e-5):
-    """Assert that every leaf agrees within the rounding of float32, for numbers of order 1."""
+    """Assert that all leaves are close, as for float32 numbers of order 1."""
     actual, expected = map(jax.tree.leaves, harness.numpy_of((actual, expected)))
     assert len(actual) == len(expected)
     for i, (a, e) in enumerate(zip(actual, expected)):
@@ -205,11 +198,10 @@ def assert_close(actual, expected, what="", tolerance=2e-5):
 
 
 def assert_same(actual, expected, what=""):
-    """Assert that every leaf is equal in dtype, shape and bits.
+    """Assert that all leaves have equal dtypes, shapes and bits.
 
-    On GPUs, floats of 32 bits or more may differ by a few roundings of float32. XLA's order of sums
-    and its fusions depend on the program, and a weighted dispatch sums its inner products lane by
-    lane.
+    On GPUs, float32 and float64 may differ by a few roundings, because XLA's fusions and the order
+    of its sums depend on the program, and a weighted dispatch sums in another order.
     """
     actual, expected = map(jax.tree.leaves, harness.numpy_of((actual, expected)))
     assert len(actual) == len(expected)
@@ -224,30 +216,27 @@ def assert_same(actual, expected, what=""):
 
 
 def counts(fn, *args):
-    """Count each primitive of the package in the program of fn(*args)."""
     return harness.count_primitives(jax.make_jaxpr(fn)(*args))
 
 
 def equations(jaxpr, name):
-    """Return the equations of the primitive `moe_a2a_<name>`, nested ones included, in program
-    order."""
+    """Return the equations of the primitive `moe_a2a_<name>`, in program order."""
     return [eqn for eqn in harness.equations(jaxpr) if eqn.primitive.name == f"moe_a2a_{name}"]
 
 
 def shapes_of_one_rank(eqn):
-    """Return the shapes of the operands of an exchange, without the axis of emulated ranks."""
+    """Return the shapes of the operands of an exchange, without the axis of ranks on one device."""
     lead = int(eqn.params["emulated"])
     return [var.aval.shape[lead:] for var in eqn.invars]
 
 
 def payload(eqn):
-    """Return (leaves, choice arrays): shapes of the payload operands of a dispatch or combine.
+    """Return the shapes of the leaves and of the choice arrays of a dispatch or combine.
 
-    For a weighted dispatch, this function returns the rows and the weights, but not the array that
-    the dispatch moves.
+    For a weighted dispatch, these are the rows and the weights, without the array that it moves.
     """
     num_leaves, num_choice_arrays = eqn.params["num_leaves"], eqn.params["num_choice_arrays"]
     shapes = shapes_of_one_rank(eqn)
     if eqn.primitive.name in ("moe_a2a_routed_dispatch", "moe_a2a_weighted_dispatch"):
-        shapes = shapes[1:]  # drop the ids, or the array that is moved
+        shapes = shapes[1:]  # without the ids, or the array that the dispatch moves
     return shapes[:num_leaves], shapes[num_leaves : num_leaves + num_choice_arrays]

@@ -1,5 +1,5 @@
-"""`ma.accumulate_grads`: totals are the sums of all gradients under any transforms of a loss, and
-the products of experts add to the totals."""
+"""Test that `ma.accumulate_grads` adds gradients to totals, and that the products of experts add
+directly to the totals."""
 
 import dataclasses
 import functools
@@ -16,7 +16,11 @@ from jax.sharding import PartitionSpec as P
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.grouped.totals import add_outer_p
 
-pytestmark = [pytest.mark.exchanges(0), pytest.mark.usefixtures("exact_products")]
+pytestmark = [
+    pytest.mark.several_devices("a mesh of two axes"),
+    pytest.mark.exchanges(0),
+    pytest.mark.usefixtures("exact_products"),
+]
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 8, 4, 4, 2
 START = 100.0  # large, to detect totals that are added twice or not at all
@@ -51,7 +55,7 @@ def mesh(request):
 
 
 def num_added(fn, *args):
-    """Return how many products add to a total, and how many add to zeros."""
+    """Return how many products of a program add to an array, and how many of these add to zeros."""
 
     def count(jaxpr):
         jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
@@ -67,7 +71,7 @@ def num_added(fn, *args):
 
 
 def assert_sums(loss, params, *args, tolerance=1e-4, has_aux=True):
-    """Check totals, and return how many products add."""
+    """Compare totals with START plus the gradients of `jax.grad`. Return `num_added`."""
     totals = jax.tree.map(lambda zero: zero + START, zeros_like(params))
     add = ma.accumulate_grads(loss, has_aux=has_aux)
     found, result = harness.quickly(add)(totals, params, *args)
@@ -81,8 +85,7 @@ def assert_sums(loss, params, *args, tolerance=1e-4, has_aux=True):
     return num_added(add, totals, params, *args)
 
 
-# Losses are functions of tokens and the parameters of one layer, and return loss and totals. Each
-# states how many products may add to a total on ranks that have all of their tokens.
+# Losses are functions (axes, parameters of a layer, tokens) -> (loss, totals).
 
 
 def once(axes, params, x):
@@ -121,22 +124,17 @@ def checkpointed(axes, params, x):
     return jax.checkpoint(functools.partial(once, axes))(params, x)
 
 
+def of_a_branch(axes, params, x, is_taken=True):
+    none = lambda params, x: (x.sum(), params["experts"].totals)
+    taken = lambda params, x: (lambda v, s: (v, s.totals))(*once(axes, params, x))
+    return lax.cond(jnp.isfinite(x).all() == is_taken, taken, none, params, x)
+
+
 def of_the_other_branch(axes, params, x):
-    none = lambda params, x: (x.sum(), params["experts"].totals)
-    taken = lambda params, x: (lambda v, s: (v, s.totals))(*once(axes, params, x))
-    is_taken = jnp.isnan(x).any()
-    return lax.cond(is_taken, taken, none, params, x)
-
-
-def of_a_branch(axes, params, x):
-    none = lambda params, x: (x.sum(), params["experts"].totals)
-    taken = lambda params, x: (lambda v, s: (v, s.totals))(*once(axes, params, x))
-    return lax.cond(~jnp.isnan(x).any(), taken, none, params, x)
+    return of_a_branch(axes, params, x, is_taken=False)
 
 
 def in_a_loop(axes, params, x):
-    """Use the same experts three times."""
-
     def step(carry, _):
         x, totals = carry
         own = dict(params, experts=params["experts"].replace(totals=totals))
@@ -162,7 +160,7 @@ def scales(axes, params, x):
 
 
 TOLERANCES = {casts: dict(tolerance=2e-2)}
-# For each loss, how many products add to a total, and how many add to zeros.
+# The `num_added` of each loss, without an axis of data.
 LOSSES = {
     once: (2, 0),
     in_chunks: (2, 0),
@@ -179,7 +177,6 @@ LOSSES = {
 }
 
 
-@pytest.mark.several_devices("a mesh of two axes")
 @pytest.mark.parametrize("loss", LOSSES)
 def test_totals_are_the_sums_of_gradients(mesh, loss):
     found = assert_sums(
@@ -189,7 +186,6 @@ def test_totals_are_the_sums_of_gradients(mesh, loss):
         assert found == LOSSES[loss]
 
 
-@pytest.mark.several_devices("a mesh of two axes")
 @pytest.mark.parametrize("mesh", [1], indirect=True)
 def test_totals_of_layers_in_a_scan(mesh):
     def loss(params, x):
@@ -204,7 +200,6 @@ def test_totals_of_layers_in_a_scan(mesh):
     assert assert_sums(loss, params_of(3), tokens(8)) == (2, 0)
 
 
-@pytest.mark.several_devices("a mesh of two axes")
 @pytest.mark.parametrize("mesh", [1], indirect=True)
 def test_totals_of_experts_that_are_trained_in_fp8(mesh):
     params = params_of(hidden=128, width=128)
@@ -227,10 +222,10 @@ def test_totals_of_experts_that_are_trained_in_fp8(mesh):
         assert assert_sums(fn, params, tokens(8, hidden=128), tolerance=1e-3) == (2, 0)
 
 
-@pytest.mark.several_devices("a mesh of two axes")
 @pytest.mark.parametrize("mesh", [1], indirect=True)
 def test_a_scan_over_micro_batches_inside_shard_map(mesh):
-    """Each rank adds the gradients of its experts by ``moe_mlp``."""
+    """The totals of a scan with ``moe_mlp`` and ``accumulate_grads`` equal the sums of ``jax.grad``
+    over the micro-batches. Both products add to the totals."""
     params, batches = params_of(), tokens(3, 8)
     rng = np.random.default_rng(5)
     ids = jnp.asarray(rng.integers(-1, EXPERTS, (3, 8, TOP_K)), jnp.int32)
@@ -263,7 +258,6 @@ def test_a_scan_over_micro_batches_inside_shard_map(mesh):
     assert num_added(mapped(step), *args) == (2, 0)
 
 
-@pytest.mark.several_devices("a mesh of two axes")
 @pytest.mark.parametrize("mesh", [1], indirect=True)
 def test_tangents_of_totals_are_those_of_gradients(mesh):
     loss = functools.partial(once, mesh)

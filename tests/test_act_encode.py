@@ -1,5 +1,5 @@
-"""Compare the pass between two products in FP8 with numpy: the composition and, on GPUs, the
-kernel.
+"""Compare `act_encode` (activation, weights and FP8 encoding in one pass) with numpy: its
+composition in JAX and, on GPUs, the kernel.
 
 With ReLU and weights that are powers of two, results are equal bit for bit. With other activations,
 a number near the middle between two FP8 values may be rounded to either of them."""
@@ -33,7 +33,7 @@ FMT = ma.BlockwiseFp8()
 WHY_NO_ACT_ENCODE = act_encode.why_no_act_encode
 GATED = [FusedActivation(act.kind, True) for act in PLAIN]
 EXACT = [act for act in (*PLAIN, *GATED) if "relu" in act.kind]
-# Rows, I, sizes of groups. A warp has 4 groups of 128 columns, and a block has 32 warps.
+# (rows, columns, sizes of groups). A warp has 4 groups of 128 columns, and a block has 32 warps.
 CASES = dict(
     tail=(40, 256, [7, 0, 20, 1]),
     no_tail=(30, 128, [9, 21]),
@@ -46,8 +46,7 @@ CASES = dict(
 
 
 def draw(case, activation, dtype, powers_of_two=False):
-    """Return a product, weights and sizes. Rows without a token, also within groups, are NaN with
-    weight 0."""
+    """Draw a product, weights and sizes. Rows without a token are NaN and have weight 0."""
     num_rows, columns, sizes = CASES[case]
     rng = np.random.default_rng(num_rows)
     product = 3 * rng.normal(size=(num_rows, activation.width(columns)))
@@ -75,9 +74,26 @@ def run(product, weights, sizes, activation, **options):
 PATHS = ("kernel", "composition")[not harness.ON_GPU :]
 
 
+def assert_same_bits(found, expected, end=None):
+    """Compare the first rows of arrays bit for bit."""
+    for one, other in zip(found, expected, strict=True):
+        one, other = (np.asarray(x)[:end].view(f"u{x.dtype.itemsize}") for x in (one, other))
+        np.testing.assert_array_equal(one, other)
+
+
+def assert_batch_is_its_elements(bind, run, floats, sizes, shares_sizes):
+    """Compare `bind` under vmap with `run` of each element, for a batch of two."""
+    sizes = sizes if shares_sizes else np.stack([sizes, np.array([3, 1, 0, 90], np.int32)])
+    batched = jax.jit(jax.vmap(bind, (*[0] * len(floats), None if shares_sizes else 0)))
+    found = harness.numpy_of(tuple(jax.tree.leaves(batched(*floats, sizes))))
+    for i in range(2):
+        own = sizes if shares_sizes else sizes[i]
+        assert_same_bits([x[i] for x in found], run(*(x[i] for x in floats), own), sum(own))
+
+
 @contextlib.contextmanager
 def on_path(name, module):
-    """Lower the primitive of a module for one path."""
+    """Use the kernel or the composition for the primitive of a module."""
     jax.clear_caches()
     with pytest.MonkeyPatch.context() as patch:
         if name == "composition":
@@ -95,8 +111,7 @@ def path(request):
 
 
 def activated(product, weights, activation):
-    """Return weighted activations in float64, and the numbers to which their errors are
-    relative."""
+    """Return weighted activations in float64, and the magnitudes to which errors are relative."""
     x = product.astype(np.float64)
     gate, up = np.split(x, 2, axis=1) if activation.gated else (x, 1.0)
     if activation is CLAMPED:
@@ -108,8 +123,7 @@ def activated(product, weights, activation):
 
 
 def assert_encodes(values, scales, h, magnitudes, dtype):
-    """Assert that values and scales encode numbers close to h."""
-    inexact = 2.0**-15 + (2.0**-7 if dtype == "bfloat16" else 0)  # bfloat16: rounded twice
+    inexact = 2.0**-15 + (2.0**-7 if dtype == "bfloat16" else 0)  # bfloat16 is rounded twice
     groups = h.reshape(len(h), -1, BLOCK)
     largest = np.abs(groups).max(axis=2)
     low, high = (
@@ -130,7 +144,7 @@ def assert_encodes(values, scales, h, magnitudes, dtype):
 
 
 def both_dtypes(values):
-    """Return each value with both dtypes, or with one dtype if the kernel does not run."""
+    """Return each value with both dtypes, or on CPUs with one of them."""
     dtypes = "bfloat16", "float32"
     if harness.ON_GPU:
         return itertools.product(values, dtypes)
@@ -151,10 +165,8 @@ def test_exact_activations_are_those_of_the_definition(path, activation_and_case
     act = act * act * up if activation.kind == "squared_relu" else act * up
     h = np.where(weights[:, None] == 0, np.float32(0), act * weights[:, None]).astype(product.dtype)
     values, scales = run(product, weights, sizes, activation)
-    end, expected = sum(sizes), format_oracle.encode(FMT, h)
     assert values.shape == h.shape and scales.shape == (len(h), h.shape[1] // BLOCK)
-    np.testing.assert_array_equal(values.view(np.uint8)[:end], expected[0].view(np.uint8)[:end])
-    np.testing.assert_array_equal(scales[:end], expected[1][:end])
+    assert_same_bits((values, scales), format_oracle.encode(FMT, h), sum(sizes))
 
 
 @pytest.mark.parametrize(
@@ -173,13 +185,12 @@ def test_activations_are_close(path, activation, dtype):
 @pytest.mark.parametrize("num_sms", (1, 3, 1000))
 def test_any_number_of_multiprocessors(path, num_sms):
     args = draw("many", SWIGLU, "bfloat16")
-    end, found = sum(args[2]), run(*args, SWIGLU, num_sms=num_sms)
-    for one, other in zip(found, run(*args, SWIGLU), strict=True):
-        np.testing.assert_array_equal(one[:end].view(np.uint8), other[:end].view(np.uint8))
+    assert_same_bits(run(*args, SWIGLU, num_sms=num_sms), run(*args, SWIGLU), sum(args[2]))
 
 
 @pytest.mark.parametrize("number", (np.nan, np.inf))
 def test_a_number_that_is_not_finite_stays_in_its_group(path, number):
+    """A NaN or infinity makes the scale of its group NaN, and changes no other group."""
     product, weights, sizes = draw("no_tail", SWIGLU, "bfloat16")
     product, weights = np.tile(product, (1, 2)), np.where(weights == 0, 1, weights)
     product = without_nan(product)
@@ -190,30 +201,23 @@ def test_a_number_that_is_not_finite_stays_in_its_group(path, number):
     )
     assert np.isnan(found[1][5, 1]) and not found[0][5, 128:].view(np.uint8).any()
     found[1][5, 1], found[0][5, 128:] = right[1][5, 1], right[0][5, 128:]
-    for one, other in zip(found, right, strict=True):
-        np.testing.assert_array_equal(one.view(np.uint8), other.view(np.uint8))
+    assert_same_bits(found, right)
 
 
 @pytest.mark.parametrize("shares_sizes", (False, True))
 def test_a_batch_is_one_call_of_the_same_rows(path, shares_sizes):
-    product, weights, sizes = draw("many", SWIGLU, "bfloat16")
-    products, weights = np.stack([product, product[::-1]]), np.stack([weights, weights[::-1]])
-    products, weights = without_nan(products), without_nan(weights)
-    sizes = sizes if shares_sizes else np.stack([sizes, np.array([3, 1, 0, 90], np.int32)])
-    fn = functools.partial(bind_act_encode, activation=SWIGLU)
-    batched = jax.jit(jax.vmap(fn, (0, 0, None if shares_sizes else 0)))
-    found = harness.numpy_of(tuple(batched(products, weights, sizes)))
-    for i in range(2):
-        own = sizes if shares_sizes else sizes[i]
-        expected, end = run(products[i], weights[i], own, SWIGLU), sum(own)
-        for one, other in zip(found, expected, strict=True):
-            np.testing.assert_array_equal(one[i, :end].view(np.uint8), other[:end].view(np.uint8))
+    *floats, sizes = draw("many", SWIGLU, "bfloat16")
+    floats = [without_nan(np.stack([each, each[::-1]])) for each in floats]
+    bind = functools.partial(bind_act_encode, activation=SWIGLU)
+    run_one = functools.partial(run, activation=SWIGLU)
+    assert_batch_is_its_elements(bind, run_one, floats, sizes, shares_sizes)
 
 
 @pytest.mark.parametrize(
     "case, dtype", both_dtypes(CASES if harness.ON_GPU else ("tail", "no_rows"))
 )
 def test_rows_are_quantized_as_they_are(case, dtype):
+    """Without weights and activation, the pass equals `BlockwiseFp8.encode`, also under vmap."""
     rows, _, sizes = draw(case, PLAIN[0], dtype)
     rows[:1, :1] = -np.inf
     encode = lambda rows, sizes: bind_act_encode(rows, None, sizes)
@@ -224,10 +228,7 @@ def test_rows_are_quantized_as_they_are(case, dtype):
     expected = jax.jit(FMT.encode)(rows)
     found = [alone, *([part[i] for part in parts] for parts, i in ((batched, 0), (shared, 1)))]
     for parts in found:
-        for part, right in zip(parts, expected, strict=True):
-            bits = f"u{part.dtype.itemsize}"
-            part, right = (np.asarray(x)[: sum(sizes)].view(bits) for x in (part, right))
-            np.testing.assert_array_equal(part, right)
+        assert_same_bits(parts, expected, sum(sizes))
 
 
 def test_derivatives_are_refused():
@@ -243,7 +244,7 @@ def test_derivatives_are_refused():
 
 @pytest.fixture
 def hopper(hopper, monkeypatch):
-    """Pretend Hopper GPUs again for the kernel, even if `path` has hidden the kernel."""
+    """Also undo `path`, which may have hidden the kernel."""
     monkeypatch.setattr(act_encode, "why_no_act_encode", WHY_NO_ACT_ENCODE)
 
 

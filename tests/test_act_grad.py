@@ -1,5 +1,5 @@
-"""Compare the pass of gradients between two FP8 products with float64: the composition and, on
-GPUs, the kernel."""
+"""Compare `act_grad` (gradients of activation and weights, with FP8 encoding, in one pass) with
+float64: its composition in JAX and, on GPUs, the kernel."""
 
 import functools
 
@@ -10,7 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cuda_calls import calls
-from test_act_encode import BLOCK, CASES, FMT, GATED, PATHS, both_dtypes, draw, on_path, without_nan
+from test_act_encode import (
+    BLOCK,
+    CASES,
+    FMT,
+    GATED,
+    PATHS,
+    assert_batch_is_its_elements,
+    assert_same_bits,
+    both_dtypes,
+    draw,
+    on_path,
+    without_nan,
+)
 from test_experts import CLAMPED, PLAIN, SWIGLU, name_of
 
 from jax_moe_a2a._src.experts import act_grad
@@ -25,7 +37,7 @@ WHY_NO_ACT_GRAD = act_grad.why_no_act_encode
 
 
 def operands(case, activation, dtype):
-    """Return ct_h, pre, weights and sizes. Rows without a token are NaN with weight 0."""
+    """Return ct_h, pre, weights and sizes. Rows without a token are NaN and have weight 0."""
     pre, weights, sizes = draw(case, activation, dtype)
     rng = np.random.default_rng(len(pre) + 1)
     ct = rng.normal(size=(len(pre), CASES[case][1])) * 2.0 ** rng.integers(-9, 9, (len(pre), 1))
@@ -33,8 +45,8 @@ def operands(case, activation, dtype):
     return ct.astype(pre.dtype), pre, weights, sizes
 
 
-def run(*args, activation, **options):
-    fn = functools.partial(bind_act_grad, activation=activation, **dict(num_sms=None) | options)
+def run(*args, activation, num_sms=None):
+    fn = functools.partial(bind_act_grad, activation=activation, num_sms=num_sms)
     return harness.numpy_of(tuple(jax.tree.leaves(jax.jit(fn)(*map(jnp.asarray, args)))))
 
 
@@ -45,7 +57,7 @@ def path(request):
 
 
 def exact(ct, pre, weights, activation):
-    """Return ct_pre, h and ct_weights in float64, and the magnitudes that scale their errors."""
+    """Return ct_pre, h and ct_weights in float64, and magnitudes that scale their errors."""
     x, ct = (array.astype(np.float64) for array in (pre, ct))
     with jax.enable_x64(True):
         act, transpose = jax.vjp(activation, jnp.asarray(x))
@@ -88,39 +100,29 @@ def test_gradients_are_close_and_encoded(path, activation_and_case, dtype):
             one, right, size = (x[has_token] for x in (one, right, size))
         bound = inexact * np.where(np.isnan(size), 0, size) + 1e-37
         assert (np.abs(one - right) <= bound).all(), np.nanmax(np.abs(one - right) / bound)
-    expected = format_oracle.encode(FMT, found[0])
-    np.testing.assert_array_equal(values.view(np.uint8), expected[0].view(np.uint8))
-    np.testing.assert_array_equal(scales, expected[1])
+    assert_same_bits((values, scales), format_oracle.encode(FMT, found[0]))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_sms", (1, 3, 1000))
 def test_any_number_of_multiprocessors(path, num_sms):
     args = operands("many", SWIGLU, "bfloat16")
-    end, found = sum(args[3]), run(*args, activation=SWIGLU, num_sms=num_sms)
-    for one, other in zip(found, run(*args, activation=SWIGLU), strict=True):
-        one, other = (x[:end].view(f"u{x.dtype.itemsize}") for x in (one, other))
-        np.testing.assert_array_equal(one, other)
+    found, expected = (run(*args, activation=SWIGLU, num_sms=n) for n in (num_sms, None))
+    assert_same_bits(found, expected, sum(args[3]))
 
 
 @pytest.mark.parametrize("shares_sizes", (False, True))
 def test_a_batch_is_one_call_of_the_same_rows(path, shares_sizes):
     *floats, sizes = operands("many", SWIGLU, "bfloat16")
-    floats = [np.stack([each, each[::-1]]) for each in map(without_nan, floats)]
-    sizes = sizes if shares_sizes else np.stack([sizes, np.array([3, 1, 0, 90], np.int32)])
-    fn = functools.partial(bind_act_grad, activation=SWIGLU, num_sms=None)
-    batched = jax.jit(jax.vmap(fn, (0, 0, 0, None if shares_sizes else 0)))
-    found = harness.numpy_of(tuple(jax.tree.leaves(batched(*floats, sizes))))
-    for i in range(2):
-        own = sizes if shares_sizes else sizes[i]
-        expected, end = run(*(x[i] for x in floats), own, activation=SWIGLU), sum(own)
-        for one, other in zip(found, expected, strict=True):
-            one, other = (x[:end].view(f"u{x.dtype.itemsize}") for x in (one[i], other))
-            np.testing.assert_array_equal(one, other)
+    floats = [without_nan(np.stack([each, each[::-1]])) for each in floats]
+    bind = functools.partial(bind_act_grad, activation=SWIGLU, num_sms=None)
+    run_one = functools.partial(run, activation=SWIGLU)
+    assert_batch_is_its_elements(bind, run_one, floats, sizes, shares_sizes)
 
 
 def test_derivatives_are_those_of_the_gradients():
-    """Rows with weight 0 are left out: this weight has the derivative of the plain product."""
+    """The tangents of the primitive equal those of plain products, also for weights of 0, although
+    the primitive leaves such rows out."""
     *floats, sizes = (jnp.asarray(x) for x in operands("no_tail", SWIGLU, "float32"))
     floats = [jnp.where(jnp.isnan(x), 0.5, x) for x in floats]
     of_primitive = lambda *floats: bind_act_grad(*floats, sizes, activation=SWIGLU, num_sms=None)[

@@ -1,4 +1,4 @@
-"""The kernels compute the activations that they know, which have derivatives in every layer."""
+"""Test which activations the kernels compute, and the derivatives of these activations."""
 
 import functools
 
@@ -80,7 +80,8 @@ LISTED = {kind: functions[0] for kind, functions in FUNCTIONS.items()}
     "name", ("gated silu", "gelu", "gated gelu_tanh", "gated squared_relu", "clamped_swiglu")
 )
 def test_every_listed_activation_has_gradients_in_a_layer(name):
-    """JAX 0.12.0.1 refuses its derivatives of erf and erfc in a shard_map that checks types."""
+    """Second derivatives of a layer, and gradients in FP8, can be traced in a shard_map that checks
+    types. In JAX 0.12.0.1, this fails for the derivatives of `jax.lax.erf`."""
     kind, is_gated = name.removeprefix("gated "), " " in name or name == "clamped_swiglu"
     act = ma.clamped_swiglu() if name == "clamped_swiglu" else LISTED[kind]
     act = ma.gated(act) if " " in name else act

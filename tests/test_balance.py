@@ -1,4 +1,4 @@
-"""Balance losses, quantile balancing and the summary equal formulas written out in numpy."""
+"""Compare balance losses, quantile balancing and the summary with formulas in numpy."""
 
 import functools
 
@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from harness import quickly
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -14,14 +15,13 @@ from jax.sharding import PartitionSpec as P
 import jax_moe_a2a as ma
 
 pytestmark = harness.OF_SEVERAL_AXES
-quickly = functools.partial(jax.jit, compiler_options=harness.QUICKLY)
 EXPERTS, TOP_K, HIDDEN = 8, 3, 4
 MICRO_BATCHES, SEQUENCES, LENGTH = 3, 4, 5
 axis_types = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 
 
 def dense_loss(scores, ids, earlier=0):
-    """Return E * sum(f * P) of tokens [..., E] and choices [..., K], in float64."""
+    """Return E * sum(f * P) of scores [..., E] and choices [..., K], in float64."""
     scores, ids = scores.reshape(-1, EXPERTS), ids.reshape(len(scores.reshape(-1, EXPERTS)), -1)
     counts = np.array([(ids == e).sum() for e in range(EXPERTS)]) + earlier
     mean = scores[(ids >= 0).any(axis=1)].mean(axis=0)
@@ -29,8 +29,8 @@ def dense_loss(scores, ids, earlier=0):
 
 
 def dense_losses(kernel, x, ids):
-    """Return three losses of each micro-batch: with running counts, of sequences, and of first
-    choices."""
+    """Return three losses of each micro-batch: with the counts of earlier micro-batches, as the
+    mean over sequences, and of first choices only."""
     logits = x.astype(np.float64) @ kernel
     scores = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
     counts, losses = np.zeros(EXPERTS), []
@@ -44,7 +44,8 @@ def dense_losses(kernel, x, ids):
 
 @axis_types
 def test_losses_over_micro_batches_of_sequences_and_of_first_choices_are_the_dense_ones(axis_type):
-    """The layer divides sequences over ranks. The gradient is that of finite differences."""
+    """Three losses of a layer, whose sequences are divided over ranks, equal `dense_losses`. Their
+    gradients equal finite differences."""
     rng = np.random.default_rng(0)
     draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
     experts = ma.Experts(draw(EXPERTS, HIDDEN, 2, 1), draw(EXPERTS, 1, HIDDEN))
@@ -98,7 +99,8 @@ def test_counts_of_earlier_micro_batches_are_those_of_all_ranks_and_have_no_grad
 
 
 def dense_histogram(scores, bias, k, num_bins):
-    """Return the biases above which tokens [T] choose each expert, and their histogram."""
+    """Return, for each token and expert, the bias above which the token chooses the expert, and a
+    histogram of these biases for each expert."""
     cutoffs = np.sort(scores + bias, axis=1)[:, -k - 1, None]
     edges = np.linspace(bias.min() - 1, bias.max() + 1, num_bins + 1)
     biases = cutoffs - scores
@@ -106,8 +108,7 @@ def dense_histogram(scores, bias, k, num_bins):
 
 
 def dense_next_bias(bias, histogram, k):
-    """Return the quantiles k / E. A quantile is in the bin in which the cumulative count reaches
-    the share k / E."""
+    """Return the quantile k / E of each histogram, minus the mean of all quantiles."""
     width = (bias.max() - bias.min() + 2) / histogram.shape[1]
     found = []
     for counts in histogram:
@@ -120,7 +121,8 @@ def dense_next_bias(bias, histogram, k):
 @pytest.mark.exchanges(0)
 @pytest.mark.parametrize("score, num_bins", [("sigmoid", 50), ("softmax", 200)])
 def test_the_next_bias_is_the_centered_quantile_of_the_biases_that_tokens_need(score, num_bins):
-    """The number of tokens times k / E is no integer."""
+    """`quantile_select_bias` equals the quantile of the histogram in numpy, and is close to the
+    exact quantile. With an empty histogram, it returns the old bias."""
     rng = np.random.default_rng(2)
     logits = rng.normal(size=(4, 37, EXPERTS)).astype(np.float32) + np.arange(EXPERTS, dtype="f")
     mask = rng.random((4, 37)) < 0.9
@@ -148,8 +150,8 @@ def test_the_next_bias_is_the_centered_quantile_of_the_biases_that_tokens_need(s
 
 @pytest.mark.exchanges(0)
 def test_counts_of_many_tokens_have_an_exact_quantile():
-    """The quantile 2 / 3 of 2**31 - 1 tokens falls into a bin with three tokens."""
-    whole = 2 * (2**31 - 1) // 3  # and two thirds
+    """The quantile 2 / 3 of 2**31 - 1 tokens, in a bin of three tokens, is exact."""
+    whole = 2 * (2**31 - 1) // 3
     histogram = np.array([[whole, 3, 2**31 - 4 - whole], [1, 0, 0], [0, 1, 0]], np.int32)
     found = ma.quantile_select_bias(jnp.zeros(3), histogram, k=2)
     right = np.array([1 + (2 / 3) / 3, 2 / 3, 1 + 2 / 3]) * 2 / 3
@@ -199,6 +201,7 @@ def test_histograms_of_micro_batches_add_and_layers_have_a_bias_each():
 
 @pytest.mark.exchanges(0)
 def test_a_skewed_router_is_balanced_in_four_steps():
+    """The largest load is more than 3 times the mean. After four steps, it is below 1.1 times."""
     rng = np.random.default_rng(4)
     logits = (rng.normal(size=(512, 16)) + np.linspace(-2, 2, 16)).astype(np.float32)
     choose = ma.TopK(2, score="sigmoid")

@@ -1,10 +1,14 @@
-"""The benchmark runs on CPU, its plain methods equal ours, and its checks can fail."""
+"""Test that the benchmarks run on CPU, that all methods have equal results, and that wrong results
+are detected."""
 
 import dataclasses
 import functools
 import json
 import os
 import pathlib
+import re
+import shutil
+import subprocess
 import sys
 import time
 import types
@@ -37,9 +41,11 @@ from benchmarks import (  # noqa: E402
     suite,
     sweeps,
     timing,
+    tune,
     wire,
     workload,
 )
+from jax_moe_a2a._src.group import native  # noqa: E402
 
 SETTING = workload.Setting(12, hidden=16, top_k=3, experts=16)
 ROW_KEYS = {
@@ -56,8 +62,8 @@ def run_of(mesh, wires=None):
 
 
 def run_on_cpu(module, options, out):
-    """Run a benchmark with two ranks; return its record."""
-    few = "--ranks 2 --samples 1 --budget 1e9"  # a budget counts from the start of the process
+    """Run a benchmark with two ranks. Return its record."""
+    few = "--ranks 2 --samples 1 --budget 1e9"  # seconds since the start of the process
     assert module.main([*options.split(), *few.split(), "--out", str(out)]) == 0
     found = json.loads(out.read_text())
     assert found["failures"] == []
@@ -84,7 +90,7 @@ def test_on_cpu_the_record_is_complete_and_denies_that_it_is_of_gpus(tmp_path, m
 
 
 def prepared_by(make, work, ops=operations.STANDARD):
-    """Return what `operations.prepare` returns for a method, on all ranks."""
+    """Return the results of a method on all ranks, for `operations.check`."""
     mesh = harness.mesh_of(work.ranks)
     method = make(work, harness.group_of(work.ranks))
     run_once, _ = operations.prepare(method, ops)
@@ -127,6 +133,7 @@ def test_a_method_with_wrong_rows_or_sums_is_refused():
 
 @pytest.mark.parametrize("routing", ["uniform", "skewed"])
 def test_wire_bytes_and_capacity_are_what_a_loop_counts(routing):
+    """Bytes on links, bytes of memory and capacity of a workload equal the counts of a loop."""
     skew = workload.SKEW if routing == "skewed" else 1
     setting = workload.Setting(50, hidden=8, top_k=3, experts=32, skew=skew)
     ranks = 4
@@ -241,7 +248,7 @@ def test_experts_of_a_model_are_measured_and_checked_with_each_form_of_sizes(tmp
 
 @pytest.mark.parametrize("name", sweeps.SWEEPS)
 def test_a_sweep_asks_for_its_sizes_and_says_what_bounds_them(name):
-    plans = sweeps.plans(name, 4, on_gpu=name != "tokens")  # to draw its largest takes long
+    plans = sweeps.plans(name, 4, on_gpu=name != "tokens")  # the largest size takes long to draw
     assert len(plans) >= 2
     wires = dict(results=[dict(bytes=1000, median_us=2.0)], local_gb_per_s=4000)
     a_run = run_of(harness.mesh_of(1), wires)
@@ -261,6 +268,95 @@ def test_the_sweep_of_sms_ends_with_all_sms_of_the_gpu(monkeypatch, num_sms):
     assert budgets == sorted(set(budgets)) and budgets[-1] == num_sms
 
 
+@on_cpu
+def test_candidates_of_the_tuning_are_measured_in_turns(tmp_path):
+    found = run_on_cpu(tune, "--only FEW_NUM_SMS ROUTE_CHUNKS", tmp_path / "tune.json")
+    assert [each["number"] for each in found["numbers"]] == ["FEW_NUM_SMS", "ROUTE_CHUNKS"]
+    assert all(each["keep"] for each in found["numbers"])  # On CPUs, all programs are the same.
+    values = [row["value"] for row in found["rows"] if row["number"] == "FEW_NUM_SMS"]
+    assert values[0] == native.tuning("FEW_NUM_SMS") and {16, 66, 132} <= {*values}
+
+
+@pytest.mark.parametrize("wrong", ("rows", "out"))
+def test_a_candidate_with_wrong_results_is_left_out(monkeypatch, wrong):
+    def ours(work, group):
+        right = methods.ours(work, group)
+        if native.tuning("ROUTE_CHUNKS") != 16:
+            return right
+        if wrong == "out":
+            return right._replace(combine=lambda rows, state: 2 * right.combine(rows, state))
+
+        def dispatch(*args):
+            made = right.dispatch(*args)
+            return made._replace(rows=made.rows.at[0, 0].multiply(1.01))
+
+        return right._replace(dispatch=dispatch)
+
+    monkeypatch.setitem(methods.METHODS, "ours", ours)
+    a_run, today = run_of(harness.mesh_of(harness.FEW)), native.tuning("ROUTE_CHUNKS")
+    cases = ((operations.EXCHANGE, SETTING),)
+    taken = tune.measure(a_run, "ROUTE_CHUNKS", cases, (today, 16, 64), {})
+    assert list(taken) == [today, 64]
+    (failure,) = a_run.record["failures"]
+    assert failure.startswith("ROUTE_CHUNKS = 16, ") and f": {wrong} " in failure
+
+
+def test_a_constant_whose_driver_returns_other_bits_is_left_out(tmp_path):
+    drivers = {}
+    for candidate, bits in {"": "ab", "kPauseNs = 0": "ab", "kPauseNs = 100": "cd"}.items():
+        drivers[candidate] = tmp_path / (candidate or "today")
+        line = f"combine  tokens=128 hidden=7168 sms=64 us=20.50 min=20.00 max=21.00 bits={bits}"
+        drivers[candidate].write_text(f"#!/bin/sh\necho '{line}'\n")
+        drivers[candidate].chmod(0o755)
+    a_run = run_of(harness.mesh_of(1))
+    taken = tune.measure_drivers(a_run, "kPauseNs", drivers, 64)
+    assert taken == {"20": [[20.5]], "0": [[20.5]]}
+    (failure,) = a_run.record["failures"]
+    assert failure.startswith("kPauseNs = 100: AssertionError: the results must have the bits")
+
+
+@pytest.mark.parametrize(
+    ("turns", "keep"),
+    (((97, 96, 97), False), ((99, 99, 99), True), ((97, 100.5, 96), True), ((103,) * 3, True)),
+)
+def test_a_number_changes_only_if_another_value_is_faster_in_every_turn(turns, keep):
+    today = [100.0, 100.0, 100.0]
+    found = tune.judge("FEW_NUM_SMS", {128: [today, today], 66: [list(turns), list(turns)]})
+    assert found["keep"] == keep
+    assert found["best"] == (66 if sum(turns) < 300 else 128)
+    text = tune.in_words([found], "100", "4 x B200")
+    struct = "struct Sm100 : Sm90 {  // 4 x B200\n  static constexpr int kFewSms = 66;\n};"
+    assert (struct in text) != keep
+
+
+def test_all_candidates_are_other_values_of_numbers_of_the_tuning():
+    numbers = tune.constants()
+    names = set(re.findall(r'\{"(\w+)", Tuning::k', tune.TUNING_H.read_text()))
+    assert {*tune.NUMBERS} <= names
+    for name, values in tune.COMPILED.items():
+        assert numbers[name][1] not in values and len({*values}) == len(values)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize(("architecture", "few"), ((90, 128), (100, 148), (103, 148)))
+def test_a_struct_in_one_line_is_the_tuning_of_newer_architectures(tmp_path, architecture, few):
+    """Add an architecture as the comments of tuning.h say, and a candidate."""
+    text = tune.TUNING_H.read_text()
+    (line,) = re.findall(r"^//   (using Measured = .*;)$", text, re.MULTILINE)
+    struct = "struct Sm100 : Sm90 { static constexpr int kFewSms = 148; };\n"
+    assert text.count("using Measured = Sm90;") == 1
+    (tmp_path / "tuning.h").write_text(text.replace("using Measured = Sm90;", struct + line))
+    program = tmp_path / "program.cc"
+    program.write_text(
+        '#include "tuning.h"\nusing moe_a2a::Tuning;\n'
+        f"static_assert(Tuning::kFewSms == {few});\n"
+        "static_assert(Tuning::kStages == 4 && Tuning::kSegmentBytes == 2560);\n"
+    )
+    numbers = f"ARCHITECTURE={architecture}", f"CANDIDATE=kStages = {tune.COMPILED['kStages'][0]}"
+    defines = [f"-DMOE_A2A_{number}" for number in numbers]
+    subprocess.run(["g++", "-std=c++17", "-fsyntax-only", *defines, program], check=True)
+
+
 def test_only_gpus_of_a_known_peak_have_an_mfu():
     assert report.percent(model.mfu_of(989 / 4, "NVIDIA H200")) == "25.0 %"
     assert report.percent(model.mfu_of(989 / 4, "NVIDIA B200")) == "-"
@@ -272,7 +368,7 @@ def test_the_program_of_the_link_limit_compiles(tmp_path):
 
 
 def test_the_documents_have_the_calculated_layers_with_replicas():
-    """The break-even of a replica follows from the times of a layer."""
+    """The page has the table of the record, and the break-even rows computed from its times."""
     page = (ROOT / "docs/placement.md").read_text()
     rows = json.loads((record.FOLDER / "2026-11-26-placement-layers.json").read_text())["rows"]
     assert "\n".join(placement.table(rows)) in page

@@ -1,4 +1,4 @@
-"""A launch has the requested number of blocks, but not more than fit on the GPU."""
+"""Test that a launch has at most its budget of blocks, and at most as many as fit on the GPU."""
 
 import pytest
 
@@ -12,14 +12,14 @@ pytestmark = [
     pytest.mark.exchanges(0),
 ]
 
-# Numbers of multiprocessors of GPUs that run the kernels.
+# Numbers of multiprocessors.
 GPUS = {"H20": 78, "H100 PCIe": 114, "H100 SXM": 132, "B200": 148}
 BUDGETS = (
-    lowering.DEFAULT_NUM_SMS,
-    lowering.FEW_NUM_SMS,
-    lowering.WEIGHTED_NUM_SMS,
-    lowering.FORMAT_NUM_SMS,
-    lowering.SPLIT_NUM_SMS,
+    native.tuning("DEFAULT_NUM_SMS"),
+    native.tuning("FEW_NUM_SMS"),
+    native.tuning("WEIGHTED_NUM_SMS"),
+    native.tuning("FORMAT_NUM_SMS"),
+    native.tuning("SPLIT_NUM_SMS"),
     10_000,
 )
 
@@ -28,6 +28,7 @@ BUDGETS = (
 @pytest.mark.parametrize("num_ranks", (2, 8, 64, 128))
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_a_whole_and_a_split_exchange_leave_room_for_each_other(num_sms, num_ranks, budget):
+    """An exchange has its budget of blocks, or one block less than the GPU's multiprocessors."""
     blocks = min(budget, native._native.launch_blocks(num_ranks, num_sms))
     assert 1 <= blocks < num_sms
     assert blocks == budget or blocks == num_sms - 1
@@ -35,13 +36,13 @@ def test_a_whole_and_a_split_exchange_leave_room_for_each_other(num_sms, num_ran
 
 @pytest.mark.parametrize("num_sms", GPUS.values(), ids=GPUS)
 def test_a_single_rank_may_fill_its_gpu(num_sms):
-    blocks = min(lowering.ALONE_NUM_SMS, native._native.launch_blocks(1, num_sms))
+    blocks = min(lowering.ALL_SMS, native._native.launch_blocks(1, num_sms))
     assert blocks == num_sms
 
 
 def test_few_tokens_or_few_bytes_have_the_budget_of_few():
-    few, many = lowering.FEW_NUM_SMS, lowering.DEFAULT_NUM_SMS
-    tokens, num_bytes = lowering.FEW_TOKENS, lowering.FEW_BYTES
+    few, many = native.tuning("FEW_NUM_SMS"), native.tuning("DEFAULT_NUM_SMS")
+    tokens, num_bytes = native.tuning("FEW_TOKENS"), native.tuning("FEW_BYTES")
     assert few != many
     assert lowering.default_num_sms(tokens, num_bytes + 1) == few
     assert lowering.default_num_sms(tokens + 1, num_bytes) == few

@@ -1,6 +1,6 @@
-"""A call has a hash of the names around it, so that ranks detect swapped calls of equal shapes.
+"""Test the hash of the scope names around a call, by which ranks detect swapped calls.
 
-The names come from the program, never from files, and are equal in every process.
+The hash must depend only on the program, and must be equal in every process.
 """
 
 import functools
@@ -53,7 +53,8 @@ def test_calls_in_scopes_of_other_names_differ():
 
 
 def test_a_call_and_its_repetition_in_a_derivative_have_the_same_names():
-    """XLA can merge the call and its repetition only if their names are equal."""
+    """All calls of a layer, its gradients and its tangents have one hash, because XLA merges only
+    calls with equal hashes."""
 
     def all_of_them(x, ids, weights):
         of_x = functools.partial(layer, ids=ids, weights=weights)
@@ -72,7 +73,7 @@ def test_a_call_and_its_repetition_in_a_derivative_have_the_same_names():
 
 @pytest.mark.parametrize("wrap", (jax.checkpoint, jax.jit), ids=("checkpoint", "jit"))
 def test_what_wraps_the_layer_does_not_make_names_up(wrap):
-    """The calls of a gradient have the same name in both passes."""
+    """A gradient through `jax.checkpoint` or `jax.jit` has equal hashes in both passes."""
     wrapped = wrap(loss)
     for of_operation in scopes(lambda *args: jax.grad(wrapped)(*args)):
         assert of_operation and len(set(of_operation)) == 1
@@ -118,8 +119,7 @@ print(*re.findall(r"scopes = (-?\\d+)", text_of(model)))
 
 
 def test_the_names_are_the_same_in_processes_of_other_folders_and_caches(tmp_path):
-    """One process has the program in a file with a different name, and has lowered other programs
-    first."""
+    """Processes with other file names and earlier programs print equal hashes."""
     package = os.path.dirname(os.path.dirname(ma.__file__))
     found = []
     for folder, name, *state in (("a", "one.py"), ("b/c", "other.py", "warm")):

@@ -1,6 +1,4 @@
-"""Test capacities given as factors: the number of rows in all functions, and the errors."""
-
-from fractions import Fraction
+"""Test the number of rows for a `capacity_factor`, and errors for wrong capacities and sizes."""
 
 import cases
 import harness
@@ -28,7 +26,7 @@ def test_without_alignment_a_factor_multiplies_the_rows_of_a_balanced_rank():
 
 
 def test_a_factor_is_the_number_that_was_written():
-    """In floats 1.1 * 10 is more than 11."""
+    """A factor of 1.1 with 10 tokens has 11 rows, although 1.1 * 10 > 11 in floats."""
     assert rows_of(dict(SIZES, num_tokens=10, top_k=1), capacity_factor=1.1) == 11
 
 
@@ -39,29 +37,25 @@ def test_a_capacity_is_the_number_of_rows_whatever_the_sizes():
 @pytest.mark.parametrize("alignment", (1, 3, 8, 128))
 @pytest.mark.parametrize("routing", ("uniform", "skewed", "masked", "repeated", "idle_rank"))
 def test_a_factor_of_the_busiest_rank_drops_nothing_with_any_alignment(routing, alignment):
+    """If the factor is the largest load divided by the mean load, no choice is dropped."""
     layout = cases.Layout("drawn", tokens=13, top_k=3, local_experts=5, alignment=alignment)
     ids = cases.Case(layout, routing).ids(RANKS)
     experts = layout.num_experts(RANKS)
     load = oracle.route(ids, experts, layout.rows(RANKS)).num_rows
     sizes = dict(num_tokens=13, top_k=3, group_size=RANKS, num_experts=experts)
-    factor = Fraction(int(load.max()), 13 * 3)
-    factor = float(factor) * (1 + 1e-15)
+    factor = load.max() / (13 * 3) * (1 + 1e-15)
     capacity = rows_of(sizes, capacity_factor=factor, alignment=alignment)
     assert capacity % alignment == 0
     assert oracle.route(ids, experts, capacity, alignment).num_dropped.sum() == 0
-    if alignment == 1:  # one row less is too little
+    if alignment == 1:
         assert oracle.route(ids, experts, capacity - 2).num_dropped.sum() > 0
 
 
-MODES = [
-    dict(),
-    dict(alignment=8),
-    dict(replicated=True),
-    dict(replicated=True, alignment=2),
-]
-
-
-@pytest.mark.parametrize("modes", MODES, ids=str)
+@pytest.mark.parametrize(
+    "modes",
+    (dict(), dict(alignment=8), dict(replicated=True), dict(replicated=True, alignment=2)),
+    ids=str,
+)
 def test_every_function_makes_rows_of_the_factor(modes):
     group = harness.group_of(RANKS)
     tokens, top_k, experts = 6, 2, 3 * RANKS

@@ -1,4 +1,4 @@
-"""Exchanges of the catalogue have the routing, the rows and both sums of the oracle."""
+"""Compare exchanges of all layouts and routings of `cases` with the oracle."""
 
 import cases
 import harness
@@ -30,7 +30,7 @@ def test_an_exchange_of_many_tokens_is_the_oracles(case):
 
 
 def test_one_program_exchanges_by_a_routing_that_changes_at_every_call(ranks):
-    """No state of an earlier call may affect a later call."""
+    """One compiled program runs with all routings in turn. Every result equals the oracle's."""
     names = list(cases.ROUTINGS)
     for seed in range(100 if harness.ON_GPU else len(names)):
         case = cases.Case(cases.CUT, names[seed % len(names)])

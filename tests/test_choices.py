@@ -1,6 +1,6 @@
 """Test `ma.moe` with given choices, with replayed choices, and with a user's router.
 
-The reference applies each expert to each token of all ranks. A router sees all tokens at once.
+In the reference, every expert computes every token, and the router sees all tokens at once.
 """
 
 import functools
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from dense_layer import dense_experts
 from harness import mesh_over as mesh_of
+from harness import quickly
 from jax.sharding import AxisType
 from small_layer import assert_close
 
@@ -21,7 +22,6 @@ import jax_moe_a2a as ma
 pytestmark = harness.OF_SEVERAL_AXES
 HIDDEN, WIDTH, EXPERTS, TOP_K, LEAD = 6, 4, 8, 2, (3, 5)
 Auto, Explicit = AxisType.Auto, AxisType.Explicit
-quick_jit = functools.partial(jax.jit, compiler_options=harness.QUICKLY)
 POSITIONS = np.arange(math.prod(LEAD)).reshape(LEAD)
 MASK = POSITIONS % 7 != 3
 TABLE = np.random.default_rng(2).integers(0, EXPERTS, (math.prod(LEAD), TOP_K))
@@ -42,7 +42,7 @@ def axes_of(mesh):
 
 
 def reference(params, x, read=None, mask=None):
-    """Return what `moe` returns with a user's router."""
+    """Compute a layer with a user's router without an exchange."""
     flat = lambda array: array.reshape(-1, *array.shape[len(LEAD) :])
     router, tokens = params["router"], flat(x if read is None else read)
     logits = tokens @ router.kernel + (0 if router.bias is None else router.bias[None])
@@ -63,7 +63,7 @@ def value_and_grads(layer, params, x):
         y = layer(treedef.unflatten([floats.get(i, leaf) for i, leaf in enumerate(leaves)]), x)
         return jnp.sum(jnp.sin(y)), y
 
-    (_, y), grads = quick_jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(floats, x)
+    (_, y), grads = quickly(jax.value_and_grad(loss, (0, 1), has_aux=True))(floats, x)
     return y, grads
 
 
@@ -91,8 +91,8 @@ REPLICAS = [0, 1, 2, 3, 4, 0, 4, 5, 6, 7, 0, -1]  # of 2 ranks
     ids=["2 in chunks", "2 with replicas", "2 replicated", "2 by 4 masked"],
 )
 def test_replayed_and_given_choices_equal_those_of_the_router(mesh, options):
-    """Outputs, statistics and all gradients of a replay equal those of the router. Choices that the
-    caller gives have a gradient in their weights. The 15 tokens need padding."""
+    """Outputs, statistics and all gradients of a replay equal those of the router. Given choices
+    have equal outputs, and gradients of their weights. The 15 tokens need padding."""
     mesh, options = mesh_of(**mesh), options_of(options)
     mask = options.get("mask", np.ones(LEAD, bool))
 
@@ -104,7 +104,7 @@ def test_replayed_and_given_choices_equal_those_of_the_router(mesh, options):
         y, stats = layer(router_of(router), experts, x)
         return jnp.sum(jnp.sin(y)) + stats.balance_loss + stats.z_loss, (y, stats)
 
-    @quick_jit
+    @quickly
     def run(router, experts, x):
         args = router, experts, x
         grad = functools.partial(jax.value_and_grad, argnums=(0, 1, 2), has_aux=True)
@@ -144,19 +144,18 @@ def hashed(tokens, logits, token_ids, table):
 
 
 def sqrt_softplus(tokens, logits, _, bias):
-    """Use a trained bias, which changes choices and weights."""
     scores = jnp.sqrt(jax.nn.softplus(logits)) * jnp.exp(bias)[None]
     return weigh(scores, ma.TopK(TOP_K)(scores).ids)._replace(scores=scores)
 
 
 def with_identity(tokens, logits, _, __):
-    """Use the last two logits for experts that compute nothing."""
+    """Choose ids of -1 for the last two logits, which stand for experts that compute nothing."""
     choices = weigh(jax.nn.softmax(logits), ma.TopK(3)(logits).ids)
     return choices._replace(ids=jnp.where(choices.ids < EXPERTS, choices.ids, -1))
 
 
 def scaled(tokens, logits, per_token, whole):
-    """Use a separate scale for each token, which may be any number for masked tokens."""
+    """Scale the logits of each token. The scales of masked tokens are NaN."""
     choices = ma.TopK(TOP_K)(logits * jnp.sqrt(per_token["scale"])[:, None])
     return choices._replace(weights=choices.weights * jnp.cos(tokens[:, :1]))
 
@@ -189,7 +188,7 @@ ROUTERS = {
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_router_of_the_users_reads_the_arrays_of_its_tokens(name, mesh, options):
-    """The gradients of the kernel and of the router's other floats are also compared."""
+    """Outputs and gradients of all floats equal those of the reference."""
     mesh, options = mesh_of(**mesh), options_of(options)
     params = dict(router=ROUTERS[name], experts=OWN)
     layer = lambda params, x: ma.moe(x, **params, axes=axes_of(mesh), **options)[0]
@@ -205,11 +204,12 @@ def test_a_router_of_the_users_reads_the_arrays_of_its_tokens(name, mesh, option
 
 
 def test_zero_computation_experts_weigh_the_token_outside_of_the_layer():
-    """An id of -1 keeps its weight in the statistics."""
+    """A router chooses -1 for some choices. The statistics have their weights, and do not count
+    them as invalid or as loads of experts."""
     params = dict(router=ROUTERS["more logits"], experts=OWN)
     with jax.set_mesh(mesh_of(ep=2)):
         layer = lambda params: ma.moe(X, **params, axes="ep", outputs=("choices", "logits"))
-        y, stats = quick_jit(layer)(params)
+        y, stats = quickly(layer)(params)
     ids, weights, scores = stats.choices
     assert scores is None and stats.logits.shape == (*LEAD, EXPERTS + 2)
     assert (ids == -1).any() and (np.asarray(weights)[ids == -1] > 0).all()
@@ -229,7 +229,7 @@ def test_noise_of_a_key_that_is_folded_by_the_position_does_not_depend_on_the_me
     found = []
     for size, axis_type in ((1, Auto), (8, Explicit)):
         with jax.set_mesh(mesh_of(axis_type, ep=size)):
-            y, stats = quick_jit(layer)(router, X)
+            y, stats = quickly(layer)(router, X)
         found.append(jax.device_get((y, *stats.choices[:2])))
     noiseless = TOPK.replace(bias=None).choose(X @ KERNEL).ids
     assert (np.asarray(noiseless) != found[0][1]).any()
@@ -238,7 +238,8 @@ def test_noise_of_a_key_that_is_folded_by_the_position_does_not_depend_on_the_me
 
 
 def test_the_router_reads_another_array_than_the_experts():
-    """The router reads the token, and experts a projection of it, of another size."""
+    """With `router_input`, the router reads another array than the experts. Outputs and gradients
+    equal those of the reference."""
     read = normal(6, *LEAD, 9)
     choose = lambda tokens, logits, *_: TOPK.choose(logits)
     params = dict(router=ma.Router(normal(7, 9, EXPERTS), choose=choose), experts=OWN)
@@ -264,19 +265,19 @@ def test_any_number_of_tokens_has_choices(lead):
     with jax.set_mesh(mesh_of(Explicit, ep=2)):
         for router in (ma.RouterChoices(ids, weights), TOPK.replay(ids)):
             layer = lambda router: ma.moe(x, router, OWN, axes="ep")
-            y, stats = quick_jit(layer)(router)
+            y, stats = quickly(layer)(router)
             assert stats.load.wanted_per_expert[3] == math.prod(lead)
     scale = TOPK.choose.replay(x @ KERNEL + BIAS, ids).weights
     assert_close(y, dense_experts(x, scale, ids, OWN))
 
 
 def test_ids_that_are_no_experts_stay_none():
-    """If ids of 64 bits were cut to 32 bits, some would name experts."""
+    """Ids outside of the range (also of int32) are counted as invalid, and compute nothing."""
     bad = np.array([2**32, 2**40 + 1, -7, EXPERTS, -1])
     ids = np.where(POSITIONS < 5, np.resize(bad, LEAD), 1)[..., None]
     with jax.set_mesh(mesh_of(ep=1)):
         for router in (ma.RouterChoices(ids, None), TOPK.replay(ids)):
-            y, stats = quick_jit(lambda router=router: ma.moe(X, router, OWN, axes="ep"))()
+            y, stats = quickly(lambda router=router: ma.moe(X, router, OWN, axes="ep"))()
             assert stats.num_invalid == 4 and not y[0].any() and y[1:].all()
 
 

@@ -1,4 +1,5 @@
-"""The kernel that chooses experts returns the ids of ``lax.top_k``, and is called only on GPUs."""
+"""Test that the kernel that chooses experts returns the ids of ``lax.top_k``, and is called only on
+GPUs."""
 
 import functools
 import logging
@@ -26,8 +27,7 @@ pytestmark = [
 WHY_NO_KERNEL = choose.why_no_kernel
 SOFTMAX, SIGMOID = Weighing(True, False, 1.0), Weighing(True, True, 2.5)
 AS_THEY_ARE = Weighing(False, False, 16.0)
-# Experts, choices, groups and weighing: published routers, one key per lane and several, lanes
-# without keys, groups that do not fill the lanes, one group per lane, and the most experts.
+# (experts, choices, groups, weighing)
 CASES = {
     "Qwen3": (128, 8, None, SOFTMAX),
     "GPT-OSS": (32, 4, None, SOFTMAX),
@@ -43,19 +43,14 @@ CASES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def the_kernel_chooses_from_few_keys(monkeypatch):
-    monkeypatch.setattr(choose, "LEAST_KEYS", 0)
-
-
 all_cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 TOKENS = 40
 
 
 def keys_of(experts):
-    """Return keys [T, E]: random numbers, few different numbers, few finite numbers, and
-    infinities, NaNs and zeros of both signs. There are no denormal numbers, because XLA flushes
-    them to zero on CPUs only, and no NaNs on GPUs, where XLA does not order them."""
+    """Return keys [T, E]: random numbers, few different numbers, special numbers, and few finite
+    numbers. There are no denormal numbers, because XLA flushes them to zero on CPUs only, and no
+    NaNs on GPUs, where XLA does not order them."""
     rng = np.random.default_rng(experts)
     numbers = [-np.inf, -3, -1e-30, -0.0, 0.0, 1e-30, 2, np.inf]
     numbers += [] if harness.ON_GPU else [np.nan]
@@ -66,15 +61,14 @@ def keys_of(experts):
 
 
 def arrays_of(case):
-    """Return keys, values and a mask."""
     rng = np.random.default_rng(1)
     values = rng.normal(size=(TOKENS, case[0]), scale=3).astype(np.float32)
     return keys_of(case[0]), values, np.arange(TOKENS) % 5 > 0
 
 
 def numpy_choice(keys, k, groups):
-    """Return the ids in the order of ``lax.top_k``: high keys and low ids first, and NaN as the
-    highest number. All NaNs of ``keys_of`` are positive."""
+    """Return k ids in the order of ``lax.top_k``: the highest keys first, and the lowest ids first
+    among equal keys. NaN is the highest number."""
     keys = np.where(np.isnan(keys), np.inf, keys).astype(np.float32), np.isnan(keys)
     order = lambda keys: np.lexsort((np.arange(keys[0].shape[-1]), -keys[0], ~keys[1]))
     if groups is not None:
@@ -121,7 +115,7 @@ def composed(case, *arrays):
 
 
 def assert_equal(found, expected):
-    """Check that ids and chosen values are equal bit for bit, and that weights are close."""
+    """Check that ids and chosen values are equal, and that weights are close."""
     np.testing.assert_array_equal(found[0], expected[0])
     np.testing.assert_array_equal(found[2], expected[2])
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-5, atol=1e-30)
@@ -139,7 +133,7 @@ def test_the_emulated_kernel_is_the_composition(emulated, case, is_masked):
 def test_the_composition_has_the_order_of_a_sort(case):
     keys, values, _ = arrays_of(case)
     _, k, groups, _ = case
-    # A sum of a group's keys may be a NaN of either sign.
+    # The sum of the keys of a group could be NaN, whose sign, and therefore order, is not defined.
     rows = keys if groups is None else np.where(np.isnan(keys) | (keys > 3e38), -5, keys)
     expected = [numpy_choice(row, k, groups) for row in rows]
     np.testing.assert_array_equal(composed(case, rows, values)[0], expected)
@@ -170,7 +164,6 @@ def weights_of(logits, mask=None, topk=ROUTER):
 
 @pytest.fixture
 def on_gpus(monkeypatch):
-    """Pretend GPUs that run the kernel."""
     if not native.has_kernels():
         pytest.skip("the extension, which checks the call, was not built")
     jax.clear_caches()
@@ -185,13 +178,14 @@ def aval(*shape, dtype="float32"):
 
 
 def types_of(fn, *args):
-    """Return the types of the kernel's calls in a program for GPUs."""
+    """Return the types of operands and results of the kernel's calls in a program for GPUs."""
     found = calls(fn, *args)
     assert {call.target for call in found} <= {"choose"}
     return [re.sub("tensor<([^>]*)>", r"\1", call.types) for call in found]
 
 
 def test_a_choice_on_gpus_is_one_call(on_gpus):
+    """Choices, batches of choices, and their gradients each have one call of the kernel."""
     results = "(6x4xi32, 6x4xf32, 6x4xf32)"
     assert types_of(weights_of, aval(6, 32)) == [f"(6x32xf32, 6x32xf32, 0xi1) -> {results}"]
     ((_, attributes, _),) = calls(weights_of, aval(6, 32))
@@ -222,16 +216,10 @@ def test_more_experts_than_the_kernel_holds_are_composed(on_gpus, caplog, num_gr
     assert any(why in message and got in message for message in caplog.messages)
 
 
-def test_few_keys_without_groups_are_composed(on_gpus, monkeypatch):
-    monkeypatch.setattr(choose, "LEAST_KEYS", 6 * 32)
-    groups = ma.TopK(4, num_groups=4, top_groups=2)
-    assert types_of(ma.TopK(4), aval(5, 32)) == []
-    assert len(types_of(ma.TopK(4), aval(6, 32))) == len(types_of(groups, aval(5, 32))) == 1
-
-
 @pytest.mark.several_devices("Auto axes need a mesh")
 def test_xla_divides_the_composition_among_devices(on_gpus, caplog):
-    """XLA would run a call on each device with the tokens of all devices."""
+    """A program whose tokens XLA divides does not call the kernel, because each device would call
+    it with the tokens of all devices."""
     mesh = harness.mesh_of(harness.SEVERAL)
     logits = aval(8 * harness.SEVERAL, 32)
     program = jax.jit(weights_of, in_shardings=jax.NamedSharding(mesh, jax.P(harness.AXIS)))
@@ -257,14 +245,14 @@ def test_explain_names_the_choice_and_the_reason_against_the_kernel(on_gpus):
 
 @pytest.mark.parametrize("topk", (ROUTER, ma.TopK(4), ma.TopK(4, renormalize=False)), ids=repr)
 def test_derivatives_and_transforms_are_those_of_the_composition(topk):
-    """The derivatives of ids, weights and chosen values are written by hand."""
+    """Weights, their first and second derivatives, and rematerialized gradients equal those of a
+    formula that JAX differentiates."""
     logits = np.random.default_rng(2).normal(size=(3, 8, 32)).astype(np.float32)
     mask = np.arange(24).reshape(3, 8) % 5 > 0
     bias = jnp.linspace(-0.2, 0.2, 32)
     ids = topk(logits, select_bias=bias, mask=mask).ids
 
     def by_formula(logits):
-        """Return the weights of given ids by operations that JAX differentiates."""
         scores = jax.nn.sigmoid(logits) if topk.score == "sigmoid" else jax.nn.softmax(logits)
         chosen = jnp.take_along_axis(scores, jnp.maximum(ids, 0), axis=-1)
         if topk.renormalize is not False:

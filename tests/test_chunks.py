@@ -1,5 +1,7 @@
-"""Layers that run in chunks of tokens save memory, and have the derivatives of the layer without
-chunks. test_layer tests drops, and sums of the gradients of weights."""
+"""Test the derivatives and the memory of layers that run in chunks of tokens.
+
+test_layer tests drops, and sums of the gradients of weights.
+"""
 
 import functools
 import re
@@ -11,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_layer
+from cuda_calls import lowered
 from jax.sharding import PartitionSpec as P
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.formats.formats import RowsInFp8
 from jax_moe_a2a._src.group import native
-from jax_moe_a2a._src.grouped import lowering as lowered
 from jax_moe_a2a._src.grouped import totals
 from jax_moe_a2a._src.grouped.straight_through import dot_in_fp8
 
@@ -29,7 +31,7 @@ ACTIVATIONS = dict(fused=SWIGLU, unfused=lambda h: jnp.tanh(h[:, :WIDTH]) * h[:,
 
 
 def drawn(seed, *lead, dtype="float32", biases=True):
-    """Return ids and floats: x, router weights, weights and biases of all ranks."""
+    """Draw ids, and x, router weights, weights and biases of all ranks."""
     rng = np.random.default_rng(seed)
     ids = rng.integers(-1, RANKS * LOCAL, (*lead, TOKENS, TOP_K))
     shapes = small_layer.shapes_of_moe(LAYOUT, 2 * WIDTH, WIDTH)[: 6 if biases else 4]
@@ -72,8 +74,8 @@ def test_derivatives_of_all_orders_are_those_of_the_layer_without_chunks(activat
 
 @pytest.mark.several_devices("a mesh of two axes")
 def test_weights_that_vary_over_fewer_mesh_axes_than_tokens_have_gradients():
-    """The gradients are summed over the other axis once after the loop, and not once for each
-    chunk."""
+    """Gradients with chunks equal those without, on a mesh with an axis of data. The loop over
+    chunks adds the gradients of weights to totals."""
     axis_types = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((2, RANKS), ("data", harness.AXIS), axis_types=axis_types)
     group = ma.Group(mesh, harness.AXIS)
@@ -110,7 +112,6 @@ def test_a_product_with_a_total_has_the_derivatives_of_the_product(in_fp8):
     encode, stop_gradient = ma.BlockwiseFp8().encode, jax.lax.stop_gradient
 
     def twice(rows, w, sums):
-        """Multiply by w twice."""
         cut = lambda y: jnp.where(jnp.arange(7)[:, None] < 5, y, 0)
         total = totals.total_of(w)
         for _ in range(2):
@@ -118,12 +119,12 @@ def test_a_product_with_a_total_has_the_derivatives_of_the_product(in_fp8):
                 own = totals.with_total(stop_gradient(w), total)
                 if in_fp8:
                     own, encoded = ma.QuantizedExperts(source=own), encode(stop_gradient(rows))
-                    rows = RowsInFp8(encoded, rows)  # as they arrive
+                    rows = RowsInFp8(encoded, rows)
                 rows, total = totals.summing_dot(rows, own, total, sizes)
             elif in_fp8:
                 rows = dot_in_fp8(rows, ma.QuantizedExperts(source=w), sizes)
             else:
-                rows = totals.unspecified_dot(rows, w, sizes, None)
+                rows = totals.unspecified_dot(rows, w, sizes)
             rows = jnp.sin(cut(rows))
         return rows
 
@@ -137,16 +138,12 @@ def test_a_product_with_a_total_has_the_derivatives_of_the_product(in_fp8):
     small_layer.assert_close(derivatives(True), derivatives(False), tolerance=1e-3)
 
 
-def test_the_kernel_adds_where_the_total_is(monkeypatch):
-    monkeypatch.setattr(lowered, "_why_other_gpu", lambda: "")
-    monkeypatch.setattr(native, "has_grouped_gemm", lambda: True)
+def test_the_kernel_adds_where_the_total_is(hopper, monkeypatch):
+    """The call of the product has the total as an operand and, in place, as a result."""
     monkeypatch.setattr(native, "why_not_grouped_gemm", lambda *_: "")
-    monkeypatch.setattr(native, "register_targets", lambda: None)
     aval = lambda *shape, dtype="bfloat16": jax.ShapeDtypeStruct(shape, dtype)
     avals = aval(5, 16, 8, dtype="float32"), aval(24, 16), aval(24, 8), aval(5, dtype="int32")
-    fn = functools.partial(totals.bind_add_outer, num_sms=None)
-    text = jax.jit(fn).trace(*avals).lower(lowering_platforms=("cuda",)).as_text()
-    (call,) = re.findall(r"@moe_a2a_grouped_gemm.*", text)
+    (call,) = re.findall(r"@moe_a2a_grouped_gemm.*", lowered(totals.bind_add_outer, *avals))
     assert "output_tuple_indices = [0], operand_index = 3" in call
     assert "-> (tensor<5x16x8xf32>, tensor<1xi32>)" in call
 
@@ -162,7 +159,7 @@ def test_tokens_may_have_no_numbers():
 
 
 def temporary(num_chunks, *, tokens, hidden, width, gradients=True, top_k=4, dtype="bfloat16"):
-    """Return the bytes of temporary arrays of a layer, on the CPU."""
+    """Return the bytes of temporary arrays of a layer that is compiled for CPUs."""
 
     def run(ids, floats, ct):
         fn = functools.partial(layer, num_chunks=num_chunks)
@@ -190,5 +187,5 @@ def test_memory_for_gradients_of_weights_does_not_grow_with_the_number_of_chunks
     weights = 4 * RANKS * LOCAL * 3 * sizes["hidden"] * sizes["width"]
     few, many = (temporary(n, **sizes) for n in (2, 8))
     assert many <= few and weights <= few <= 3.5 * weights
-    # Without gradients, no array holds sums of gradients.
+    # Without gradients, chunks need no array for their sums.
     assert temporary(8, gradients=False, **sizes) <= temporary(None, gradients=False, **sizes)

@@ -1,9 +1,7 @@
-"""Combine returns the sums of the oracle, in the documented order and with the documented
-roundings.
+"""Test the sums of combine, with the documented order and roundings.
 
-Unweighted sums are compared exactly, because the definition fixes each rounding. Weighted sums are
-compared within the slack of `oracle.combine`, because w * y + acc may be contracted to a fused
-multiply-add.
+Unweighted sums must be equal to the oracle's, because the definition fixes each rounding. Weighted
+sums may differ by the slack of `oracle.combine`, because XLA may use fused multiply-adds.
 """
 
 import functools
@@ -44,12 +42,11 @@ def routed(layout, routing, ranks, seed=0):
 
 @pytest.mark.parametrize("wire_dtype", (None, "bfloat16", "float32"))
 def test_every_summed_dtype_rounds_as_stated(wire_dtype):
-    """Nothing is dropped, so many partial sums of source ranks and of other ranks have several
-    rows."""
+    """Sums of each dtype and wire dtype equal the oracle's. No choice is dropped."""
     layout, ranks = cases.PLAIN, harness.SEVERAL
     rng = np.random.default_rng(0)
     y = {n: cases.normal(rng, (ranks, layout.rows(ranks), 33), n) for n in cases.SUMMED_DTYPES}
-    # No kernel narrows float32 or float16 to a bfloat16 wire, so all sums are then portable.
+    # No kernel rounds float32 or float16 to a bfloat16 wire dtype, so all sums are then portable.
     exchanges = 1 if wire_dtype == "bfloat16" else 1 + len(y)
     program = combine_program(layout, ranks, wire_dtype=wire_dtype, exchanges=exchanges)
     for routing in ("skewed", "repeated", "first_expert_only"):
@@ -75,7 +72,7 @@ def test_every_weighted_dtype_rounds_as_stated(dtype, wire_dtype):
 
 
 def test_the_sum_of_negative_zeros_is_a_positive_zero():
-    """On several ranks, the positive zeros of absent rows would hide the sign."""
+    """Rows of -0.0 have the sum 0.0. The test has one rank, because other ranks add zeros."""
     layout, ranks = cases.PLAIN, 1
     ids, expected = routed(layout, "uniform", ranks)
     y = np.full((ranks, expected.capacity, 33), -0.0, np.float32)
@@ -97,7 +94,7 @@ def test_float64_is_summed_in_float64(weighted):
 
 
 def cancelling_rows(dtype):
-    """Return rows of one token. Their sum depends on the order of additions and roundings."""
+    """Return four numbers whose sum depends on the order of additions and roundings."""
     big = 2.0 / oracle.epsilon(dtype)
     return np.array([big, 1.0, -big, 1.0], cases.dtype(dtype))
 
@@ -107,8 +104,7 @@ def test_the_sum_over_k_runs_in_order_of_k():
     layout = cases.Layout("order_of_k", tokens=1, top_k=4, local_experts=4)
     ranks = harness.SEVERAL
     for permutation in np.array([[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1], [1, 3, 0, 2]]):
-        # The experts of a token are in any order. Rows are stored by expert, but are summed in the
-        # order of k.
+        # Rows are stored in the order of experts, but must be summed in the order of k.
         ids = np.broadcast_to(permutation.astype(np.int32), (ranks, 1, 4)).copy()
         expected = oracle.route(ids, layout.num_experts(ranks), layout.rows(ranks))
         y = np.zeros((ranks, expected.capacity, 1), np.float32)
@@ -121,10 +117,7 @@ def test_the_sum_over_k_runs_in_order_of_k():
 
 @pytest.mark.parametrize("wire_dtype", (None, "float32"))
 def test_the_sum_over_ranks_runs_in_order_of_ranks(wire_dtype):
-    """Each rank has one row, so only the order of ranks matters, and not the order of k.
-
-    A token has at most 32 choices, so only the first 32 ranks have rows.
-    """
+    """Each of the first 32 ranks has one row of a token. The sum is that in the order of ranks."""
     ranks = harness.SEVERAL
     top_k = min(ranks, 32)
     layout = cases.Layout("order_of_ranks", tokens=4, top_k=top_k, local_experts=1)
@@ -133,8 +126,7 @@ def test_the_sum_over_ranks_runs_in_order_of_ranks(wire_dtype):
     expected = oracle.route(ids, ranks, layout.rows(ranks))
     y = np.zeros((ranks, expected.capacity, 1), np.float32)
     values = np.resize(cancelling_rows("float32"), top_k)
-    for rank in range(top_k):
-        y[rank] = values[rank]
+    y[:top_k] = values[:, None, None]
     out = combine_program(layout, ranks, wire_dtype=wire_dtype)(ids, y)
     in_order = np.float32(0)
     for value in values:
@@ -143,14 +135,12 @@ def test_the_sum_over_ranks_runs_in_order_of_ranks(wire_dtype):
 
 
 def test_every_partial_sum_is_rounded_to_the_wire_dtype_even_the_own_one():
-    """If bfloat16 rows 1 and 2^-9 are at one rank and the wire dtype is bfloat16, the sum is 1 for
-    any source rank.
-    """
+    """The bfloat16 rows 1 and 2^-9 of a token are at one rank, which may be the source rank. With a
+    bfloat16 wire dtype, their partial sum is 1."""
     ranks = harness.SEVERAL
     top_k = min(2 + ranks, 32)
     layout = cases.Layout("rounding", tokens=ranks, top_k=top_k, local_experts=2)
-    # Token t of each rank has two rows at rank t, whose partial sum loses the smaller row, and a
-    # row of -1 at the next rank.
+    # Token t of each rank has two rows at rank t.
     ids = np.full((ranks, ranks, layout.top_k), -1, np.int32)
     for token in range(ranks):
         ids[:, token, :2] = 2 * token, 2 * token + 1
@@ -161,8 +151,8 @@ def test_every_partial_sum_is_rounded_to_the_wire_dtype_even_the_own_one():
     out = combine_program(layout, ranks)(ids, y)
     np.testing.assert_array_equal(out.astype(np.float32), np.ones((ranks, ranks, 1), np.float32))
 
-    # A third row of -1 at another rank makes the sum 0 if the partial sum is rounded, and otherwise
-    # 2^-9.
+    # With a third row of -1 at the next rank, the sum is 0 if the partial sum is rounded, and 2^-9
+    # if not.
     if ranks == 1:
         return
     for token in range(ranks):
@@ -212,8 +202,7 @@ def test_weights_come_from_recv_an_array_or_nowhere():
             "routing": ma.combine(y, plain.routing),
         }
 
-    # Two dispatches, each followed by three combines. XLA runs equal combines only once, so only
-    # different combines count.
+    # Two dispatches and four different combines. XLA runs equal combines only once.
     program = harness.on_each_rank(combine, harness.mesh_of(ranks), exchanges=2 + 4)
     sums = program(ids, x, topk_weights, y, own)
     sent = oracle.dispatch_choices(topk_weights, expected)

@@ -1,6 +1,7 @@
-"""Combine with `add` adds an array to the sums last, before the result's only rounding.
+"""Test combine with `add`, which adds an array to the sums before the rounding of the result.
 
-Unweighted sums are compared exactly, weighted sums within the slack of `oracle.combine`.
+Unweighted sums must be equal to the oracle's. Weighted sums may differ by the slack of
+`oracle.combine`.
 """
 
 import functools
@@ -22,7 +23,6 @@ FORMATS = dict(blockwise=ma.BlockwiseFp8(), mx=ma.MxFp8(), nv=ma.NvFp4(global_sc
 
 
 def combine(group, layout, ids, y, weights, addend, wire_dtype=None):
-    """Combine rows of one rank; `weights` and `addend` may be None."""
     routing = ma.route(ids, **layout.route_args(group))
     return ma.combine(y, routing, weights=weights, wire_dtype=wire_dtype, add=addend)
 
@@ -41,8 +41,7 @@ def program(layout, ranks, wire_dtype=None, weighted=True):
 
 
 def inputs(case, ranks, dtype="bfloat16", trailing=None, seed=0):
-    """Return (ids, y, weights, addend) of all ranks, with NaN in rows without a token; and the
-    expected routing."""
+    """Return the arguments of `program`, and the expected routing. Rows without a token are NaN."""
     layout = case.layout
     rng = np.random.default_rng([seed, ranks, layout.tokens])
     ids = case.ids(ranks, seed)
@@ -62,8 +61,7 @@ def assert_adds(sums, y, weights, addend, routing, wire_dtype=None, what=""):
         harness.assert_sums_agree(actual, *expected, what)
 
 
-# The position of an addend in a sum does not depend on the routing, so one routing in each of six
-# layouts replaces the whole catalogue.
+# One routing in six layouts is enough, because adding does not depend on the routing.
 LAYOUTS = ("plain", "alignment_8_capacity_19", "capacity_0", "no_tokens", "top_32", "many_tokens")
 CASES = [cases.Case(layout, "masked") for layout in cases.LAYOUTS if layout.name in LAYOUTS]
 
@@ -74,8 +72,7 @@ def test_the_addend_is_added_to_the_sums_of_every_layout(case):
     assert_adds(program(case.layout, RANKS)(*args), *args[1:], routing)
 
 
-# Rows have 6 or 4 words of 16 bytes, a part of a word, or one element. Only kernels distinguish
-# these sizes.
+# Rows of several 16-byte words, of a part of a word, and of one element have other code in kernels.
 @pytest.mark.parametrize(
     "trailing", ((6, 8), (32,), (33,), ())[: None if harness.ON_GPU else 1], ids=str
 )
@@ -92,7 +89,7 @@ def test_every_dtype_and_wire_dtype_rounds_once(dtype, wire_dtype, trailing):
 
 @pytest.mark.parametrize("name, dtype", list(zip(FORMATS, cases.SUMMED_DTYPES)))
 def test_partial_sums_may_travel_in_a_format(name, dtype):
-    """Small integers are exact in the formats, and so are their products with 1."""
+    """Sums with formats equal the oracle's. All rows are exact in the formats."""
     fmt = FORMATS[name]
     layout = cases.Layout("format", tokens=9, top_k=2, local_experts=2, capacity=14)
     trailing = (3 * fmt.group_size,)
@@ -115,7 +112,8 @@ def test_partial_sums_may_travel_in_a_format(name, dtype):
 
 
 def test_the_addend_is_added_last_and_rounded_with_the_sum():
-    """In float32, 1 - big + big is 0, and big - big + 1 is 1."""
+    """Sums equal the oracle's where another order or rounding would change them. In float32, for
+    example, 1 - big + big is 0, and big - big + 1 is 1."""
     layout = cases.Layout("last", tokens=1, top_k=2, local_experts=2)
     ids = np.broadcast_to(np.array([0, 1], np.int32), (RANKS, 1, 2)).copy()
     expected = oracle.route(ids, layout.num_experts(RANKS), layout.rows(RANKS))
@@ -132,7 +130,7 @@ def test_the_addend_is_added_last_and_rounded_with_the_sum():
     big = 4.0 / oracle.epsilon("float32")
     np.testing.assert_array_equal(sums(big, -big, 1.0, "float32"), 1)
     np.testing.assert_array_equal(sums(1.0, -big, big, "float32"), 0)
-    # The sum 2^-8 + 2^-16 is rounded to bfloat16 only after 1 is added. A tie would round down.
+    # 1 + 2^-8 + 2^-16 rounds up to 1 + 2^-7. If 2^-16 was lost before, 1 + 2^-8 would round to 1.
     np.testing.assert_array_equal(sums(2.0**-8, 2.0**-16, 1.0, "bfloat16", "float32"), 1 + 2.0**-7)
 
 
@@ -153,7 +151,7 @@ def test_a_pytree_has_an_addend_for_each_of_its_arrays():
 # Derivatives
 
 
-@pytest.mark.exchanges(0)  # on the portable path
+@pytest.mark.exchanges(0)
 def test_a_constant_addend_leaves_the_tangents_of_the_others():
     group, rng = harness.emulated_group(2), np.random.default_rng(0)
     ids = np.array([[[0], [1]], [[1], [1]]], np.int32)
@@ -174,7 +172,8 @@ def test_a_constant_addend_leaves_the_tangents_of_the_others():
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 @pytest.mark.parametrize("weighted", (False, True), ids=("sum", "weighted"))
 def test_gradients_and_tangents_of_a_combine_are_those_of_the_oracle(weighted, dtype):
-    """NaN in rows without a token affects no result."""
+    """Tangents and gradients with respect to rows, addend and weights equal the oracle's. Rows
+    without a token are NaN, and affect no result."""
     group = harness.group_of(RANKS)
 
     def on_rank(floats, directions, g, ids):
@@ -184,8 +183,7 @@ def test_gradients_and_tangents_of_a_combine_are_those_of_the_oracle(weighted, d
         tangent = jax.jvp(fn, floats, directions)[1]
         return tangent, jax.vjp(fn, *floats)[1](g)
 
-    # The value, its tangent, and the transposed dispatch, which is also one call if there are
-    # weights.
+    # One route; and a combine, its tangent and its transpose, each of which is one exchange.
     run = harness.on_each_rank(on_rank, group.mesh, exchanges=1 + 3)
     for name in ("skewed", "masked", "repeated", "first_expert_only"):
         case = cases.Case(cases.CUT, name)
@@ -203,7 +201,7 @@ def test_gradients_and_tangents_of_a_combine_are_those_of_the_oracle(weighted, d
         if not weighted:
             harness.assert_same_bytes(found[0], oracle.dispatch(g, routing), name)
             continue
-        # Products are rounded once. A sum of 7 products in float32 may have any order.
+        # The sums of 7 products in `of_weights` may have any order.
         of_y, of_weights = oracle.combine_transpose(g, y, routing, weights)
         harness.assert_same_bytes(found[0], of_y, name)
         assert found[2].dtype == np.float32
@@ -211,8 +209,7 @@ def test_gradients_and_tangents_of_a_combine_are_those_of_the_oracle(weighted, d
 
 
 def traced(fn, *avals):
-    """Return how often fn of one rank's abstract arrays, on two ranks, binds each primitive, and
-    the number of addends of each exchange."""
+    """Trace fn on two ranks. Count its live primitives, and the addends of each exchange."""
     stacked = jax.tree.map(lambda a: jax.ShapeDtypeStruct((2, *a.shape), a.dtype), avals)
     jaxpr = jax.make_jaxpr(jax.vmap(fn, axis_name=harness.AXIS))(*stacked)
     jaxpr, _ = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))
@@ -257,7 +254,7 @@ def test_a_batch_is_one_exchange(batched, weighted):
     group = harness.group_of(RANKS)
     elements = [inputs(case, RANKS, trailing=(8,), seed=seed) for seed in range(batch)]
     axes = [0 if batched in (name, "all") else None for name in ("ids", "y", "addend")]
-    in_axes = (axes[0], axes[1], axes[0], axes[2])  # weights belong to the rows of a routing
+    in_axes = (axes[0], axes[1], axes[0], axes[2])  # a batch of ids needs a batch of weights
     args = [
         np.stack([e[0][i] for e in elements], axis=1) if axis == 0 else elements[0][0][i]
         for i, axis in enumerate(in_axes)

@@ -1,4 +1,4 @@
-"""A training step compiles once, and its state keeps the placement of the recipes."""
+"""Test that the training step of docs/recipes.md is compiled only once."""
 
 import contextlib
 
@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.exchanges(0),
 ]
 
-COMPILED = []  # functions that run at the end of each compilation of this process
+COMPILED = []  # functions to call after each compilation of this process
 jax.monitoring.register_event_duration_secs_listener(
     lambda event, *_, **__: (
         [noted() for noted in COMPILED] if event.endswith("backend_compile_duration") else None
@@ -28,8 +28,7 @@ jax.monitoring.register_event_duration_secs_listener(
 
 @contextlib.contextmanager
 def counted():
-    """Yield a list to which each compilation adds an element. Different arguments with equal
-    programs add only one element (the cache of a jitted function gets several signatures)."""
+    """Yield a list that gets an element after each compilation."""
     found = []
     COMPILED.append(lambda: found.append(1))
     try:
@@ -39,7 +38,7 @@ def counted():
 
 
 def restored(tree, folder):
-    """Return a pytree after a checkpoint and a restart, with its placement."""
+    """Save a pytree, and return the restored pytree with the same shardings."""
     shapes = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree
     )
@@ -52,7 +51,7 @@ def restored(tree, folder):
 
 @pytest.fixture(params=(AxisType.Auto, AxisType.Explicit), ids=str)
 def recipes(request, monkeypatch):
-    """Return the names of docs/recipes.md over axes of one type."""
+    """Run the first snippet of docs/recipes.md with axes of one type. Return its names."""
     if jax.device_count() < 8:
         pytest.skip("needs 8 devices")
     make_mesh = jax.make_mesh
@@ -71,6 +70,7 @@ def recipes(request, monkeypatch):
 
 @pytest.mark.promotes("optax mixes numbers and arrays")
 def test_the_recipe_compiles_once_with_adamw_accumulation_and_restore(recipes, tmp_path):
+    """After the first step, neither two more steps nor a step after a checkpoint compile again."""
     recipes["optimizer"] = optax.MultiSteps(optax.adamw(1e-3), every_k_schedule=2)
     axes, mesh = ma.Axes("ep", data="data", fsdp="data"), recipes["mesh"]
     with jax.set_mesh(mesh):
@@ -94,15 +94,15 @@ def test_the_recipe_compiles_once_with_adamw_accumulation_and_restore(recipes, t
         with counted() as compiled:
             step(params, state, x)
         assert not compiled
-        # Over Explicit axes, specs of results have an entry for each axis, so the signature
-        # differs.
+        # With Explicit axes, the specs of results have more entries than those of arguments.
         if AxisType.Auto in mesh.axis_types:
             assert step._cache_size() == 1
 
 
 @pytest.mark.promotes("optax mixes numbers and arrays")
 def test_only_a_state_that_is_placed_otherwise_compiles_a_second_program(recipes):
-    """Other spellings of a placement, such as NNX's ``P(None)`` for ``P()``, share the program."""
+    """A step with another spelling of its shardings, such as ``P(None)`` for ``P()``, compiles
+    nothing. A step with a state that is not placed compiles a program."""
     optimizer, mesh, x = recipes["optimizer"], recipes["mesh"], recipes["x"]
     is_auto = set(mesh.axis_types) == {AxisType.Auto}
     with jax.set_mesh(mesh):

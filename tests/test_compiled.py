@@ -1,4 +1,4 @@
-"""The compiled table is what XLA makes of the programs in `compiled/programs.py` for H100 GPUs."""
+"""Test that `compiled/table.txt` is up to date, and that all calls have scopes of the package."""
 
 import difflib
 import functools
@@ -19,7 +19,6 @@ pytestmark = [
 
 @functools.cache
 def made():
-    """Compile the programs, and return their table."""
     why = plugin.why_not()
     if why and os.environ.get("MOE_A2A_TEST_COMPILED") == "1":
         pytest.fail(f"MOE_A2A_TEST_COMPILED=1, but {why}")

@@ -1,4 +1,4 @@
-"""Exchanges inside scan, cond and while loops have the results of unrolled programs."""
+"""Compare exchanges inside scan, cond and while loops with dense layers outside of loops."""
 
 import functools
 
@@ -19,7 +19,7 @@ LAYERS = 3
 
 @functools.cache
 def problem():
-    """Return x [R, T, H]; topk_weights, w and ids of LAYERS layers, layers first; kept."""
+    """Return (x, topk_weights, w), ids and kept. All except x have a leading layer axis."""
     layers = [small_layer.arguments(RANKS, seed) for seed in range(LAYERS)]
     topk_weights, w = small_layer.stacked(*(layer.floats[1:] for layer in layers))
     ids, kept = (np.stack(arrays) for arrays in zip(*(layer[1:] for layer in layers)))
@@ -31,8 +31,7 @@ def value_and_grads(fn, *others):
 
 
 def of_all_ranks(fn):
-    """Return fn(x, topk_weights, w, ids) of one rank, layers first, as a function of all ranks'
-    arrays."""
+    """Map fn(x, topk_weights, w, ids) over the ranks. All except x have a leading layer axis."""
     return harness.over_ranks(fn, harness.mesh_of(RANKS), in_axes=(0, 1, 1, 1))
 
 
@@ -43,22 +42,10 @@ def dense_layers(x, topk_weights, w, ids, kept, active=(True,) * LAYERS):
     return x
 
 
-@functools.cache
-def dense_value_and_grads():
-    floats, ids, kept = problem()
-    return value_and_grads(dense_layers, ids, kept)(*floats)
-
-
-def assert_equal_to_dense(fn):
-    floats, ids, _ = problem()
-    actual = value_and_grads(of_all_ranks(fn), ids)(*floats)
-    small_layer.assert_close(actual, dense_value_and_grads(), tolerance=1e-4)
-
-
 @pytest.mark.exchanges((1 + 4) * LAYERS)
 def test_routings_may_be_what_a_scan_runs_over_and_what_it_carries():
-    """One scan routes and a second scan exchanges. Each layer uses its own routing or the last
-    routing."""
+    """One loop routes, and a scan exchanges. It carries each layer's routing from the step before.
+    Results and gradients equal those of dense layers."""
     group = harness.group_of(RANKS)
 
     def layers(x, topk_weights, w, ids):
@@ -68,7 +55,6 @@ def test_routings_may_be_what_a_scan_runs_over_and_what_it_carries():
         def step(carry, each):
             x, routing = carry
             topk_weights, w, own = each
-            # The carried routing is the routing of this layer, from the previous step.
             recv = ma.dispatch(x, routing, topk_weights)
             x = x + ma.combine(small_layer.experts(recv.rows, recv.row_offsets, w), recv)
             return (x, own), None
@@ -76,12 +62,15 @@ def test_routings_may_be_what_a_scan_runs_over_and_what_it_carries():
         following = jax.tree.map(lambda leaf: jnp.roll(leaf, -1, axis=0), routings)
         return lax.scan(step, (x, first), (topk_weights, w, following))[0][0]
 
-    assert_equal_to_dense(layers)
+    floats, ids, kept = problem()
+    actual = value_and_grads(of_all_ranks(layers), ids)(*floats)
+    expected = value_and_grads(dense_layers, ids, kept)(*floats)
+    small_layer.assert_close(actual, expected, tolerance=1e-4)
 
 
 @pytest.mark.exchanges(5 * (2 + 1 + 0))
 def test_cond_with_a_uniform_predicate_runs_the_layers_it_is_told_to():
-    """Each step is the layer or the identity. The predicate is traced, and equal on all ranks."""
+    """A scan runs layers where a traced array is True. Outputs equal those of dense layers."""
     floats, ids, kept = problem()
     layer = small_layer.layer_of(harness.group_of(RANKS))
 
@@ -104,9 +93,8 @@ def test_cond_with_a_uniform_predicate_runs_the_layers_it_is_told_to():
 
 
 def test_a_while_loop_runs_until_all_ranks_agree_to_stop():
-    """The number of steps depends on a sum over ranks, which is equal on all ranks. The derivative
-    is in forward mode, the only mode that JAX supports for such a loop.
-    """
+    """A loop with a layer runs until a sum over ranks exceeds a limit. Its steps, results and
+    tangents equal those of dense layers. JAX has no gradients of such loops."""
     layer = small_layer.layer_of(harness.group_of(RANKS))
     floats, ids, kept = small_layer.arguments(RANKS)
     directions = small_layer.directions(RANKS)
@@ -143,7 +131,7 @@ def test_a_while_loop_runs_until_all_ranks_agree_to_stop():
 
     num_steps = next(n for n in range(10) if norm(dense(n, *floats)) >= limit)
     assert num_steps > 1
-    # One loop has the layer with its tangent, and another loop has the layer without.
+    # One loop has the layer and its tangent; a second loop has only the layer.
     with harness.expect_exchanges(num_steps * (5 + 2)):
         out, tangent, steps = program(floats, directions)
     np.testing.assert_array_equal(steps, num_steps)

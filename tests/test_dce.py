@@ -1,4 +1,4 @@
-"""Exchanges whose results are all unused are removed as dead code."""
+"""Test that exchanges and parts of exchanges whose results are unused are removed."""
 
 import functools
 
@@ -21,7 +21,6 @@ ROWS = (LAYOUT.capacity, LAYOUT.hidden)
 
 @functools.cache
 def inputs():
-    """Return (payload of two leaves, topk_weights, ids) of all ranks."""
     (x, topk_weights, _), ids, _ = small_layer.arguments(RANKS)
     rng = np.random.default_rng(0)
     payload = {"a": x, "position": cases.any_bits(rng, (RANKS, LAYOUT.tokens), "int32")}
@@ -29,7 +28,7 @@ def inputs():
 
 
 def without_dead_code(fn, *args):
-    """Count the primitives of fn(*args) of one rank after JAX's elimination of dead code."""
+    """Count the primitives of fn(*args) that remain after JAX's elimination of dead code."""
     closed = jax.make_jaxpr(small_layer.on_all_ranks(fn))(*args)
     jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
     return harness.count_primitives(jaxpr)
@@ -58,8 +57,8 @@ def test_only_exchanges_of_which_a_result_is_used_remain(uses, expected):
     ids=("rows", "weights", "both"),
 )
 def test_a_gradient_of_a_combine_weighs_only_for_what_is_wanted(of, dotted, scaled):
-    """A gradient of only the rows needs no dots, and a gradient of only the weights needs no
-    products."""
+    """A gradient of only the rows dispatches no rows for dot products. A gradient of only the
+    weights dispatches no weights for scaling."""
 
     def fn(y, weights, ids):
         routing = ma.route(ids, **route_args(harness.group_of(RANKS)))

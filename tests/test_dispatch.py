@@ -1,4 +1,4 @@
-"""Rows of a dispatch have the bytes of their tokens, for any dtype, size and pytree."""
+"""Test that the rows of a dispatch have the bits of their tokens, for all dtypes and pytrees."""
 
 import functools
 
@@ -24,12 +24,6 @@ def dispatch_program(layout, ranks):
     return harness.on_each_rank(dispatch, harness.mesh_of(ranks), exchanges=exchanges)
 
 
-def assert_recv_is(recv, x, topk_weights, expected):
-    """Compare every field of a Recv [R, ...], including its routing, with the oracle."""
-    harness.assert_recv_is(recv, x, topk_weights, expected)
-    harness.assert_routing_is(recv.routing, expected)
-
-
 @pytest.mark.parametrize("routing", ("uniform", "first_expert_only"))
 @pytest.mark.exchanges(1)
 def test_row_experts_are_the_local_experts_of_rows_with_a_token(routing):
@@ -45,15 +39,14 @@ def test_row_experts_are_the_local_experts_of_rows_with_a_token(routing):
     harness.assert_same_bytes(harness.numpy_of(found), oracle.row_experts(expected))
 
 
-# A payload with half of the dtypes has few enough arrays for the kernels. With all dtypes, only the
-# route runs by a kernel.
+# The kernels can dispatch a payload with half of the dtypes, but not one with all dtypes.
 @pytest.mark.parametrize(
     "dtypes",
     (cases.MOVED_DTYPES, cases.MOVED_DTYPES[::2], cases.MOVED_DTYPES[1::2], cases.WIDE_DTYPES),
     ids=("all", "even", "odd", "wide"),
 )
 def test_every_dtype_keeps_its_bits_in_one_payload(dtypes):
-    """The leaves of one payload have many dtypes, any bits, odd sizes, and any trailing axes."""
+    """A payload of many dtypes and shapes with random bits arrives bit for bit."""
     layout, ranks = cases.PADDED, harness.SEVERAL
     rng = np.random.default_rng(0)
     ids = cases.Case(layout, "masked").ids(ranks)
@@ -67,12 +60,13 @@ def test_every_dtype_keeps_its_bits_in_one_payload(dtypes):
     topk_weights = cases.normal(rng, ids.shape, "float64") if is_wide else None
     with jax.enable_x64(is_wide):
         recv = dispatch_program(layout, ranks)(ids, x, topk_weights)
-    assert_recv_is(recv, x, topk_weights, expected)
+    harness.assert_recv_is(recv, x, topk_weights, expected)
+    harness.assert_routing_is(recv.routing, expected)
 
 
 def test_a_payload_keeps_its_tree():
-    """The payload is an array, or tuples, lists and dicts with None inside. Each leaf becomes
-    separate rows."""
+    """The rows of a payload (an array, or nested tuples, lists and dicts with None) have its tree
+    structure, and each leaf equals the oracle's rows."""
     layout, ranks = cases.TIGHT, harness.SEVERAL
     rng = np.random.default_rng(0)
     ids = cases.Case(layout, "uniform").ids(ranks)
@@ -88,8 +82,7 @@ def test_a_payload_keeps_its_tree():
 
 
 def test_a_replicated_payload_is_accepted_with_varying_ids():
-    """With check_vma, operands may vary over different axes. In this test only the ids vary over
-    ranks."""
+    """Tokens do not vary over the ranks, but ids do. The rows equal the oracle's with check_vma."""
     layout, ranks = cases.TIGHT, harness.SEVERAL
     (ids, x, _, _), expected = harness.exchange_inputs(cases.Case(layout, "uniform"), ranks)
     x = x["rows"][0]

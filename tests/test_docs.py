@@ -1,12 +1,8 @@
-"""Every Python snippet of the documents runs, and prints or raises what the document says.
-
-Links, paths, ``make`` targets and modules that documents name exist, and the API pages list every
-public name.
+"""Run every Python snippet of the documents, and check links, paths, commands and API pages.
 
 A snippet sees the names of its file's first snippet, and of earlier snippets in its section. A
-fence of kind ``text`` holds what the snippet above it prints, and then the error that it raises;
-"..." stands for any text. A snippet that raises without such a fence is a failure. An HTML comment
-on the line above a fence may be a mark:
+fence of kind ``text`` has the output and the error of the snippet above it; "..." stands for any
+text. An error without such a fence is a failure. An HTML comment above a fence may be a mark:
 
     gpu                 the snippet needs several GPUs
     on CPU              the output is compared on the CPU only
@@ -91,7 +87,7 @@ def snippets_of(document):
 
 
 def run(snippet, namespace):
-    """Run a snippet in the namespace, and compare what it prints and raises."""
+    """Run a snippet in the namespace, and compare its output and error with the document."""
     place = f"{snippet.document}:{snippet.line}"
     code = compile("\n" * (snippet.line - 1) + snippet.code, ROOT / snippet.document, "exec")
     if snippet.skip_reason:
@@ -116,13 +112,12 @@ def run(snippet, namespace):
 
 
 def one_line(text):
-    """Return text with every run of white space as one space, so that documents may break lines."""
+    """Replace white space by single spaces, because documents may break lines."""
     return " ".join(text.split())
 
 
 @functools.cache
 def opening_names(document):
-    """Return the names that the first snippet of a document defines."""
     namespace = {"__name__": "__main__"}
     run(snippets_of(document)[0], namespace)
     return namespace
@@ -140,7 +135,7 @@ def run_section(document, section, *, with_gpu):
 
 
 def sections(wanted):
-    """Return the sections, as (document, section), that have a wanted snippet."""
+    """Return the sections (document, section) that have a snippet for which `wanted` is True."""
     found = [(s.document, s.section) for d in DOCUMENTS for s in snippets_of(d) if wanted(s)]
     return list(dict.fromkeys(found))
 
@@ -158,7 +153,7 @@ def test_snippets_for_gpus_do_what_the_document_says(document, section):
     try:
         run_section(document, section, with_gpu=True)
     finally:
-        opening_names(document)["group"].close()  # a failure must not reach the next test
+        opening_names(document)["group"].close()  # the next test must not find a failed group
 
 
 @pytest.mark.parametrize("snippet", [s for d in DOCUMENTS for s in snippets_of(d) if s.skip_reason])
@@ -177,8 +172,7 @@ REPOSITORY_PATH = re.compile(r"(?:benchmarks|cuda|docs|examples|jax_moe_a2a|test
 
 
 def shell_text(document):
-    """Return the text that a document asks its reader to type: bash fences, plain fences, code
-    spans."""
+    """Return the text of the bash fences, plain fences and code spans of a document."""
     source = (ROOT / document).read_text()
     fences = [m["text"] for m in FENCE.finditer(source) if m["kind"] in ("", "bash")]
     return "\n".join([*fences, *CODE_SPAN.findall(FENCE.sub("", source))])
@@ -238,7 +232,7 @@ INTEGRATIONS = ("linen", "maxtext", "nnx", "transformers")
 def integrations():
     """Return the public names of the modules of integrations, with their values."""
     modules = [importlib.import_module(f"jax_moe_a2a.integrations.{name}") for name in INTEGRATIONS]
-    exported = "jax_moe_a2a.integrations._quantized"  # to the module that imports it
+    exported = "jax_moe_a2a.integrations._quantized"  # its names are public in other modules
     return {
         f"{module.__name__.removeprefix('jax_moe_a2a.')}.{name}": value
         for module in modules
@@ -264,8 +258,7 @@ def test_integrations_need_flax_only_where_they_are_for_flax():
 
 
 def public_callables():
-    """Return (name, function) for public functions and methods. Inherited methods are included only
-    if the package defines them."""
+    """Return (name, function) of all public functions and methods that the package defines."""
     found = {name: value for name, value in integrations().items() if inspect.isfunction(value)}
     for name, value in vars(ma).items():
         if name.startswith("_"):
@@ -329,7 +322,6 @@ EXAMPLES = (
 
 
 def expected_of(rest):
-    """Return the content of the text fence after an example's code, or None."""
     match = re.search(r"```text\n(.*?)```", rest, re.S)
     return match and textwrap.dedent(match[1])
 

@@ -1,6 +1,6 @@
-"""`python -m jax_moe_a2a` prints the right lines, and fails if a check fails.
+"""Test `python -m jax_moe_a2a`: its lines, its advice, and its exit status if a check fails.
 
-Tests break parts of this process, and pretend drivers and GPUs.
+Tests replace parts of the package, and pretend drivers and GPUs.
 """
 
 import dataclasses
@@ -32,19 +32,19 @@ SMALL = ["--tokens", "8", "--hidden", "16", "--top-k", "2", "--experts", "16"]
 
 
 def diagnose(capsys, *flags):
-    """Run the doctor in this process. Return (exit status, what is printed)."""
+    """Run the doctor in this process. Return (exit status, output)."""
     status = doctor.main([*SMALL, *flags])
     return status, capsys.readouterr().out
 
 
 def line_of(printed, name):
-    """Return the verdict and the rest of the one line of that name."""
+    """Return the verdict of the line with this name, and the whole line."""
     (line,) = [line for line in printed.splitlines() if line[6:].startswith(f"{name} ")]
     return line.split()[0], line
 
 
 class Driver:
-    """A driver that supports this version of CUDA, and knows this free memory."""
+    """A pretended driver with this version of CUDA and this free memory."""
 
     def __init__(self, cuda="13.0", free=1 << 34):
         self.cuda, self.free = cuda, free
@@ -57,7 +57,6 @@ class Driver:
 
 
 def gpus(number, capability="9.0"):
-    """Return pretended devices, with all attributes that the checks read."""
     return [
         types.SimpleNamespace(
             platform="gpu", device_kind="H", compute_capability=capability, local_hardware_id=i
@@ -68,7 +67,6 @@ def gpus(number, capability="9.0"):
 
 @pytest.fixture
 def one_device(monkeypatch):
-    """Pretend a machine with a single device, so that only one small program is compiled."""
     devices = jax.local_devices()[:1]
     monkeypatch.setattr(jax, "local_devices", lambda: devices)
 
@@ -133,7 +131,7 @@ def test_an_exchange_that_moves_a_wrong_row_is_reported(monkeypatch, one_device,
     assert "1 checks failed" in printed
 
 
-# In process 1, an exchange of all processes moves wrong rows.
+# In process 1, a dispatch between processes returns wrong rows.
 BREAK_ROWS = """
 import dataclasses
 import importlib.util
@@ -150,7 +148,8 @@ api.dispatch = dispatch
 
 
 def test_processes_exchange_with_each_other_and_each_looks_at_its_own_ranks(tmp_path):
-    """On CPU, gloo connects the processes."""
+    """Two processes run the doctor, and process 1 has wrong rows. Both fail. Process 0 prints the
+    table; process 1 prints only its failed check."""
     code = (
         f"import jax, sys\nfrom jax_moe_a2a import _doctor\n{BREAK_ROWS}\nsys.exit(_doctor.main())"
     )
@@ -247,8 +246,7 @@ def test_the_path_must_be_that_of_the_kernels_where_they_are_wanted():
 
 @pytest.mark.parametrize("enough", (True, False))
 def test_the_workspace_must_fit_next_to_xlas_pool(monkeypatch, enough):
-    """A group on the portable path needs no workspace; a group that runs the kernels needs all of
-    it."""
+    """The check fails if one byte is missing for the workspace and its header."""
     sizes = dict(hidden=128, top_k=2)
     group = harness.group_of(harness.SEVERAL)
     estimate = ma.memory_estimate(num_tokens=64, num_experts=256, group_size=group.size, **sizes)
@@ -265,7 +263,8 @@ def test_the_workspace_must_fit_next_to_xlas_pool(monkeypatch, enough):
 
 @pytest.mark.skipif(harness.MANY < 4, reason="needs two hosts of two")
 def test_devices_on_several_hosts_are_checked_in_two_levels(monkeypatch):
-    """The required memory is the workspace within a host and the buffers of the collectives."""
+    """On two pretended hosts, the doctor checks a two-level group. The needed memory is the
+    workspace within a host; the line also has the buffers of collectives."""
     ranks_of_host = harness.MANY // 2
 
     def hosts_of(mesh, axes):

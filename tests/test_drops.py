@@ -1,7 +1,6 @@
-"""If rows do not fit, the rows of the last choices are dropped, whatever their expert is.
+"""Test which choices are dropped if the rows of a rank do not fit.
 
-The oracle implements the definition choice by choice. These tests check consequences of the
-definition.
+Other tests compare drops with the oracle. These tests check consequences of the definition.
 """
 
 import functools
@@ -21,7 +20,7 @@ pytestmark = pytest.mark.exchanges(0)  # ranks are a vmap on the portable path
 
 @functools.cache
 def program(capacity, alignment):
-    """Return a program from ids [R, T, K] to [R, T, K], True for kept choices."""
+    """Return a program from ids [R, T, K] to a bool [R, T, K]: whether a choice has a row."""
     group = ma.Group(axis_name="ep", size=RANKS, implementation="portable")
 
     def kept(ids):
@@ -38,7 +37,7 @@ def kept_choices(ids, capacity=CAPACITY, alignment=1):
 
 
 def ids_of(seed, spread=0.7):
-    """Draw distinct ids [R, T, K], those with the highest logits first. Popularity is lognormal."""
+    """Draw distinct ids [R, T, K]. A larger spread makes the popularity of experts less even."""
     rng = np.random.default_rng(seed)
     logits = rng.normal(0, spread, EXPERTS) + rng.gumbel(size=(RANKS, TOKENS, EXPERTS))
     return np.argsort(-logits, axis=-1)[..., :TOP_K]
@@ -46,6 +45,7 @@ def ids_of(seed, spread=0.7):
 
 @pytest.mark.parametrize("alignment", (1, 4))
 def test_at_a_rank_no_choice_is_dropped_before_a_later_one(alignment):
+    """At each rank, no kept choice has a larger k than a dropped choice."""
     ids = ids_of(0)
     kept = kept_choices(ids, alignment=alignment)
     for rank in range(RANKS):
@@ -58,6 +58,7 @@ def test_at_a_rank_no_choice_is_dropped_before_a_later_one(alignment):
 
 
 def test_the_last_expert_of_a_rank_is_dropped_no_more_than_the_first():
+    """The last experts of all ranks lose less than twice as many choices as the first experts."""
     dropped = [0, 0]
     for seed in range(8):
         ids = ids_of(seed, spread=0.5)
@@ -69,8 +70,7 @@ def test_the_last_expert_of_a_rank_is_dropped_no_more_than_the_first():
 
 
 def test_sources_lose_alike():
-    """All ranks have the same tokens, so the numbers of rows that they lose at a rank differ by at
-    most one."""
+    """All ranks have equal ids. At each destination, they lose equally many choices, up to one."""
     ids = np.broadcast_to(ids_of(1)[:1], (RANKS, TOKENS, TOP_K))
     dropped = np.sum(~kept_choices(ids), axis=(1, 2))
     assert dropped.min() > 0 and dropped.max() - dropped.min() <= RANKS

@@ -1,4 +1,4 @@
-"""Weights of experts without rows, and of empty slots, affect no result or gradient of a layer."""
+"""Test that weights of experts without rows, and of empty expert slots, affect no result."""
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_of_experts_without_rows_reach_nothing(kind):
+    """Outputs and gradients of a layer are equal whether the unused weights are NaN or 0."""
     options = dict(group=GROUP, num_experts=RANKS * LOCAL) | KINDS[kind]
     size, slots = options.pop("size", 8), options.pop("slots", LOCAL)
     dtype, change = options.pop("dtype", jnp.float32), options.pop("change", lambda own: own)
@@ -40,7 +41,7 @@ def test_weights_of_experts_without_rows_reach_nothing(kind):
     if table is not None:
         table = ma.Placement.from_slots(table, RANKS * LOCAL, num_ranks=RANKS)
         options["placement"] = table
-    # In the case "slots", this place is an empty slot, and all experts have rows.
+    # With "slots", EMPTY is an empty slot, and all experts have rows.
     with_rows = [0, 2, 3, 5] if slots == LOCAL else np.arange(RANKS * LOCAL)
     rng = np.random.default_rng(0)
     ids = rng.choice(with_rows, (RANKS, TOKENS, TOP_K))

@@ -1,7 +1,7 @@
-"""Run the kernels on a CPU, as C++. Random sequences are right, and mutations are detected.
+"""Run the kernels on a CPU, as C++: random sequences must pass, and mutations must fail.
 
-A run tries a third of the mutations, selected by the commit; ``make emulate`` tries all. These
-tests fail on a machine without a C++ compiler.
+The commit selects a third of the mutations; ``make emulate`` tries all. The tests need a C++
+compiler.
 """
 
 import subprocess
@@ -9,11 +9,11 @@ import subprocess
 import pytest
 from emulation import mutations, runs
 
-# Sequences of each kind of a variant. A sequence under ThreadSanitizer takes seconds.
+# The number of sequences of each kind, by its variant. A sequence of "tsan" takes seconds.
 SEEDS = {"plain": 4, "colocated": 3, "tsan": 2}
-# Sequences of the kinds on which tests/mutations/list.toml relies.
+# The number of sequences of kinds that tests/mutations/list.toml needs.
 MORE_SEEDS = {"sequences": 6, "drops": 6}
-# Kinds of all other variants run only in ``make emulate``.
+# Only ``make emulate`` runs kinds of other variants.
 KINDS = [name for name, kind in runs.KINDS.items() if kind.variant in SEEDS]
 THIRDS = 3
 
@@ -24,7 +24,7 @@ pytestmark = [
 
 
 def _commit():
-    """Return a number that changes with each commit."""
+    """Return the hash of the commit as a number, or 0 without git."""
     done = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=runs.HERE, capture_output=True, text=True
     )

@@ -1,4 +1,4 @@
-"""The quantization of weights by squares: the kernel equals the composition bit for bit."""
+"""Test the kernel that quantizes weights in 128x128 blocks, and when programs call it."""
 
 import functools
 import re
@@ -25,7 +25,7 @@ quantize = functools.partial(ma.quantize_experts, transposed=True)
 
 
 def draw(dtype, *shape):
-    """Return weights. Their squares have scales of all sizes, and some are not finite."""
+    """Draw weights of very different magnitudes. Some are not finite."""
     rng = np.random.default_rng(len(shape))
     w = rng.normal(size=shape) * 2.0 ** rng.integers(-12, 12, shape)
     w *= 2.0 ** rng.integers(-120, 100, (*shape[:-1], 1))
@@ -36,7 +36,7 @@ def draw(dtype, *shape):
 
 
 def numbers(tree):
-    """Return arrays as integers, so that all bits are compared."""
+    """View arrays as integers, so that a comparison includes all bits."""
     return [np.asarray(x).view(f"u{x.dtype.itemsize}") for x in jax.tree.leaves(tree)]
 
 
@@ -68,7 +68,7 @@ def test_the_kernel_equals_the_composition(monkeypatch, dtype, shape):
 
 
 def shapes(fn, *args):
-    """Return the shapes of operands and results of the calls in a program for GPUs."""
+    """Return the shapes of operands and results of the kernel's calls in a program for GPUs."""
     types = [call.types for call in calls(fn, *args) if call.target == "encode_squares"]
     return [re.findall(r"<([\dx]+)x[bf]\w+>", each) for each in types]
 
@@ -78,6 +78,7 @@ def array(*shape, dtype="bfloat16"):
 
 
 def test_one_call_has_the_orientations_in_use(hopper):
+    """A quantization is one call. Its results are the orientations that the program uses."""
     w, shape, turned = array(4, 256, 384), "4x256x384", "4x384x256"
     assert shapes(quantize, w) == [[shape, turned, shape, "4x3x2"]]
     for fn in (ma.quantize_experts, lambda w: quantize(w).values):
@@ -85,7 +86,6 @@ def test_one_call_has_the_orientations_in_use(hopper):
     assert shapes(lambda w: quantize(w).transposed, w) == [[shape, "0", shape, "4x3x2"]]
     pairs = array(3, 4, 256, 2, 128, dtype="float32")
     assert shapes(jax.vmap(quantize), pairs) == [["12x256x256"] * 3 + ["12x2x2"]]
-    # The gradient equals the gradient of the composition.
     assert shapes(jax.grad(lambda w: quantize(w).scales.sum()), w) == []
 
 
@@ -102,6 +102,8 @@ def test_products_without_gradients_write_one_orientation(hopper):
 
 
 def test_a_gradient_of_a_program_that_read_one_orientation():
+    """Dead-code elimination leaves one orientation of the weights in a program. Its gradient needs
+    the other orientation, and equals the gradient of the whole program."""
     rng, sizes = np.random.default_rng(0), np.array([4, 5], np.int32)
     rows, w = (rng.normal(size=shape).astype("float32") for shape in ((9, 128), (2, 128, 256)))
     trained = functools.partial(ma.quantize_experts, trainable=True)

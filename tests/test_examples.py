@@ -1,6 +1,5 @@
-"""The examples run like users' programs, each in a separate process. The blocks of Hugging Face
-transformers are compared if torch and transformers are installed. The cells of the notebook run in
-order, without a Jupyter kernel."""
+"""Each example runs in a separate process, like a user's program. The cells of the notebook run in
+this process, without a Jupyter kernel."""
 
 import importlib
 import importlib.util
@@ -32,7 +31,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 def program(name: str, *args: str, **environment: str) -> tuple[list[str], dict[str, str]]:
     """Return the command of an example, and the additions to its environment."""
-    # On GPUs this process has most of the memory already.
+    # On GPUs, this process has already reserved most of the memory.
     more = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     return [sys.executable, str(EXAMPLES / name), *args], more | environment
 
@@ -48,7 +47,6 @@ def run(name: str, *args: str, status: int = 0, **environment: str) -> str:
 
 
 def step_losses(printed: str) -> list[float]:
-    """Return the losses on the progress lines of a training."""
     return [float(x) for x in re.findall(r"^step +\d+  loss (\S+)", printed, re.M)]
 
 
@@ -56,11 +54,8 @@ def test_training_names_its_path_lowers_the_loss_and_leaves_plot_and_sample(tmp_
     plot = tmp_path / "plot.png"
     small = "--layers=1 --steps=12 --sequences=8 --sample=8 --seed=1 --log-every=1".split()
     printed = run("train_moe.py", *small, f"--out={plot}")
-    on_gpu = os.environ.get("MOE_A2A_TEST_GPU") == "1"
-    path = (
-        r"CUDA kernels on 1 x \d GPUs" if on_gpu else "portable path on 1 x 8 virtual CPU devices"
-    )
-    assert re.search(f"^exchange: {path}$", printed, re.M)
+    on_gpu, on_cpu = r"CUDA kernels on 1 x \d GPUs", "portable path on 1 x 8 virtual CPU devices"
+    assert re.search(f"^exchange: {on_gpu if harness.ON_GPU else on_cpu}$", printed, re.M)
     losses = step_losses(printed)
     assert len(losses) == 12
     assert losses[0] > 5.5 and losses[-1] < losses[0] - 0.5
@@ -68,7 +63,7 @@ def test_training_names_its_path_lowers_the_loss_and_leaves_plot_and_sample(tmp_
     assert "--- the model:" in printed
 
 
-# A few steps without drops. The results are equal on every mesh and in the dense reference.
+# Without drops, the losses are equal on every mesh and in the dense reference.
 FEW_STEPS = "--layers=1 --steps=3 --sequences=8 --micro-batches=2 --log-every=1".split()
 FEW_STEPS += "--balance=bias --capacity-factor=0 --dtype=float32".split()
 
@@ -78,10 +73,9 @@ def dense_losses(tmp_path_factory):
     """Return the losses of `FEW_STEPS` without an exchange, in one process."""
     plot = tmp_path_factory.mktemp("dense") / "a.png"
     of_dense = "--experts=dense", "--mesh=1,2", "--sample=0", f"--out={plot}"
-    # Products of GPUs round float32 to TF32.
-    on_gpu = os.environ.get("MOE_A2A_TEST_GPU") == "1"
+    # On GPUs, XLA rounds float32 operands of products to TF32.
     losses = step_losses(run("train_moe.py", *FEW_STEPS, *of_dense))
-    return pytest.approx(losses, abs=5e-3 if on_gpu else 1e-4)
+    return pytest.approx(losses, abs=5e-3 if harness.ON_GPU else 1e-4)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("orbax") is None, reason="orbax is not installed")
@@ -100,8 +94,7 @@ def test_a_training_that_continues_on_another_mesh_equals_the_dense_reference(
 
 @pytest.mark.skipif(harness.NUM_DEVICES < 2, reason="needs a device for each process")
 def test_two_processes_train_like_the_dense_reference_in_one(tmp_path, dense_losses):
-    """Process 0 prints for both."""
-    flags = os.environ.get("XLA_FLAGS", "")  # XLA uses the last number of devices
+    flags = os.environ.get("XLA_FLAGS", "")  # if a flag is repeated, XLA uses the last value
     flags += " --xla_force_host_platform_device_count=1 --xla_backend_optimization_level=0"
     programs = [
         program(
@@ -167,8 +160,8 @@ def test_blocks_of_transformers_have_the_outputs_and_gradients_of_the_originals(
 @needs_both
 @pytest.mark.exchanges(0)
 def test_losses_are_those_of_transformers_up_to_factors_and_means():
-    """Mixtral's loss concatenates the tokens of all layers, and Switch's loss has shares for each
-    sequence."""
+    """Mixtral's loss is one loss for the tokens of all layers. Switch's loss is the mean of the
+    losses of all sequences."""
     import torch
 
     mixtral, switch = (

@@ -107,7 +107,7 @@ def test_the_only_leaf_is_a_scale_that_is_an_array():
     assert jax.tree_util.keystr(path) == ".token_format.global_scale" and leaf == 0.5
     doubled = jax.tree.map(lambda scale: 2 * scale, SCALED)
     assert doubled.token_format.global_scale == 1 and doubled.alignment == 4
-    # Transformations replace leaves by any objects, so nothing is checked again.
+    # JAX replaces leaves with arbitrary objects, so no option is checked again.
     strange = jax.tree.map(lambda _: "no scale", SCALED)
     assert jax.tree.leaves(strange) == ["no scale"]
 

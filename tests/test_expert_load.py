@@ -44,8 +44,7 @@ def load_of(ids, layout, group, **options):
 
 @functools.cache
 def program(layout, ranks):
-    """Return a program ids [R, T, K] -> an ExpertLoad that is the same on all ranks, with
-    check_vma."""
+    """Return the jitted function of ids [R, T, K] whose ExpertLoad is equal on all ranks."""
     mesh = harness.mesh_of(ranks)
     load = functools.partial(load_of, layout=layout, group=harness.group_of(ranks))
     return harness.jit(harness.over_ranks(load, mesh, out_axes=None))

@@ -1,4 +1,4 @@
-"""Placements of experts: tables, plans in NumPy and JAX, and the choice among replicas."""
+"""Test the tables of placements, their plans in NumPy and JAX, and the choice among replicas."""
 
 import functools
 import operator
@@ -14,7 +14,6 @@ import jax_moe_a2a as ma
 from jax_moe_a2a._src.placement.types import check_placement
 
 pytestmark = pytest.mark.exchanges(0)
-# ranks, experts, spare slots, home form, hosts
 PLANS = ((4, 16, 2, True, 1), (4, 16, 2, False, 2), (4, 16, 0, False, 1), (2, 4, 4, True, 1))
 
 
@@ -55,9 +54,7 @@ def test_plans_are_valid_and_equal_in_numpy_and_jax(ranks, experts, spare, home,
     many = loads(experts, ranks)
     plans = plan(many)
     in_program = in_jax(jnp.asarray(many))
-    assert jax.tree.structure(in_program) == jax.tree.structure(plans)
-    for ours, theirs in zip(*map(jax.tree.leaves, (plans, in_program)), strict=True):
-        harness.assert_same_bytes(theirs, ours)
+    jax.tree.map(harness.assert_same_bytes, in_program, plans)
     assert (plans.num_ranks, plans.home) == (ranks, home)
     for i, load in enumerate(many):
         placement = jax.tree.map(operator.itemgetter(i), plans)
@@ -102,22 +99,22 @@ def test_replicas_are_worth_their_slots():
 
 
 def test_experts_are_packed_in_the_order_of_their_loads():
-    """In a different order, the last expert of a full pack would have many rows."""
+    """Two ranks have 9 rows each if the planner places the experts with the most rows first."""
     placement = ma.plan_placement([9, 4, 4, 1, 0, 0], num_ranks=2, spare=0, home=False)
     assert rank_loads(placement, [9, 4, 4, 1, 0, 0], 2).tolist() == [9, 9]
 
 
 def test_the_last_spare_slot_of_a_rank_fills_it_even_if_its_source_falls_below_the_mean():
-    """Rank 2 takes 190 rows from rank 0, for all of its room. Rank 0 then takes 90 rows from rank
-    1."""
+    """Rank 2 receives 190 rows of rank 0, until rank 2 has the mean. Rank 0 then has less than the
+    mean, and receives 90 rows of rank 1."""
     load = np.array([300, 290, 10])
     placement = ma.plan_placement(load, num_ranks=3, spare=1)
     np.testing.assert_allclose(rank_loads(placement, load, 3), 200, atol=0.1)
 
 
 def chosen_by_hand(ids, placement, num_ranks, counts):
-    """Return the slots of all ranks, computed with loops. A rank uses its own slots first, and then
-    one slot after another."""
+    """Compute the slots of all ranks with loops. Each rank first fills the slots on this rank, and
+    then all slots in order."""
     slots = np.full_like(ids, -1)
     for expert, replicas in enumerate(placement.expert_slots):
         replicas = replicas[: placement.num_replicas[expert]]
@@ -145,10 +142,6 @@ def drawn_ids(ranks, tokens, experts, sigma=1.7, seed=0):
     return np.where(rng.random(ids.shape) < 0.1, -1, ids)
 
 
-def counts_of(ids, experts):
-    return np.stack([np.bincount(i[i >= 0], minlength=experts) for i in ids]).astype(np.int32)
-
-
 @functools.cache
 def chooser(ranks):
     def choose(ids, placement, rank):
@@ -161,7 +154,7 @@ def chooser(ranks):
 def test_choices_fill_the_shares_of_slots(table):
     ranks, experts = 4, 16
     ids = drawn_ids(ranks, 64, experts)
-    counts = counts_of(ids, experts)
+    counts = np.stack([np.bincount(i[i >= 0], minlength=experts) for i in ids]).astype(np.int32)
     if table == "planned":
         placement = ma.plan_placement(counts.sum(0), num_ranks=ranks, spare=2)
     else:  # any order, an expert twice on a rank, an empty slot

@@ -1,7 +1,7 @@
-"""The experts of a layer as primitives have the results and derivatives of dense experts, and no
-element-wise pass over the rows remains. test_activations tests which functions the kernels compute.
+"""The primitives for experts return the results and derivatives of dense experts, and leave no
+element-wise pass over the rows. test_activations tests which functions the kernels compute.
 
-Rows after the last group are NaN and infinite in every test, as in `test_grouped_dot`.
+In every test, rows after the last group are NaN or infinite.
 """
 
 import functools
@@ -71,7 +71,6 @@ def operands(
 
 
 def fused(*args, activation=SWIGLU, sizes=SIZES):
-    """Return the experts' results of the rows in use."""
     all_args = experts.ExpertOperands(*args, jnp.array(sizes, jnp.int32))
     y, _ = experts.bind_experts(all_args, activation=activation)
     return y[: sum(sizes)]
@@ -97,7 +96,7 @@ def value_and_grads(fn, wanted=OF_ALL):
 
 
 def in_use(results):
-    """Cut the gradients of rows and weights, the second and fifth result, to the rows in use."""
+    """Cut the gradients of rows and weights to the rows in use."""
     return [x[:IN_USE] if x.shape[:1] == (ROWS,) else x for x in jax.tree.leaves(results)]
 
 
@@ -106,10 +105,7 @@ def assert_close(actual, right, tolerance=2e-5):
         np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance)
 
 
-# Values and derivatives
-
-
-# Without the kernels, tests of gated activations suffice, because `up` is one more factor.
+# Without GPUs, gated activations suffice, because each one contains its ungated activation.
 @pytest.mark.parametrize(
     "activation", ACTIVATIONS if harness.ON_GPU else [GELU, *ACTIVATIONS[len(PLAIN) :]], ids=name_of
 )
@@ -159,15 +155,12 @@ def test_any_subset_of_gradients(wanted):
     assert_close(found, (y, *(grads[i] for i in wanted)))
 
 
-# Rows without a token
-
-
 def test_rows_of_weight_zero_are_exact_zeros_whatever_they_hold():
     rows, w_in, b_in, weights, w_out, _ = operands(SWIGLU)
     rows = rows.at[1].set(jnp.nan).at[5].set(jnp.inf)
     weights = weights.at[5].set(0)
     sizes = jnp.array(SIZES, jnp.int32)
-    params = dict(activation=SWIGLU, num_sms=None)
+    params = dict(activation=SWIGLU)
     product = experts.Product(rows, w_in, b_in, weights, sizes)
     h, pre = experts._bind(experts.dot_act_p, product, keep=True, **params)
     ct = jnp.ones((ROWS, HIDDEN)).at[5].set(jnp.nan)
@@ -181,11 +174,11 @@ def test_rows_of_weight_zero_are_exact_zeros_whatever_they_hold():
 
 
 def test_gradients_of_router_weights_are_summed_in_float32():
-    """The square of 129/128 needs 15 bits, and bfloat16 has 8."""
+    """The square of 129/128 needs 15 bits, and bfloat16 has only 8."""
     x = jnp.full((1, 1), 129 / 128, "bfloat16")
     sizes, ones = jnp.ones(1, jnp.int32), jnp.ones(1, jnp.float32)
     gradient = experts.Gradient(x, x, ones, jnp.ones((1, 1, 1), x.dtype), sizes)
-    params = dict(activation=FusedActivation("relu"), num_sms=None)
+    params = dict(activation=FusedActivation("relu"))
     found = experts._bind(experts.act_dot_grad_p, gradient, **params)
     assert found[2].tolist() == [(129 / 128) ** 2]
 
@@ -194,16 +187,11 @@ def test_gradients_of_router_weights_are_summed_in_float32():
 def test_one_row_and_no_rows(rows, sizes):
     args = operands(SWIGLU, rows=rows, sizes=sizes)
     of = lambda fn: value_and_grads(functools.partial(fn, sizes=sizes), (1, 4))
-    found, right = (jax.jit(of(fn))(*args) for fn in (fused, dense))
-    for actual, expected in zip(found, right, strict=True):
-        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
-
-
-# Dtypes
+    assert_close(*(jax.jit(of(fn))(*args) for fn in (fused, dense)), 1e-5)
 
 
 def with_cotangents(fn):
-    """Return a compiled function of the operands: the result of `fn`, and its cotangents."""
+    """Compile a function of the operands that returns the result of `fn` and its cotangents."""
 
     def run(*args):
         y, transpose = jax.vjp(fn, *args)
@@ -213,13 +201,13 @@ def with_cotangents(fn):
 
 
 def large_operands(activation, dtype, sizes):
-    """Draw operands of sizes for which a GPU with the kernels runs the kernels."""
+    """Draw operands that are large enough for the kernels."""
     return operands(activation, dtype=dtype, sizes=sizes, rows=300, hidden=72, intermediate=328)
 
 
 def assert_near(actual, right, num_rows, tolerance):
-    """Compare results of `with_cotangents` by the norms of their differences. Rows after the last
-    group are unspecified."""
+    """Compare results of `with_cotangents` by the norms of their differences, without the rows
+    after the last group."""
     for name, x, expected in zip(("y", *NAMES), actual, right, strict=True):
         x, expected = (a[:num_rows] if a.shape[0] == 300 else a for a in (x, expected))
         x, expected = (np.asarray(a, np.float32) for a in (x, expected))
@@ -245,11 +233,8 @@ def test_short_floats(activation, dtype):
     assert_near(found, right, sum(sizes), tolerance)
 
 
-# Batches
-
-
 def of_one_element(*args):
-    """Return a value and its gradients in the rows in use."""
+    """Return a sum over the rows in use, and its gradients."""
     *floats, sizes = args
     in_use = jnp.arange(ROWS)[:, None] < sizes.sum()
 
@@ -280,9 +265,6 @@ def test_vmap_over_any_operand(batched):
         own = [x[i] if is_batched else x for x, is_batched in zip(args, has, strict=True)]
         for actual, expected in zip(found, program_of_one_element(*own), strict=True):
             np.testing.assert_allclose(actual[i], expected, rtol=2e-5, atol=2e-5)
-
-
-# The operations of a program
 
 
 def passes(jaxpr, shape):
@@ -324,9 +306,6 @@ def test_the_layer_makes_no_pass_over_rows():
     unfused = own.replace(activation=ma.gated(jnp.tanh))
     jaxpr = jax.make_jaxpr(every)(*floats[:2], unfused, ids)
     assert "tanh" in passes(jaxpr, (ranks, capacity))
-
-
-# Programs for GPUs
 
 
 def avals(rows=512, groups=4, hidden=64, intermediate=320, dtype="bfloat16", lead=(), gated=True):
@@ -422,9 +401,6 @@ def test_what_the_kernel_cannot_do_is_the_composition(hopper, caplog, why, optio
         names = [name for name, *_ in calls(backward, *args)]
     assert set(names) <= {"grouped_gemm"}
     assert any("dot_act: not fused, because" in m and why in m for m in caplog.messages)
-
-
-# Home and spare weights
 
 
 def in_pairs(args, num):

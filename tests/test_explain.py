@@ -40,10 +40,9 @@ EXPERT_WEIGHTS = aval(EXPERTS, HIDDEN, 2, HIDDEN), aval(EXPERTS, HIDDEN, HIDDEN)
 ARGS = X, IDS, WEIGHTS, *EXPERT_WEIGHTS
 
 
-def on_ranks(fn, mesh=None):
-    spec = PartitionSpec(AXIS)
-    mesh = harness.mesh_of(RANKS) if mesh is None else mesh
-    return jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec)
+def on_ranks(fn, **options):
+    spec, mesh = PartitionSpec(AXIS), harness.mesh_of(RANKS)
+    return jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec, **options)
 
 
 def exchange(x, ids, **options):
@@ -107,7 +106,7 @@ def test_other_gpus_run_the_exchange_and_not_the_products(kernel):
 
 
 def log_of(caplog, fn, *args):
-    """Return the reasons in the log of the lowering for CUDA."""
+    """Lower for CUDA, and return the reasons in the log."""
     jax.clear_caches()
     with caplog.at_level(logging.INFO, logger="jax_moe_a2a"):
         jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",))
@@ -140,14 +139,8 @@ def test_calls_of_loops_and_branches_are_counted():
         x = jax.lax.cond(ids[0, 0] > 0, lambda x: exchange(x, ids), lambda x: x, x)
         return jax.lax.while_loop(lambda x: x[0, 0] > 0, lambda x: exchange(x, ids), x)
 
-    check = jax.shard_map(
-        program,
-        mesh=harness.mesh_of(RANKS),
-        in_specs=PartitionSpec(AXIS),
-        out_specs=PartitionSpec(AXIS),
-        check_vma=False,
-    )
-    combines = [call for call in ma.explain(jax.jit(check), X, IDS) if call.name == "combine"]
+    found = ma.explain(jax.jit(on_ranks(program, check_vma=False)), X, IDS)
+    combines = [call for call in found if call.name == "combine"]
     assert [(call.count, call.where) for call in combines] == [
         (32, ""),
         (1, "in a branch of a conditional"),

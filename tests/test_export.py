@@ -1,4 +1,4 @@
-"""jax.export serializes programs with exchanges, also for other platforms, and they run again."""
+"""Programs with exchanges run again after jax.export has serialized them, on any platform."""
 
 import functools
 
@@ -19,7 +19,7 @@ TARGETS = [
     for name in ("route", "dispatch", "combine", "routed_dispatch", "weighted_dispatch")
     for suffix in ("", "_in_graph")
 ]
-# JAX guarantees stability only for its own custom calls.
+# Without these checks, JAX exports custom calls for which it does not guarantee stability.
 CUSTOM_CALLS = [export.DisabledSafetyCheck.custom_call(target) for target in TARGETS]
 
 has_no_cpu_path = pytest.mark.several_devices("a group that names 'cuda' is not lowered for CPUs")
@@ -27,7 +27,7 @@ has_no_cpu_path = pytest.mark.several_devices("a group that names 'cuda' is not 
 
 @functools.cache
 def program():
-    """Return a jitted function of (x, topk_weights, w, ids): the layer, sharded over all ranks."""
+    """Return the jitted layer over all ranks, a function of (x, topk_weights, w, ids)."""
     layer, sharding = small_layer.layer_of_all_ranks(), harness.placement(harness.mesh_of(RANKS))
     if harness.RANKS_ON_ONE_GPU:  # JAX cannot export the gradient of a program for one named device
         return jax.jit(layer)
@@ -48,14 +48,9 @@ def exported(platforms=None):
     return export.export(program(), platforms=platforms, disabled_checks=CUSTOM_CALLS)(*args)
 
 
-def of_exported(exported, args):
+def run(fn, args):
     with harness.expect_exchanges(2):
-        return jax.block_until_ready(jax.jit(exported.call)(*args))
-
-
-def of_program(args):
-    with harness.expect_exchanges(2):
-        return jax.block_until_ready(program()(*args))
+        return jax.block_until_ready(fn(*args))
 
 
 def test_an_exported_layer_equals_the_layer_after_a_round_trip_through_bytes():
@@ -63,7 +58,7 @@ def test_an_exported_layer_equals_the_layer_after_a_round_trip_through_bytes():
     data = exported().serialize()
     again = export.deserialize(data)
     assert again.nr_devices == (1 if harness.RANKS_ON_ONE_GPU else RANKS)
-    small_layer.assert_same(of_exported(again, args), of_program(args))
+    small_layer.assert_same(run(jax.jit(again.call), args), run(program(), args))
 
 
 def test_an_exported_layer_has_the_gradient_of_the_dense_layer():
@@ -83,34 +78,27 @@ def test_an_exported_layer_has_the_gradient_of_the_dense_layer():
 
 @has_no_cpu_path
 def test_one_export_serves_cpu_and_cuda():
-    """A machine that has only one of the platforms makes the export. The exported program returns
-    the bytes of the layer."""
-    assert_xla_cpu_can_compile_a_route_for_several_platforms()
+    """An export for both platforms, made on a machine with one of them, returns the bytes of the
+    layer."""
     *args, _ = placed_arguments()
+    # In jax 0.12.0.1, jnp.cumsum is a chlo.scan. XLA:CPU aborts if a branch for one platform has a
+    # chlo.scan and a collective.
+    group = harness.group_of(RANKS)
+    route = jax.jit(small_layer.on_all_ranks(lambda ids: ma.route(ids, **route_args(group))))
+    export_of = export.export(route, platforms=("cpu", "cuda"), disabled_checks=CUSTOM_CALLS)
+    module = export_of(args[3]).mlir_module()
+    assert "stablehlo.case" in module and "chlo.scan" not in module
     both = exported(platforms=("cpu", "cuda"))
     assert set(both.platforms) == {"cpu", "cuda"}
     again = export.deserialize(both.serialize())
-    small_layer.assert_same(of_exported(again, args), of_program(args))
-
-
-def assert_xla_cpu_can_compile_a_route_for_several_platforms():
-    """Assert that the process continues. In jax 0.12.0.1 jnp.cumsum is a chlo.scan. XLA:CPU aborts
-    if a branch for one platform has a chlo.scan and a collective."""
-    ids = placed_arguments()[3]
-    group = harness.group_of(RANKS)
-    route = small_layer.on_all_ranks(lambda ids: ma.route(ids, **route_args(group)))
-    module = export.export(jax.jit(route), platforms=("cpu", "cuda"), disabled_checks=CUSTOM_CALLS)(
-        ids
-    ).mlir_module()
-    assert "stablehlo.case" in module
-    assert "chlo.scan" not in module
+    small_layer.assert_same(run(jax.jit(again.call), args), run(program(), args))
 
 
 @pytest.mark.exchanges(0)
 @pytest.mark.parametrize("platform", (pytest.param("cpu", marks=has_no_cpu_path), "cuda"))
 def test_an_export_calls_the_kernels_only_for_cuda_and_only_where_the_group_has_gpus(platform):
-    """The portable path needs no custom call of this package. With few tokens on one host, one
-    launch routes and sends."""
+    """The portable path has no custom call of this package. The kernels have two: one launch
+    routes and sends, and another one combines."""
     module = exported(platforms=(platform,)).mlir_module()
     called = {target for target in TARGETS if f"@{target}(" in module}
     group, expected = harness.group_of(RANKS), 0

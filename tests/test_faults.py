@@ -1,4 +1,4 @@
-"""Run part of the campaign of faults. `make faults` runs 200 faults; another SEED draws different
+"""Run a few faults of the campaign. `make faults` runs 200 faults; another SEED draws other
 faults."""
 
 import pathlib
@@ -15,10 +15,10 @@ from jax_moe_a2a._src import compat
 pytestmark = [
     pytest.mark.one_process("it starts processes of its own"),
     pytest.mark.several_devices("it starts processes, each with its devices"),
-    pytest.mark.exchanges(0),  # of this process
+    pytest.mark.exchanges(0),  # this process exchanges nothing
 ]
 
-# Runs of each place take about 2 and 8 seconds, and mostly wait.
+# The runs of `memory` take about 2 seconds together, and the runs of `programs` about 8.
 RUNS = {"memory": 8, "programs": 2}
 SEED = 1
 
@@ -38,8 +38,8 @@ def test_close_does_not_wait_for_a_thread_that_waits_for_a_stopped_process():
 
 
 def closes_while_a_thread_opens(run):
-    """Close while the workspace of whole exchanges is open and a thread opens the workspace of
-    split exchanges."""
+    """Close the open workspace of whole exchanges while a thread opens the workspace of split
+    exchanges."""
     victim = campaign.memory.begin(run, count=2, timeout=8.0)
     run.all("reserve")
     (closer,) = (worker for worker in run.workers if worker is not victim)
@@ -65,7 +65,7 @@ def test_close_closes_all_workspaces_or_none(monkeypatch):
 
 
 def test_threads_that_ask_at_once_make_the_value_of_a_job_once():
-    """The socket of a process or its notice, for example, could be leaked."""
+    """Four threads call a `per_job` function at once, and the wrapped function runs once."""
     calls = []
     make = compat.per_job(lambda: (time.sleep(0.05), calls.append(1)))
     with futures.ThreadPoolExecutor(4) as pool:
@@ -74,8 +74,8 @@ def test_threads_that_ask_at_once_make_the_value_of_a_job_once():
 
 
 def killed_at_a_step(run):
-    """Kill one of three processes in a step in which the other two need it. One of these two may
-    raise an error first. The last process then waits until gloo's timeout."""
+    """Kill one of three processes in a step. After one survivor has raised an error, the other one
+    waits until gloo's timeout."""
     programs.begin(run, count=3)
     programs.churn(run, 7, "kill")
     return programs.die(run, lambda victim: victim.process.join(60))

@@ -22,8 +22,8 @@ pytestmark = [
     pytest.mark.exchanges(0),
     pytest.mark.one_process("each process would compute the same on its own devices"),
 ]
-# Ranks and experts: up to the most ranks of each kernel, odd numbers, more experts per rank than
-# warp lanes.
+# (ranks, experts). Some pairs have the most ranks of a kernel, odd numbers, or more experts per
+# rank than a warp has lanes.
 SIZES = ((1, 3), (2, 6), (3, 105), (8, 64), (64, 256), (72, 288), (128, 256))
 WHY_NO_KERNEL = fill.why_no_kernel
 
@@ -76,8 +76,7 @@ def test_plans_of_the_gpu_are_those_of_numpy(ranks, experts, spare):
         assert fill.TARGET in lowered.as_text(), fill.why_no_kernel(ranks, experts)
         in_turn = jax.jit(lambda loads, own=own: jax.lax.map(own, loads))
         for found in (lowered.compile()(many), in_turn(many)):
-            for ours, theirs in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-                harness.assert_same_bytes(ours, theirs)
+            jax.tree.map(harness.assert_same_bytes, found, expected)
 
 
 def calls(fn, *args):
@@ -89,7 +88,7 @@ def calls(fn, *args):
 
 @pytest.fixture
 def on_gpus(monkeypatch):
-    """Pretend GPUs that run the kernel."""
+    """Pretend that the machine has GPUs that run the kernel."""
     if not native.has_kernels():
         pytest.skip("the extension, which checks the call, was not built")
     jax.clear_caches()
@@ -126,8 +125,7 @@ def test_transforms_keep_the_plans():
 
     for transform in (jax.grad(loss, has_aux=True), lambda x: jax.linearize(loss, x)[0]):
         _, found = harness.jit(transform)(np.float32(2))
-        for ours, theirs in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-            harness.assert_same_bytes(ours, theirs)
+        jax.tree.map(harness.assert_same_bytes, found, expected)
 
 
 @pytest.mark.skipif(not native.has_kernels(), reason="the extension was built without kernels")
@@ -144,7 +142,7 @@ def test_the_reason_for_the_loop_is_logged(monkeypatch, caplog):
     monkeypatch.setattr(Gpu, "compute_capability", "8.0")
     assert "9.0 or newer" in WHY_NO_KERNEL(4, 16)
     jax.clear_caches()
-    # Tests on GPUs read the counters of exchanges after this function.
+    # On GPUs, the fixtures read the counters of exchanges after this test, so the patch ends here.
     with (
         monkeypatch.context() as patch,
         caplog.at_level(logging.INFO, logger="jax_moe_a2a"),

@@ -1,4 +1,4 @@
-"""Token formats: the bits of values and scales, which arrays move, and which are differentiated.
+"""Test the bits of token formats, the arrays that a dispatch moves, and derivatives.
 
 The oracle is `format_oracle.py`, which shares no code with the package.
 """
@@ -27,7 +27,7 @@ from jax_moe_a2a._src.exchange.arguments import check_dispatch
 from jax_moe_a2a._src.formats import formats
 from jax_moe_a2a._src.routing.checks import RouteArguments
 
-pytestmark = pytest.mark.exchanges(0)  # of tests without an exchange, or that only trace programs
+pytestmark = pytest.mark.exchanges(0)  # most tests run no exchange
 
 DTYPES = ("bfloat16", "float16", "float32")
 E2M1 = cases.dtype("float4_e2m1fn")
@@ -38,7 +38,7 @@ of_every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
 def test_every_format_stands_wherever_formats_are_listed():
-    """A compiler or another test checks the other places of a format, listed in CONTRIBUTING.md."""
+    """Check the places of a format in CONTRIBUTING.md that no compiler and no other test checks."""
 
     def formats_of(module):
         kinds = ((name, kind) for name, kind in vars(module).items() if isinstance(kind, type))
@@ -54,21 +54,16 @@ def test_every_format_stands_wherever_formats_are_listed():
     texts |= {fn.__name__: fn.__doc__ for fn in (ma.Exchange, ma.combine)}
     texts["the error of another format"] = str(error.value)
     assert [(name, place) for name in names for place in texts if name not in texts[place]] == []
-    # In payloads, estimates and attributes of calls, only NvFp4 has a parameter.
+    # Payloads, estimates and attributes of calls have a parameter only for NvFp4.
     fields = {type(fmt): dataclasses.fields(fmt) for fmt in FORMATS.values()}
     more = {kind: {f.name for f in fields[kind]} for kind in fields}
     assert {kind for kind in more if more[kind]} == {ma.NvFp4}
     assert more[ma.NvFp4] == {"global_scale"}
 
 
-# Inputs
-
-
 def every_pattern(dtype, group_size):
-    """Return groups of all 65536 numbers of a 16-bit float, next to numbers that enlarge the scale.
-
-    First, the numbers of a group have similar magnitudes. Then all numbers follow in random order.
-    """
+    """Return groups with all 65536 numbers of a 16-bit float. Another number of the group enlarges
+    the scale. The numbers of a group have similar magnitudes, except in the last, random groups."""
     bits = np.arange(1 << 16, dtype=np.uint16)
     bits = bits[np.argsort(bits & 0x7FFF, kind="stable")]
     chunks = np.resize(bits, (-(-bits.size // (group_size - 1)), group_size - 1))
@@ -116,7 +111,7 @@ def float32_groups(group_size):
         for scale in E4M3_VALUES[code] * np.array([1, np.float32(ODD_SCALE)]):
             groups.append(in_groups(with_neighbours(bounds * scale), 6 * scale))
 
-    # Largest magnitudes of a group at which the scale changes, alone and next to other numbers.
+    # Add groups whose largest magnitude is near a number at which the scale changes.
     bounds = 6 * (E4M3_VALUES[:-1] + E4M3_VALUES[1:]) / 2
     firsts = [with_neighbours(bounds), with_neighbours(bounds * ODD_SCALE), [448 * 6, 1e9]]
     firsts += [with_neighbours(factor * 2.0 ** np.arange(-126, 119)) for factor in (1, 1.75, 1.9)]
@@ -140,7 +135,7 @@ NUM_INPUTS = {128: 1250, 32: 5000, 16: 10200}
 
 @functools.cache
 def inputs(dtype, group_size):
-    """Return [NUM_INPUTS, 3 * group_size], the first groups again at the end."""
+    """Return groups [NUM_INPUTS, 3 * group_size]. The first groups are repeated at the end."""
     groups = float32_groups(group_size) if dtype == "float32" else every_pattern(dtype, group_size)
     rows = NUM_INPUTS[group_size]
     assert len(groups) <= 3 * rows
@@ -149,7 +144,7 @@ def inputs(dtype, group_size):
 
 @functools.cache
 def encoded(name, dtype):
-    """Return (values, scales) of `inputs` by the oracle."""
+    """Return the oracle's (values, scales) of `inputs`."""
     return encode(FORMATS[name], inputs(dtype, FORMATS[name].group_size))
 
 
@@ -157,9 +152,6 @@ def assert_quantized_is(actual, expected, what=""):
     assert isinstance(actual, ma.Quantized)
     for field, a, e in zip(ma.Quantized._fields, actual, expected):
         harness.assert_same_bytes(np.asarray(a), e, f"{what} {field}")
-
-
-# Encoding and decoding
 
 
 @of_every_dtype
@@ -172,8 +164,8 @@ def test_encode_returns_the_bits_of_the_oracle(name, dtype):
 
 @of_every_format
 def test_decode_returns_the_bits_of_the_oracle(name):
-    """The bits are equal for every value and scale, even if `encode` never returns the scale,
-    unless a product is subnormal in float32."""
+    """Decode every code with scales of every kind, also with scales that `encode` never returns.
+    Scales that make products subnormal in float32 are left out."""
     fmt = FORMATS[name]
     codes = np.resize(np.arange(256, dtype=np.uint8), 256 * fmt.group_size)
     if name == "blockwise":
@@ -203,7 +195,8 @@ def test_shapes(name):
 
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
 def test_the_rounding_that_made_a_token_is_not_skipped(dtype):
-    """Inside one program, a backend may keep the unrounded number."""
+    """`encode` after a cast equals `encode` of the rounded numbers, although a compiler could drop
+    the cast."""
     x = np.random.default_rng(0).standard_normal((64, 128)).astype(np.float32)
     for fmt in (ma.BlockwiseFp8(), ma.NvFp4(global_scale=ODD_SCALE)):
         rounded = (x * np.float32(1.2345)).astype(cases.dtype(dtype))
@@ -211,19 +204,16 @@ def test_the_rounding_that_made_a_token_is_not_skipped(dtype):
         assert_quantized_is(actual, encode(fmt, rounded))
 
 
-# The global scale of NvFp4
-
-
 def test_a_traced_global_scale_means_what_a_static_one_does():
-    """Global scales of every size and mantissa are clipped to the range, and their inverse is
-    rounded once."""
+    """Tokens are encoded with random and extreme global scales, and the bits are compared with the
+    oracle's."""
     rng = np.random.default_rng(0)
     scales = np.ldexp(rng.uniform(1, 2, 3000), rng.integers(-116, 116, 3000)).astype(np.float32)
     edges = np.float32(
         [2.0**-116, 2.0**116, 1, 0.5, np.nextafter(1, 0), np.nextafter(np.float32(1), 2)]
     )
     scales = np.concatenate([scales, edges.astype(np.float32)])
-    # Groups of the bounds between two values, and of the neighbours of these bounds.
+    # Each group has the bounds between two values, or the neighbours of these bounds.
     bounds = (E2M1_VALUES[:-1] + E2M1_VALUES[1:]) / 2
     factors = E4M3_VALUES[rng.integers(8, 127, scales.size)] * scales
     x = (factors[:, None] * np.concatenate([[6, 6], bounds, bounds])).astype(np.float32)
@@ -249,8 +239,6 @@ def test_unpacked_values_are_float4():
     np.testing.assert_array_equal(unpacked.astype(np.float32), codes.view(E2M1).astype(np.float32))
 
 
-# Dispatch
-
 PADDED, TIGHT = (dataclasses.replace(layout, hidden=256) for layout in (cases.PADDED, cases.TIGHT))
 SMALL = cases.Layout(
     "small", tokens=6, top_k=3, local_experts=2, capacity=10, alignment=4, hidden=128
@@ -271,8 +259,9 @@ def dispatch_both(x, ids, topk_weights, **options):
 
 @functools.cache
 def dispatch_program(name, layout, ranks):
-    """Return a program of (ids, x, topk_weights). Its results are Recvs of quantized rows, by ids
-    and by a routing; Recvs of decoded rows; and the combine of the decoded rows."""
+    """Compile a function of (ids, x, topk_weights) that dispatches by ids and by a routing. The
+    function returns Recvs of quantized rows, Recvs of decoded rows, and a combine of decoded
+    rows."""
     fmt, static = FORMATS[name], layout.route_args(harness.group_of(ranks))
 
     def dispatch(ids, x, topk_weights):
@@ -331,13 +320,13 @@ def test_dispatch_moves_what_encode_returns(name, layout):
         harness.assert_sums_agree(combined, sums, slack, routing)
 
 
-# With these sizes, the tokens of all ranks hold all of `inputs`, and some of them twice. Rows have
-# many segments, and the last segment is not whole.
+# The tokens of all ranks hold all of `inputs`, some of them twice. Rows have many segments, and the
+# last segment is partly filled.
 WIDE = {"blockwise": (56, 9600), "mx": (56, 9600), "nv": (64, 8160)}
 
 
 def dispatch_and_check_rows(name, x, expected_parts, out_dtype):
-    """Dispatch x [R, T, H], every token to two experts, encoded and decoded, and check the rows."""
+    """Dispatch each token of x [R, T, H] to two experts, and check encoded and decoded rows."""
     fmt, (ranks, tokens, _) = FORMATS[name], x.shape
     has_traced_scale = name == "nv" and out_dtype != "bfloat16"
     first = np.arange(ranks * tokens, dtype=np.int32).reshape(ranks, tokens, 1)
@@ -378,7 +367,7 @@ def dispatch_and_check_rows(name, x, expected_parts, out_dtype):
         harness.assert_same_bytes(weights, weights_of_rows)
 
 
-@pytest.mark.gpu  # on CPUs, `encode` encodes tokens
+@pytest.mark.gpu  # on CPUs, a dispatch calls `encode`
 @pytest.mark.exchanges(5)
 @of_every_dtype
 @of_every_format
@@ -397,7 +386,8 @@ def test_dispatch_encodes_and_decodes_every_number(name, dtype):
 @pytest.mark.exchanges(3)
 @of_every_format
 def test_dispatch_encodes_tokens_of_which_several_share_a_flag(name):
-    """The zone has more slots than flags. Values and scales of a row do not fill whole vectors."""
+    """The tokens of a rank need more slots than the zone has flags. The values and scales of a row
+    do not fill whole vectors."""
     group_size = FORMATS[name].group_size
     num_groups = 3 if RANKS <= cases.MOST_RANKS else 1  # landing zones grow with the ranks' square
     x = np.resize(inputs("bfloat16", group_size), (RANKS, 4100, num_groups * group_size))
@@ -408,16 +398,13 @@ def test_dispatch_encodes_tokens_of_which_several_share_a_flag(name):
     dispatch_and_check_rows(name, x, parts, "bfloat16")
 
 
-# The wire dtype of combine
-
-
 def on_the_wire(fmt):
-    """Return a function of partial sums, which returns them as they arrive."""
+    """Return the function that encodes and decodes partial sums, as combine does."""
     return lambda sums: decode(fmt, *encode(fmt, sums), "float32").reshape(sums.shape)
 
 
-# Groups that do not fill a warp, groups that exceed one step of a warp, and values that end inside
-# a vector.
+# Some groups do not fill a warp, some exceed one step of a warp, and some values end inside a
+# vector.
 WIRES = (
     ("blockwise", dataclasses.replace(cases.PADDED, hidden=640), "bfloat16"),
     ("mx", dataclasses.replace(cases.CUT, hidden=96), "float16"),
@@ -469,8 +456,8 @@ def test_sums_in_a_format_are_those_of_the_definition_for_every_routing(name, la
 
 @pytest.mark.exchanges(8, split=1)
 def test_batches_halves_and_gradients_of_sums_in_a_format():
-    """Sums equal the sums of each element, of the whole combine, and of a combine without a
-    format."""
+    """A batch equals its elements, a split combine equals the whole combine, and gradients equal
+    the gradients without a format."""
     fmt, ranks = FORMATS["nv"], RANKS
     ids, group = cases.Case(SMALL, "uniform").ids(ranks), harness.group_of(ranks)
     rng = np.random.default_rng(4)
@@ -501,8 +488,8 @@ def test_batches_halves_and_gradients_of_sums_in_a_format():
         assert_same_trees(actual, expected)
 
 
-# Transforms. Except for the format's rounding, dispatch and an unweighted combine are linear.
-# Straight-through derivatives therefore equal those without a format bit for bit.
+# Except for the format's rounding, dispatch and an unweighted combine are linear. Straight-through
+# derivatives therefore equal those without a format bit for bit.
 
 
 def transposed(fn, x, direction):
@@ -548,17 +535,10 @@ def test_derivatives_are_those_of_a_dispatch_without_a_format(check_vma):
     assert_same_trees(actual, expected)
 
 
-def two_by_two(axes, axis_type):
-    """Return a mesh of four devices, with the same number from each process."""
-    if harness.NUM_DEVICES < 4:
-        pytest.skip("needs four devices")
-    return jax.make_mesh((2, 2), axes, axis_types=(axis_type,) * 2, devices=harness.devices(4))
-
-
 @pytest.mark.several_devices("it needs a second mesh axis")
 def test_hidden_may_be_sharded_by_an_explicit_axis():
     """Each device has whole groups. Values and scales have the same sharding."""
-    mesh = two_by_two((harness.AXIS, "tp"), jax.sharding.AxisType.Explicit)
+    mesh = harness.mesh_over(jax.sharding.AxisType.Explicit, ep=2, tp=2)
     group = ma.Group(mesh, harness.AXIS, implementation=harness.IMPLEMENTATION)
     P = jax.sharding.PartitionSpec
     layout = dataclasses.replace(SMALL, hidden=256)
@@ -583,9 +563,6 @@ def test_hidden_may_be_sharded_by_an_explicit_axis():
         x = jnp.ones((2 * layout.tokens, 256), out_sharding=P(harness.AXIS, "tp"))
         out = jax.eval_shape(mapped, ids, x)
     assert [a.sharding.spec for a in jax.tree.leaves(out)] == [P(harness.AXIS, "tp")] * 3
-
-
-# Errors
 
 
 def dispatch(*x, **options):

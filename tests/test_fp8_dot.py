@@ -1,7 +1,7 @@
 """Compare `grouped_dot` of arrays in `BlockwiseFp8` with the definition of docs/fp8.md in numpy.
 
-On CPU, the tests run decoded products ("reference"), and numpy with the kernel's arguments in place
-of the kernel ("table"). With MOE_A2A_TEST_GPU=1 they run the kernel and decoded products.
+On CPU, the paths are decoded products ("reference") and numpy that reads the kernel's arguments
+("table"). With MOE_A2A_TEST_GPU=1, the paths are the kernel and decoded products.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ CASES = dict(
     no_groups=(6, 128, 8, []),
     odd_columns=(9, 128, 12, [4, 3]),
 )
-# Around the sizes of tiles: 128 rows by 192 columns, or 64 rows by 256 columns.
+# These sizes are near the edges of tiles of 128 rows and 192 columns, or 64 rows and 256 columns.
 HOSTILE = dict(
     one_row=(1, 128, 8, [1]),
     all_empty=(70, 256, 136, [0, 0, 0]),
@@ -53,7 +53,7 @@ HOSTILE = dict(
     many_groups=(800, 256, 136, [7 * i % 23 for i in range(70)]),
     one_group=(300, 1152, 392, [300]),
     all_but_one_row=(530, 128, 1160, [0, 1, 0, 520]),
-    whole_turns=(500, 1024, 264, [129, 0, 255, 91]),  # K of the form for multiples of 512
+    whole_turns=(500, 1024, 264, [129, 0, 255, 91]),  # K is a multiple of 512
 )
 
 
@@ -62,7 +62,7 @@ def normal(seed, shape, dtype="float32"):
 
 
 def draw(case, powers_of_two=True):
-    """Return rows, whose tail is NaN, weights and sizes, as numpy arrays."""
+    """Return numpy rows (with NaN in the tail), weights and sizes."""
     num_rows, k, n, sizes = CASES[case]
     rows = format_oracle.encode(ma.BlockwiseFp8(), normal(0, (num_rows, k)) * 10)
     w = ma.quantize_experts(normal(1, (len(sizes), k, n)))
@@ -86,8 +86,8 @@ def powers(seed, shape):
 
 
 def draw_exact(num_rows, k, n, sizes, seed=0):
-    """Return rows, whose tail is NaN, and weights. All numbers are small integers with powers of
-    two as scales, so that all sums are exact."""
+    """Return rows (with NaN in the tail) and weights. All values are small integers, and all scales
+    are powers of two, so that all sums are exact."""
     rows = ma.Quantized(integers(seed, (num_rows, k)), powers(seed + 1, (num_rows, k // BLOCK)))
     rows.values[sum(sizes) :], rows.scales[sum(sizes) :] = np.nan, np.inf
     blocks = len(sizes), -(-n // BLOCK), k // BLOCK
@@ -121,7 +121,7 @@ def read_table(target, results, arrays, num_sms, product):
     scope="module", params=("kernel", "decoded") if harness.ON_GPU else ("table", "reference")
 )
 def path(request):
-    """Lower every product for one path."""
+    """Make `grouped_dot` take the path that the parameter names."""
     jax.clear_caches()
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "decoded":
@@ -140,8 +140,8 @@ def path(request):
 
 
 def assert_is_product(found, rows, w, sizes, dtype, zero_tail=True, inexact=0.0):
-    """Assert that a product equals the definition up to the order of sums, K roundings of float32,
-    and one rounding to its dtype. `inexact` is the largest error relative to sums of magnitudes."""
+    """Assert that a product differs from the definition only by K roundings to float32 and one to
+    its dtype. `inexact` is an additional error, relative to the sums of magnitudes."""
     expected, magnitudes = oracle.grouped_dot_fp8(rows, w, sizes)
     found = np.asarray(found)
     assert found.dtype == jnp.dtype(dtype) and found.shape == expected.shape
@@ -162,10 +162,9 @@ def test_a_product_is_that_of_the_definition(path, case):
                 rows, w, sizes, tail=tail, preferred_element_type=dtype
             )
         )
-        # Decoding rounds twice to bfloat16. Tensor cores align 32 products to the largest of them,
-        # and keep 13 bits after its first bit. If all products were equally large, the error would
-        # be 2^-6 of the magnitudes. However, the largest of 32 products of normal numbers is less
-        # than a tenth of their sum.
+        # Decoding rounds rows and weights to bfloat16. Tensor cores align 32 products to the
+        # largest one, and cut them 13 bits after its first bit. For products of normal numbers, the
+        # error is below 2^-7 of the sum of their magnitudes.
         is_exact = path == "reference" or (path != "kernel" and powers_of_two)
         out = dot(rows, ma.QuantizedExperts(*w), sizes)
         inexact = 0.0 if is_exact else 2.0**-7
@@ -199,7 +198,7 @@ def test_exact_sums_of_hostile_groups(path, case, dtype):
     rows, w = draw_exact(*HOSTILE[case])
     right = oracle.grouped_dot_fp8(rows, w, sizes)[0].astype(jnp.dtype(dtype))
     for tail in ("zero", "unspecified"):
-        # Results may be allocated in this memory, so that unwritten elements are NaN.
+        # XLA may allocate the result in this memory. Elements that nothing writes then are NaN.
         jax.block_until_ready(jnp.full((num_rows, n), np.nan, dtype)).delete()
         dot = jax.jit(
             lambda *args, tail=tail: ma.grouped_dot(*args, tail=tail, preferred_element_type=dtype)
@@ -240,7 +239,7 @@ def test_weights_are_quantized_by_squares():
     np.testing.assert_array_equal(
         np.asarray(found.transposed).view(np.uint8), np.swapaxes(values, 1, 2).view(np.uint8)
     )
-    # Gate and up, and the experts of several layers.
+    # Quantize gate and up together, and the experts of several layers.
     pair = ma.quantize_experts(np.stack([w, w[:, :, ::-1]], axis=2))
     assert pair.values.shape == (2, 2, 200, 256) and pair.scales.shape == (2, 2, 2, 2)
     np.testing.assert_array_equal(np.asarray(pair.values[:, 0]), np.asarray(found.values))
@@ -260,7 +259,7 @@ def test_weights_and_rows_that_others_quantized_keep_their_numbers(path):
 
 
 def test_both_orientations_of_weights_that_others_quantized_have_their_numbers():
-    """With as many rows as columns, shapes do not distinguish the orientations."""
+    """K equals N, so the shape of an array does not tell its orientation."""
     squares = format_oracle.encode_squares(normal(3, (2, 256, 256)))
     w = ma.Quantized(*(np.swapaxes(part, 1, 2) for part in squares))
     found = ma.quantize_experts(w, transposed=True)
@@ -298,7 +297,7 @@ def test_a_batch_is_one_product_and_each_element_that_of_its_own_call(path, axes
 
 
 def test_batches_that_share_values_or_scales(path):
-    """Each of two batches has separate rows, separate weights, or separate sizes."""
+    """Two nested vmaps batch different arrays. Each element equals its product in numpy."""
     num_rows, k, n, sizes = CASES["tail"]
     rows, w = draw_exact(num_rows, k, n, [num_rows, 0, 0, 0])
     values, scales = (np.stack([x, x[::-1], x]) for x in rows)
@@ -430,12 +429,12 @@ def test_weights_to_train_are_floats():
 
 
 def test_quantization_counts_as_the_identity_for_derivatives():
-    """Only the transpose quantizes. The derivative of the transpose does not quantize."""
+    """The product and its transpose quantize their operands. Their derivatives do not."""
     sizes, fmt = np.array([5, 0, 3], np.int32), ma.BlockwiseFp8()
     rows, d_rows = (normal(seed, (9, 128), "bfloat16") for seed in (7, 8))
     ct, d_ct = (normal(seed, (9, 256), "bfloat16") for seed in (9, 10))
     w, d_w = (normal(seed, (3, 128, 256), "bfloat16") for seed in (11, 12))
-    w[:, :, BLOCK:] *= 8  # squares have different scales
+    w[:, :, BLOCK:] *= 8  # blocks have different scales
     end = sizes.sum()
 
     def derivatives(dot):
@@ -477,8 +476,8 @@ def assert_derivatives(everything, end):
 @pytest.mark.parametrize("num_spare", (0, 1))
 @pytest.mark.parametrize("n", (256, 200))
 def test_products_of_frozen_weights_have_derivatives_of_any_order(num_spare, n):
-    """Only the transpose quantizes. The derivative of the transpose does not quantize. A transpose
-    over columns that are not whole blocks does not quantize either."""
+    """The product and its transpose quantize their operands. Their derivatives do not, and neither
+    does a transpose over columns that are not whole blocks."""
     sizes, fmt = np.array([5, 0, 3], np.int32), ma.BlockwiseFp8()
     rows, d_rows = (normal(seed, (9, 128), "bfloat16") for seed in (7, 8))
     ct, d_ct = (normal(seed, (9, n), "bfloat16") for seed in (9, 10))

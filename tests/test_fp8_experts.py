@@ -1,4 +1,4 @@
-"""Experts in FP8, one primitive, have the results and derivatives of separate products and
+"""The primitive for experts in FP8 has the results and derivatives of separate products and
 activation passes, which quantize the same numbers."""
 
 import functools
@@ -23,7 +23,6 @@ pytestmark = [
     pytest.mark.exchanges(0),
 ]
 END = sum(SIZES)
-quickly = functools.partial(jax.jit, compiler_options=harness.QUICKLY)
 
 
 def draw(activation, seed=0, dtype="float32"):
@@ -37,12 +36,11 @@ def trained(w):
 
 
 def fused(rows, w_in, b_in, weights, w_out, b_out, activation=SWIGLU, arrived=True):
-    """Return the results of the primitive, for rows that arrived in FP8 or for rows of floats."""
+    """Return the primitive's results for rows that arrived in FP8, or for float rows."""
     if arrived:
         rows = RowsInFp8(ma.BlockwiseFp8().encode(jax.lax.stop_gradient(rows)), rows)
-    of_product = (encode_source(trained(w)) for w in (w_in, w_out))
+    w_in, w_out = (encode_source(trained(w)) for w in (w_in, w_out))
     sizes = jnp.array(SIZES, jnp.int32)
-    w_in, w_out = of_product
     all_args = experts.ExpertOperands(rows, w_in, b_in, weights, w_out, b_out, sizes)
     return experts.bind_experts(all_args, activation=activation)[0][:END]
 
@@ -63,7 +61,7 @@ def gradients(fn, *args, of=jnp.sin):
 
 
 def assert_close(found, expected, tolerance=2e-3):
-    """Compare. A number near the middle of two FP8 values may round to the other value."""
+    """Compare norms, because numbers halfway between two FP8 values may round either way."""
     for one, right in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         assert np.linalg.norm(one - right) < tolerance * np.linalg.norm(right)
 
@@ -71,7 +69,7 @@ def assert_close(found, expected, tolerance=2e-3):
 @pytest.mark.parametrize("activation, arrived", ((GELU, False), (CLAMPED, True)))
 def test_gradients_are_those_of_separate_passes(activation, arrived):
     args = draw(activation)
-    of = lambda fn, **options: quickly(
+    of = lambda fn, **options: harness.quickly(
         functools.partial(gradients, functools.partial(fn, activation=activation, **options))
     )
     assert_close(of(fused, arrived=arrived)(*args), of(separate)(*args))
@@ -95,7 +93,7 @@ def test_derivatives_of_any_order_are_those_of_separate_passes():
                 gradients(of_tangent, *args),
             )
 
-        return quickly(run)(args, tangents)
+        return harness.quickly(run)(args, tangents)
 
     (*found, reverse), (*expected, right) = everything(fused), everything(separate)
     assert_close(found, expected)
@@ -109,8 +107,8 @@ def test_each_gradient_can_be_computed_alone(wanted):
     def alone(x):
         return jnp.sum(jnp.sin(fused(*args[:wanted], x, *args[wanted + 1 :])))
 
-    found = quickly(jax.grad(alone))(args[wanted])
-    right = quickly(functools.partial(gradients, separate))(*args)[wanted]
+    found = harness.quickly(jax.grad(alone))(args[wanted])
+    right = harness.quickly(functools.partial(gradients, separate))(*args)[wanted]
     assert_close(found[:END] if wanted in (0, 3) else found, right)
 
 
@@ -124,9 +122,9 @@ def test_a_batch_has_the_results_of_its_elements(shares_weights):
         for axis, one, *pair in zip(axes, args, args, others)
     ]
     run = functools.partial(gradients, fused)
-    found = quickly(jax.vmap(run, axes))(*batch)
+    found = harness.quickly(jax.vmap(run, axes))(*batch)
     for i, each in enumerate((args, others)):
-        assert_close([x[i] for x in found], quickly(run)(*each))
+        assert_close([x[i] for x in found], harness.quickly(run)(*each))
 
 
 def unwriting(fn):
@@ -156,9 +154,6 @@ def test_rows_that_kernels_leave_unwritten_reach_no_gradient(monkeypatch):
         np.testing.assert_allclose(one, right, rtol=0, atol=1e-2 * np.abs(right).max())
 
 
-# Programs for GPUs
-
-
 def avals(dtype="bfloat16"):
     shapes = (512, 256), (3, 256, 768), (3, 768), (512,), (3, 384, 256), (3, 256)
     dtypes = (dtype,) * 3 + ("float32",) + (dtype,) * 2
@@ -168,7 +163,7 @@ def avals(dtype="bfloat16"):
 @needs_kernel
 @pytest.mark.parametrize("arrived", (False, True))
 def test_no_pass_of_xla_is_between_the_products(hopper, arrived):
-    """Each array is quantized where it is computed, or once. Weights are read once."""
+    """Weights are quantized once, and activations in the kernel that computes them."""
     fn = functools.partial(fused, arrived=arrived)
     found = calls(functools.partial(gradients, fn), *avals())
     targets = [call.target for call in found if call.target != "grouped_gemm"]
@@ -178,5 +173,5 @@ def test_no_pass_of_xla_is_between_the_products(hopper, arrived):
     inference = [call.target for call in calls(fn, *avals()) if call.target != "dot_act"]
     assert sorted(set(inference)) == ["act_encode", "encode_squares", "fp8_gemm", "grouped_gemm"]
     for call in calls(fn, *avals()):
-        if call.target == "encode_squares":  # only the used orientation
+        if call.target == "encode_squares":  # the unused orientation has no elements
             assert "tensor<0xf8E4M3FN>" in call.types

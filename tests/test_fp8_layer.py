@@ -25,11 +25,10 @@ RANKS = harness.SEVERAL
 WIDTH = 128
 LAYOUT = cases.Layout("fp8", tokens=6, top_k=2, local_experts=2, hidden=128)
 SWIGLU = ma.gated(jax.nn.silu)
-quick_jit = functools.partial(jax.jit, compiler_options=harness.QUICKLY)
 
 
 def arguments(dtype="bfloat16"):
-    """Return all ranks' x, topk_weights, experts and ids; some are masked."""
+    """Return x, topk_weights, experts and ids of all ranks. Some ids are masked."""
     rng = np.random.default_rng(0)
     normal = lambda *shape: cases.normal(rng, (RANKS, *shape), "float32")
     experts, hidden = LAYOUT.local_experts, LAYOUT.hidden
@@ -67,8 +66,7 @@ def on_one_device(wrap=lambda fn: fn, **options):
 
 
 def relative_error(found, expected):
-    """Return the root mean square of the error divided by the root mean square of the expected
-    numbers."""
+    """Return the root mean square of the error, relative to that of the expected numbers."""
     found, expected = (x.astype(np.float64) for x in harness.numpy_of((found, expected)))
     return float(np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2)))
 
@@ -84,14 +82,11 @@ def test_a_recognized_activation_and_quantization_are_one_pass():
         assert "act_encode" not in small_layer.counts(of_all_ranks(), *args)
 
 
-# Gradients through frozen weights
-
-
 @pytest.mark.exchanges(0)
 @pytest.mark.parametrize("trainable", (False, True))
 def test_gradients_of_numbers_in_fp8_are_refused(trainable):
-    """Such gradients are an error even if there is a source, because an optimizer would change the
-    source, but not its FP8 numbers."""
+    """Gradients of FP8 numbers are an error even if the numbers have a source, because an optimizer
+    would update only the source."""
     layers = on_one_device()
     x, topk_weights, experts, ids = arguments()
     experts = jax.vmap(functools.partial(ma.quantize_experts, trainable=trainable))(experts)
@@ -110,8 +105,8 @@ def rounded(x):
 
 @jax.custom_vjp
 def decoded_dot(rows, seen, w, sizes):
-    """Multiply `seen`, the decoded form of the rows, by decoded weights. The gradient of rows is
-    the product of the decoded gradient, and the gradient of weights reads the rows."""
+    """Multiply decoded rows (`seen`) by decoded weights. The gradient of rows is computed from the
+    decoded cotangent, and the gradient of weights from the rows."""
     return ma.grouped_dot(seen, w, sizes)
 
 
@@ -126,8 +121,7 @@ decoded_dot.defvjp(lambda *args: (decoded_dot(*args), args), decoded_dot_transpo
 
 
 def with_decoded_weights(*args, weigh_input=False, in_fp8=False):
-    """Return the layer's result, computed from decoded numbers: rows, weights, activations and
-    gradients of products."""
+    """Compute the layer from decoded rows, weights, activations and cotangents."""
     x, topk_weights, weights, ids = args
     of_rows = lambda q: q.reshape(len(q), -1, q.shape[-1])
 
@@ -165,7 +159,7 @@ def with_decoded_weights(*args, weigh_input=False, in_fp8=False):
 
 
 def frozen_gradients(fn, args):
-    """Return the result of a function of all ranks, and the gradients of the floats."""
+    """Return the result of `fn`, and the gradients of x, router weights and biases."""
     x, topk_weights, experts, ids = args
     ct = jnp.asarray(cases.normal(np.random.default_rng(1), x.shape, "float32"))
 
@@ -178,7 +172,7 @@ def frozen_gradients(fn, args):
 
 @pytest.mark.parametrize("weigh_input", (False, True))
 def test_frozen_weights_have_the_gradients_of_decoded_ones(weigh_input):
-    """In float32, only the order of sums differs, unless it changes an FP8 rounding."""
+    """The gradients equal those of decoded numbers up to the order of float32 sums."""
     args = frozen(arguments("float32"))
 
     def run(fn, exchanges):
@@ -192,7 +186,7 @@ def test_frozen_weights_have_the_gradients_of_decoded_ones(weigh_input):
 @pytest.mark.parametrize("weigh_input", (False, True))
 def test_training_has_the_gradients_of_decoded_numbers(weigh_input):
     """The first product and the gradient of its weights read the rows that arrived. With
-    `weigh_input`, the scales of these rows are multiplied."""
+    `weigh_input`, the router's weights multiply the scales of these rows."""
     *floats, ids = arguments("float32")
     ct = jnp.cos(floats[0])
     options = dict(in_fp8=True, weigh_input=weigh_input)
@@ -207,7 +201,7 @@ def test_training_has_the_gradients_of_decoded_numbers(weigh_input):
 
 @functools.cache
 def emulated(variant=None):
-    """Return the result and the gradients of frozen layers of ranks on one device."""
+    """Run a layer with frozen weights on one device, and return its result and gradients."""
     options = {}
     x, topk_weights, experts, ids = frozen(arguments("float32"))
     if variant == "unfused":
@@ -220,8 +214,8 @@ def emulated(variant=None):
     fn = on_one_device(**options)
     run = lambda x: frozen_gradients(fn, (x, topk_weights, experts, ids))
     if variant != "vmap":
-        return quick_jit(run)(x)
-    return [x[1] for x in quick_jit(jax.vmap(run))(jnp.stack([0 * x, x]))]
+        return harness.quickly(run)(x)
+    return [x[1] for x in harness.quickly(jax.vmap(run))(jnp.stack([0 * x, x]))]
 
 
 @pytest.mark.exchanges(0)
@@ -263,9 +257,6 @@ def test_an_error_names_the_argument(changed, error, message):
         jax.eval_shape(on_one_device(**options), x, weights, experts, ids)
 
 
-# Training, and the errors of outputs and gradients
-
-
 def value_and_grads(floats, ids, ct, *, fn=layer, **options):
     """Return the result of a layer, and the gradients of all floats for a cotangent."""
     y, transpose = jax.vjp(lambda *floats: of_all_ranks(fn, **options)(*floats, ids), *floats)
@@ -274,7 +265,7 @@ def value_and_grads(floats, ids, ct, *, fn=layer, **options):
 
 @functools.cache
 def exact():
-    """Return floats, ids and a cotangent, and the results of a layer in float32 for them."""
+    """Return (floats, ids, a cotangent), and the results of a layer in float32."""
     *floats, ids = arguments("bfloat16")
     ct = jnp.asarray(cases.normal(np.random.default_rng(1), floats[0].shape, "float32"))
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), floats)
@@ -305,7 +296,6 @@ def test_training_needs_multiples_of_128(columns):
 
 @pytest.mark.exchanges(0)
 def test_training_makes_as_many_exchanges_and_products_in_fp8():
-    """With chunks, each chunk repeats all of this."""
     *floats, ids = arguments()
     ct = floats[0]
     run = functools.partial(value_and_grads, in_fp8=True)
@@ -313,7 +303,7 @@ def test_training_makes_as_many_exchanges_and_products_in_fp8():
     assert counts["straight_through_dot"] == 3  # the first product, and the gradients of rows
     assert counts["act_dot"] == counts["act_grad"] == 1 and counts["encode_squares"] == 2
     assert counts["combine"] == 2
-    # The products with weights of two biases, and outer products of weights and biases.
+    # The gradients of two arrays of weights and of two biases.
     assert counts["grouped_outer"] == 4
     run = functools.partial(value_and_grads, in_fp8=True, num_chunks=2)
     counts = small_layer.counts(run, floats, ids, ct)
@@ -338,7 +328,7 @@ OF_PRODUCTS = POLICIES.save_only_these_names(ma.PRODUCTS_CHECKPOINT_NAME)
     ids=("weights", "products", "everything", "frozen, rows"),
 )
 def test_a_policy_saves_all_numbers_in_fp8(in_fp8, policy):
-    """JAX itself would turn each float8_e4m3fn from 256 on into NaN."""
+    """A policy alone would make JAX save each float8_e4m3fn number from 256 on as NaN."""
     x, topk_weights, experts, ids = arguments() if in_fp8 else frozen(arguments())
 
     def gradients(policy, x):
@@ -350,12 +340,12 @@ def test_a_policy_saves_all_numbers_in_fp8(in_fp8, policy):
     saving, again = (functools.partial(gradients, each) for each in (policy, None))
     if policy is OF_QUANTIZED:
         counts = (small_layer.counts(fn, x)["encode_squares"] for fn in (saving, again))
-        assert tuple(counts) == (2, 4)  # of two arrays of weights
+        assert tuple(counts) == (2, 4)  # two arrays of weights are quantized
     if policy is OF_PRODUCTS:
         counts = (small_layer.counts(fn, x)["straight_through_dot"] for fn in (saving, again))
         assert tuple(counts) == (3, 4)  # the first product is not repeated
     # Saved numbers are rounded to bfloat16, so some activations become the neighbouring FP8 value.
-    assert relative_error(*(quick_jit(fn)(x) for fn in (saving, again))) < 0.1
+    assert relative_error(*(harness.quickly(fn)(x) for fn in (saving, again))) < 0.1
 
 
 @pytest.mark.exchanges(0)
@@ -382,7 +372,7 @@ def test_chunks_quantize_weights_once_and_train_as_one():
         assert "encode_squares" not in harness.count_primitives(loop.params["jaxpr"])
     one = [x[:1] for x in batch]
 
-    @quick_jit
+    @harness.quickly
     def both(one, experts):
         return gradients(*one, experts, 2), gradients(*one, experts, None, once=True)
 
@@ -391,7 +381,7 @@ def test_chunks_quantize_weights_once_and_train_as_one():
 
 
 FP8 = ma.BlockwiseFp8()
-ROWS = {  # of the table in docs/fp8.md
+ROWS = {  # the rows of the table in docs/fp8.md
     "bfloat16": dict(),
     "tokens in FP8": dict(token_format=FP8),
     "quantized weights": dict(frozen=True),
@@ -411,9 +401,6 @@ def test_errors_are_those_of_the_page(row):
     np.testing.assert_allclose(found, stated, rtol=rtol, atol=0.001)
 
 
-# The whole layer on global arrays
-
-
 @pytest.mark.several_devices("meshes of several axes")
 @pytest.mark.one_process("meshes of several axes")
 def test_moe_over_expert_and_tensor_axes():
@@ -426,7 +413,7 @@ def test_moe_over_expert_and_tensor_axes():
     axes = ma.Axes("ep", tensor="tensor")
     options, specs = dict(axes=axes, num_chunks=2), ma.moe_partition_specs(in_fp8, axes)
 
-    @quick_jit
+    @harness.quickly
     def run(x, params):
         """Return the result, and all gradients except the gradients of the experts' weights."""
         experts = params["experts"]
@@ -456,7 +443,8 @@ def test_moe_over_expert_and_tensor_axes():
 @pytest.mark.several_devices("meshes of several axes")
 @pytest.mark.one_process("meshes of several axes")
 def test_moe_trains_micro_batches_with_weights_that_were_quantized_once():
-    """The weights are stored in parts of 192 rows, which are not whole squares."""
+    """Devices store 192 rows of weights, which are no whole blocks of 128. Quantizing before the
+    micro-batches changes no bit of the results."""
     mesh = mesh_of(AxisType.Explicit, data=2, ep=2, tensor=2)
     axes = ma.Axes("ep", data="data", tensor="tensor", fsdp="data")
     x = np.random.default_rng(1).normal(size=(2, 16, 384)).astype(np.float32)

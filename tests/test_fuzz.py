@@ -1,4 +1,4 @@
-"""Drawn exchanges, layers and products have the oracle's results, and the fuzzer detects a broken
+"""Random exchanges, layers and products have the oracle's results, and the fuzzer detects a broken
 package.
 
 `python -m tests.fuzz` runs more programs, and can repeat one that failed (`--program`).
@@ -24,18 +24,14 @@ def has_chunks(p):
     return p.num_chunks and p.batch > 1 and "ids" in p.batched
 
 
-def has_weighted_inputs(p):
-    return p.weigh_input and p.topk_weights
-
-
-# Properties of programs of this seed, by number. No other module tests these options together.
+# Numbers of programs of this seed, and options of each that no other module tests together.
 PROGRAMS = {
     16: lambda p: p.derivative == "reverse over forward",  # 16, 4 and 8 are layers
     4: lambda p: p.derivative == "reverse over reverse",
     8: lambda p: p.derivative == "forward over reverse",
     43: lambda p: p.place.hosts > 1 and p.topk_weights is None and p.activation == "tanh of p",
     413: lambda p: p.depth and p.policy == "routing",
-    34138: lambda p: has_chunks(p) and p.spare and has_weighted_inputs(p),
+    34138: lambda p: has_chunks(p) and p.spare and p.weigh_input and p.topk_weights,
     1135: lambda p: p.replicated and p.activation == "p nan",
     263: lambda p: p.replicated and p.has_token_scales,
     260: lambda p: p.is_split and p.format and p.combine_wire in draw.FORMATS,

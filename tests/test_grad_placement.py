@@ -1,4 +1,4 @@
-"""jax.grad outside shard_map, and inside it."""
+"""jax.grad inside and outside shard_map returns the gradients of the dense layer."""
 
 import functools
 
@@ -68,7 +68,7 @@ def test_gradients_of_the_summed_loss_taken_inside_equal_those_of_the_dense_laye
     ),
 )
 def test_the_gradient_of_a_replicated_parameter_is_the_sum_over_ranks(inside):
-    """Every rank applies a scale to its tokens and to its rows."""
+    """Each rank multiplies its tokens and its results by a scale that is equal on all ranks."""
     floats, ids, _ = problem()
     kept = small_layer.arguments(RANKS).kept
     group = harness.group_of(RANKS)

@@ -1,8 +1,8 @@
 """Compare `grouped_dot` with plain numpy products in float64, on every path that the machine has.
 
-On CPU these are `lax.ragged_dot`, numpy with the kernel's table of groups ("table"), and products
-that mask less than `lax.ragged_dot` ("careless"). With MOE_A2A_TEST_GPU=1 these are the kernel and
-`lax.ragged_dot`.
+On CPU, the paths are `lax.ragged_dot`, numpy with the kernel's table of groups ("table"), and
+products that mask less than `lax.ragged_dot` ("careless"). With MOE_A2A_TEST_GPU=1, the paths are
+the kernel and `lax.ragged_dot`.
 
 Rows after the last group are NaN and infinite in every operand of every test.
 """
@@ -38,9 +38,6 @@ PRIMITIVES = {
     primitives.grouped_outer_p: lowered.outer_cuda,
     totals.add_outer_p: totals.choose_add_outer,
 }
-
-
-# Paths
 
 
 def read_table(target, results, arrays, num_sms, aliases=None, *, product):
@@ -95,7 +92,7 @@ def careless_outer(x, y, sizes, *, dtype):
 
 @contextlib.contextmanager
 def only(path):
-    """Lower every product for one path."""
+    """Make `grouped_dot` take the path of this name."""
     jax.clear_caches()
     as_on_gpu = path == "table"
     with pytest.MonkeyPatch.context() as patch:
@@ -126,7 +123,7 @@ def path(request):
         yield request.param
 
 
-# The oracle, in float64. In its results, rows that belong to no group are zero.
+# The oracle computes in float64. Rows that belong to no group are zero in its results.
 
 
 def wide(*arrays):
@@ -157,8 +154,8 @@ CASES = dict(
     no_columns=(16, 0, 64, [5, 6]),
     odd_columns=(50, 20, 12, [20, 13]),
 )
-# Sizes slightly below and above the kernel's tiles, and more groups than the kernel reads at a
-# time.
+# LARGE does not fill the last tiles of the kernel. With `many_groups`, the kernel reads the groups
+# in several steps.
 LARGE = 1500, 264, 392, [700, 0, 129, 511]
 if harness.ON_GPU:
     CASES |= dict(
@@ -184,7 +181,7 @@ def rows_of(seed, num_rows, columns, sizes, dtype):
 
 
 def arrays(num_rows, k, n, sizes, dtype, seed=0):
-    """Draw rows, weights, a cotangent, and tangents of the first two."""
+    """Draw rows, weights, a cotangent, and tangents of rows and weights."""
     return (
         rows_of(seed, num_rows, k, sizes, dtype),
         normal(seed + 1, (len(sizes), k, n), dtype),
@@ -203,15 +200,6 @@ def close(found, right, dtype, terms=1, length=512):
     largest = np.abs(right).max(initial=0)
     slack = (terms - 1) * eps * largest + 1e-6 * math.sqrt(length) * max(largest, 1)
     np.testing.assert_allclose(found.astype(np.float64), right, rtol=eps, atol=slack + 1e-7)
-
-
-def in_groups(x, sizes, zero_tail):
-    """Return the rows of groups, and also the tail if it must be zero."""
-    x = np.asarray(x)
-    return x if zero_tail else x[: sum(sizes)]
-
-
-# Results and derivatives
 
 
 DTYPES_AND_TAILS = [("float32", "zero"), ("bfloat16", "unspecified")]
@@ -246,7 +234,7 @@ def test_products_and_first_derivatives(path, case, dtype, tail):
         dot64(rows_dot, w, sizes),
         dot64(rows_dot, w, sizes) + dot64(rows, w_dot, sizes),
     )
-    cut = lambda x: in_groups(x, sizes, tail == "zero")
+    cut = lambda x: np.asarray(x) if tail == "zero" else np.asarray(x)[: sum(sizes)]
     out, d_rows, d_w, of_rows, of_both = found
     close(cut(out), cut(right[0]), dtype)
     close(cut(d_rows), cut(right[1]), dtype)
@@ -267,10 +255,8 @@ def test_gradients_of_weights_are_added_to_totals(path, case, dtype):
     is_empty = np.array(sizes, int) == 0
     if path in ("kernel", "table"):
         total[is_empty] = np.nan
-    add = functools.partial(totals.bind_add_outer, num_sms=None)
-    found = np.asarray(
-        jax.jit(add, donate_argnums=0)(jnp.asarray(total), rows, ct, np.int32(sizes))
-    )
+    add = jax.jit(totals.bind_add_outer, donate_argnums=0)
+    found = np.asarray(add(jnp.asarray(total), rows, ct, np.int32(sizes)))
     np.testing.assert_array_equal(found[is_empty], total[is_empty])
     if not is_empty.all():
         right = (total + outer64(rows, ct, sizes))[~is_empty]
@@ -328,21 +314,14 @@ def test_any_number_of_multiprocessors(path, num_sms):
     assert_product_and_gradients(found, rows, w, ct, LARGE[-1])
 
 
-# Batches
-
 BATCH = 3
 BATCH_SIZES = [[50, 0, 30], [0, 0, 0], [20, 41, 29]]
-SUBSETS = [
-    (rows, w, sizes)
-    for rows in (True, False)
-    for w in (True, False)
-    for sizes in (True, False)
-    if rows or w or sizes
-]
+SUBSETS = [has for has in itertools.product((True, False), repeat=3) if any(has)]
 
 
 def batch(has_rows, has_w, has_sizes, dtype, num_rows=90, k=128, n=128):
-    """Return operands, for each element or for all elements together, and their cotangents."""
+    """Return rows, weights, sizes and cotangents of each element. Operands without a batch axis are
+    equal in all elements."""
     sizes = BATCH_SIZES if has_sizes else [BATCH_SIZES[0]] * BATCH
     # If all elements share the rows, the common tail begins after the groups of all elements.
     ends = [s if has_rows else max(sizes, key=sum) for s in sizes]
@@ -392,9 +371,6 @@ def test_vmap_of_any_operand(path, has, dtype):
         close(d_w, right[2].sum(0), dtype, terms=2 * BATCH)
 
 
-# Under other transformations
-
-
 def test_nan_in_a_group_stays_in_the_group(path):
     if path == "careless":
         pytest.skip("its gradient masks by a product, and lets it into neighbours")
@@ -424,7 +400,6 @@ def test_weights_of_empty_groups_reach_nothing(path, dtype):
         return jax.jvp(dot, primals, tangents), jax.jvp(transpose, primals, tangents)
 
     found, expected = (jax.jit(derivatives)(jnp.asarray(x, dtype)) for x in (np.nan, 0.0))
-    for ours, right in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        np.testing.assert_array_equal(np.asarray(ours), np.asarray(right))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
     (_, gradient), _ = found[1]
     assert (np.asarray(gradient)[sizes == 0] == 0).all()

@@ -1,4 +1,4 @@
-"""Arguments of `grouped_dot`, and the path of a product: the kernel or another path.
+"""Check the arguments of `grouped_dot`, and whether a product runs the kernel.
 
 Lowering for CUDA needs no GPU, so most of these tests run on every machine with a build of the
 kernel.
@@ -20,9 +20,6 @@ from jax_moe_a2a._src.group import native
 from jax_moe_a2a._src.grouped import lowering, quantized
 
 pytestmark = [pytest.mark.one_process("each process would do the same"), pytest.mark.exchanges(0)]
-
-
-# Arguments
 
 
 ROWS = jnp.zeros((8, 16), jnp.bfloat16)
@@ -72,9 +69,6 @@ def test_wrong_arguments_are_named(error, message, change):
             jax.jit(lambda **others: ma.grouped_dot(group_sizes=sizes, **known, **others))(
                 **arguments
             )
-
-
-# Which path runs
 
 
 def products(fn, *args, target="grouped_gemm"):
@@ -169,7 +163,7 @@ def blackwell(monkeypatch):
 
 
 def by_library(fn, *args):
-    """Return the cuBLASLt calls in a program lowered for GPUs, as product and mean rows."""
+    """Return (product, mean rows) of each cuBLASLt call in a program lowered for GPUs."""
     found = [call.attributes for call in calls(fn, *args) if call.target == "library_gemm"]
     return sorted((int(each["product"]), int(each["mean_rows"])) for each in found)
 

@@ -1,6 +1,5 @@
-"""Handlers keep state between the executions of a program, and make checks before the first
-execution. If a call fails, XLA and the user get the reason: a lack of memory, or an earlier failed
-exchange. In these tests, handlers run on CPU over a fake driver, which only counts kernels."""
+"""FFI handlers keep state between the executions of a program, check its calls, and report why a
+call fails. In these tests, handlers run on CPU over a fake driver, which only counts kernels."""
 
 import contextlib
 import functools
@@ -61,7 +60,7 @@ SUMMED = dict(
     wire="BF16",
     global_scale=np.float32(1),
 )
-# Operands, results, and the attributes that not all calls have.
+# Operands, results, and attributes that only some calls have.
 CALLS = dict(
     route=(
         [IDS, RANK],
@@ -116,16 +115,13 @@ def run(program):
     jax.block_until_ready(step(*arguments))
 
 
-# Functions that run with the library in separate processes.
+# Each of these functions runs with the library in a separate process.
 
 
 def keeps_what_does_not_change(library):
     for operation, call in CALLS.items():
         for suffix in ("", "_in_graph"):
             runs_without_allocations(library, make(operation + suffix, *call))
-
-
-def keeps_it_in_two_halves(library):
     runs_without_allocations(library, split_program())
 
 
@@ -235,7 +231,7 @@ def refuses_missing_attributes(library):
         everything = handler_calls.attributes() | attributes
         for name in (next(iter(everything)), next(reversed(everything))):
             rest = {key: value for key, value in everything.items() if key != name}
-            with pytest.raises(jax.errors.JaxRuntimeError, match=told):  # while it is loaded
+            with pytest.raises(jax.errors.JaxRuntimeError, match=told):
                 jitted(operation, results, rest).lower(*zeros(operands)).compile()
 
 
@@ -283,7 +279,6 @@ def raises_or_gives_nan(library):
 
 SCENARIOS = [
     keeps_what_does_not_change,
-    keeps_it_in_two_halves,
     opens_again,
     grows,
     comes_with_a_loaded_executable,
@@ -329,8 +324,8 @@ class Extension:
 
 @pytest.fixture
 def answering(monkeypatch):
-    """Return a context in which the extension gives certain answers. After the test, the counters
-    of a real extension are read before `monkeypatch` undoes its changes."""
+    """Return a context in which a pretended extension answers. The context ends before fixtures
+    read the counters of the real extension."""
 
     @contextlib.contextmanager
     def answer(**answers):

@@ -22,7 +22,7 @@ from pretended import Gpu
 import jax_moe_a2a as ma
 from jax_moe_a2a._src import compat
 from jax_moe_a2a._src.group import native, processes
-from jax_moe_a2a._src.group.value import device_ids
+from jax_moe_a2a._src.group.value import devices_of
 
 pytestmark = [
     pytest.mark.one_process("it plays several processes in one"),
@@ -30,7 +30,7 @@ pytestmark = [
 ]
 
 VERSION = 1
-WORDS = 7  # of a request, before the ids of the devices
+WORDS = 7  # words of a request before the ids of the devices
 REFUSED = 2
 
 
@@ -59,7 +59,8 @@ def told(monkeypatch):
 
 
 def tell(told, index, host=None, **fields):
-    """Publish the notice of another process. Only these fields differ from this process."""
+    """Publish the notice of another process. Only these fields differ from the notice of this
+    process."""
     fields = dict(dict(socket=f"name{index}", secret="secret", version=VERSION), **fields)
     notice = dataclasses.replace(processes._own_notice(), host=host or processes._host(), **fields)
     told[processes.KEY.format(index)] = json.dumps(dataclasses.asdict(notice))
@@ -91,7 +92,7 @@ ASKING = {
 
 @pytest.mark.parametrize("ask", ASKING.values(), ids=ASKING)
 def test_a_process_announces_itself_before_it_waits_for_another_one(told, monkeypatch, ask):
-    """Otherwise two processes that need each other's notice would wait for each other."""
+    """If both processes waited first, each would wait for the other's notice."""
     own = processes.KEY.format(0)
 
     def get(key, timeout):
@@ -113,7 +114,7 @@ def test_a_process_announces_itself_before_it_waits_for_another_one(told, monkey
 def test_a_process_whose_answer_needs_no_other_one_announces_itself_all_the_same(
     told, monkeypatch, ask
 ):
-    """Other processes have kernels, and wait for its notice."""
+    """A process without kernels publishes its notice, because other processes wait for it."""
     monkeypatch.setattr(native, "has_kernels", lambda: False)
     monkeypatch.setattr(native, "why_no_gpus", lambda: "has no CUDA kernels")
     group = group_of(0, 1)
@@ -153,7 +154,7 @@ def test_a_process_that_has_ended_is_looked_up_again(told, monkeypatch):
 
 
 def test_reports_and_closing_wait_for_no_process_and_announce_nothing(told, monkeypatch):
-    """A `finally` closes the group after the error about a process that never arrived."""
+    """A `finally` may close the group after an error about a process that never arrived."""
     closed = []
     waited = []
     monkeypatch.setattr(native, "wait", lambda *args: waited.append(args))
@@ -166,7 +167,7 @@ def test_reports_and_closing_wait_for_no_process_and_announce_nothing(told, monk
     group = group_of(0, 1)
     group.check()
     group.close()
-    devices = device_ids(group)
+    devices = tuple(device.id for device in devices_of(group))
     assert closed == waited == [((devices, 2), 60.0), ((devices, 1), 60.0)]
     assert not told
 
@@ -194,7 +195,7 @@ def test_a_group_of_one_process_publishes_nothing(told):
 
 
 def hosts_of_two(told, monkeypatch):
-    """Put two of four processes on each host, and give the GPUs the partitions of the hosts."""
+    """Put two of four processes on each host, and give each GPU the partition of its host."""
     for index in (1, 2, 3):
         tell(told, index, host="another" if index > 1 else None)
     monkeypatch.setattr(Gpu, "partition_index", property(lambda gpu: gpu.id // 2), raising=False)
@@ -229,11 +230,10 @@ def test_hosts_with_ranks_here_and_there_take_the_portable_path(told):
 
 
 def test_a_host_of_another_version_takes_no_kernels_within_it(told, monkeypatch):
-    """Programs of both hosts differ, although the processes of each host agree with each other."""
+    """Hosts with different versions of the package could trace different programs."""
+    hosts_of_two(told, monkeypatch)
     for index in (2, 3):
         tell(told, index, host="another", package="0.0.1")
-    tell(told, 1)
-    monkeypatch.setattr(Gpu, "partition_index", property(lambda gpu: gpu.id // 2), raising=False)
     gpus = np.array([Gpu(i, i) for i in range(4)]).reshape(2, 2)
     group = ma.Group(Mesh(gpus, ("host", "ep")), ("host", "ep"))
     assert group.path == "portable"
@@ -324,7 +324,7 @@ OTHER_VERSION = "it runs another version"
 NOT_UNDERSTOOD = "it does not understand the request"
 UNDERSTOOD = "is unknown in this process"  # the devices, which no process owns
 DEVICES = (7001, 7002)
-MOST_BYTES = 32 << 30  # of a ring half
+MOST_BYTES = 32 << 30  # the largest ring half
 
 
 def request_of(
@@ -374,10 +374,12 @@ needs_a_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs a C
 
 
 # ask SOCKET SECRET PID: prints the problem, whether the process has ended, and the number of
-# allocations. listen [MS]: prints socket and secret, answers requests, and forks once for each
-# input line. A child waits MS milliseconds before it closes its copy of the socket. hold FD: asks
-# itself. While it answers with FD as memory, it forks. Then it ends. throw: asks itself; its first
-# two answers are exceptions. Prints status and reason of each answer.
+# allocations.
+# listen [MS]: prints socket and secret, answers requests, and forks once for each input line. A
+# child waits MS milliseconds before it closes its copy of the socket.
+# hold FD: asks itself. While it answers with FD as memory, it forks. Then it ends.
+# throw: asks itself three times, and prints status and reason of each answer. The first two answers
+# are exceptions.
 PEERS = r"""
 #include <pthread.h>
 #include <unistd.h>
@@ -439,8 +441,8 @@ int main(int argc, char** argv) {
 }
 """
 
-# Takes the name of a socket, optionally as a different user, and answers with a descriptor. Prints
-# what it received.
+# This program takes the name of a socket, optionally as a different user, and answers with a
+# descriptor. It prints what it received.
 IMPOSTOR = r"""
 import os, socket, struct, sys
 name, user = sys.argv[1], int(sys.argv[2])
@@ -465,7 +467,7 @@ NOBODY = 65534
 
 @pytest.fixture(scope="module")
 def peers(tmp_path_factory):
-    """Return a program of handoff.cc by itself, which needs no CUDA."""
+    """Build `PEERS` with handoff.cc, without CUDA, and return the path of the program."""
     folder, cuda = tmp_path_factory.mktemp("peers"), pathlib.Path(__file__).parents[1] / "cuda"
     (folder / "main.cc").write_text(PEERS)
     sources = [
@@ -504,8 +506,8 @@ def asked_impostor(peers, user, pid_of):
 
 @pytest.fixture(scope="module")
 def named_peers(peers):
-    """Return `peers`, if the operating system says which process is at the other end of a
-    socket."""
+    """Return `peers`. Skip the test if the operating system does not say which process is at the
+    other end of a socket."""
     with Listener([peers, "listen"]) as listener, socket.socket(socket.AF_UNIX) as server:
         server.connect("\0" + listener.endpoint[0])
         told = server.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
@@ -538,7 +540,7 @@ def test_another_process_of_this_user_that_took_the_name_is_not_asked_either(nam
 
 
 class Listener:
-    """A process that answers, and its forked children."""
+    """A process that listens, and its forked children."""
 
     def __init__(self, command, **options):
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -599,14 +601,6 @@ def test_a_process_of_another_user_gets_no_answer_even_with_the_secret(
         assert asked.stdout.strip() == str(answer_bytes), asked
 
 
-def assert_ended(peers, listener):
-    command = [peers, "ask", *listener.endpoint, str(listener.process.pid)]
-    begin = time.monotonic()
-    asked = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    assert asked.stdout.strip() == "it has ended|1|0"
-    assert time.monotonic() - begin < 5
-
-
 @needs_a_compiler
 @pytest.mark.parametrize("delay_ms", (0, 500))
 def test_a_dead_process_is_known_to_have_ended_while_a_child_that_it_forked_lives(peers, delay_ms):
@@ -617,7 +611,11 @@ def test_a_dead_process_is_known_to_have_ended_while_a_child_that_it_forked_live
             listener.fork()
             assert ask(listener.endpoint, listener.endpoint[1], []) is not None  # it still answers
         listener.kill()
-        assert_ended(peers, listener)
+        command = [peers, "ask", *listener.endpoint, str(listener.process.pid)]
+        begin = time.monotonic()
+        asked = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        assert asked.stdout.strip() == "it has ended|1|0"
+        assert time.monotonic() - begin < 5
 
 
 @needs_a_compiler

@@ -1,4 +1,5 @@
-"""Groups of two levels over hosts. Each process is a host, and gloo connects the processes, on CPU.
+"""Test groups of two levels over hosts. Each process is a host, and gloo connects the processes, on
+CPU.
 
 With root, each process has a separate network (`hosts.py`). `make test-hosts` runs all tests of two
 levels with the same numbers of hosts and ranks.
@@ -16,7 +17,7 @@ pytestmark = [
     pytest.mark.one_process("it starts processes of its own"),
     pytest.mark.several_devices("it starts processes, each with its devices"),
     pytest.mark.skipif(harness.ON_GPU, reason="it starts processes that have CPU devices"),
-    pytest.mark.exchanges(0),  # of this process
+    pytest.mark.exchanges(0),  # this process exchanges nothing
 ]
 
 CHOSEN = (
@@ -27,12 +28,11 @@ CAN_MAKE_HOSTS = os.geteuid() == 0 and shutil.which("ip") is not None
 
 
 def test_each_process_as_a_host_has_the_rows_sums_and_gradients_of_a_flat_group():
-    """On two hosts of two ranks, this includes the rows that a tight capacity keeps, in the same
-    order."""
+    """With two hosts of two ranks, a tight capacity keeps the same rows in the same order."""
     processes.assert_tests_pass(CHOSEN, "--devices=4", *["--as-hosts"] * CAN_MAKE_HOSTS)
 
 
 def test_a_host_that_is_killed_ends_the_others_with_an_error_within_the_bound():
-    """On two hosts of two processes, XLA's collectives bound the wait."""
+    """Each of two hosts has two processes. The timeout of XLA's collectives bounds the wait."""
     done = campaign.run_one(1, 0, ["programs: a killed host"])
     assert done.outcome == "error", done

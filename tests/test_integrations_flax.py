@@ -46,7 +46,7 @@ def dense_module(params, x):
 
 
 def apply_and_params(make, mesh, x=X, call=None, config=CONFIG, **options):
-    """Return a module as a function of parameters and tokens, and its parameters."""
+    """Return (a function of parameters and tokens that calls a module, the parameters)."""
     call = call or {}
     with jax.set_mesh(mesh):
         if make is NnxMoE:

@@ -1,4 +1,4 @@
-"""Weights of Hugging Face transformers, converted in both directions.
+"""Weights of Hugging Face transformers are converted in both directions.
 
 State dicts are written by hand, so that most tests run without PyTorch. The last test converts
 models of transformers, and `test_examples.py` compares outputs and gradients.
@@ -193,7 +193,7 @@ def original(kind, block, x):
 
 
 def converted(params, x):
-    """Return the same result from converted weights, with the package's router and all experts."""
+    """Compute a block from converted weights, with the package's router and dense experts."""
     router, zeros = params["router"], np.zeros(E, x.dtype)
     logits = x @ router.kernel + (zeros if router.bias is None else router.bias)[None]
     choices = router.choose(logits, select_bias=router.select_bias)
@@ -356,7 +356,8 @@ def torch():
 
 
 def model_of(kind, **fields):
-    """Return a tiny model of transformers with two layers. In some families the first is dense."""
+    """Return a tiny model of transformers with two layers. In some families, the first layer is
+    dense."""
     import transformers
 
     more = dict(vocab_size=8, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2)

@@ -1,5 +1,4 @@
-"""Programs agree with jit around all ranks, with jit inside one rank's function, and without
-jit."""
+"""The layer is equal with jit, without jit, compiled ahead of time, and as two jitted programs."""
 
 import functools
 

@@ -18,7 +18,7 @@ RANKS = harness.SEVERAL
 
 @functools.cache
 def problem():
-    """Return (the layer's function of floats, the dense one, floats, directions)."""
+    """Return (layer of floats, dense layer of floats, floats, directions)."""
     floats, ids, kept = small_layer.arguments(RANKS)
     layer = small_layer.layer_of_all_ranks()
     return (
@@ -30,8 +30,8 @@ def problem():
 
 
 def assert_equal_to_dense(transform, **tolerance):
-    """Compare transform(function of floats), a function of (floats, directions), for the layer and
-    the dense layer."""
+    """Apply the transform to the layer and to the dense layer, and compare both functions of
+    (floats, directions)."""
     layer, dense, floats, directions = problem()
     actual = small_layer.compiled(transform(layer))(floats, directions)
     expected = small_layer.compiled(transform(dense))(floats, directions)
@@ -40,8 +40,6 @@ def assert_equal_to_dense(transform, **tolerance):
 
 @pytest.mark.exchanges(7)
 def test_jvp_and_linearize_equal_those_of_the_dense_layer():
-    """The linear function is evaluated in several directions."""
-
     def tangents(fn):
         def of(floats, directions):
             value, tangent_of = jax.linearize(fn, *floats)

@@ -34,7 +34,7 @@ ACTIVATIONS = pytest.mark.parametrize("activation", (SWIGLU, UNFUSED), ids=("fus
 
 
 def arguments(layout=SMALL, routing="skewed", dtype="float32", width=2 * INTERMEDIATE, seed=0):
-    """Return floats of all ranks in the order of NAMES, ids, and which choices have a row."""
+    """Return (floats in the order of NAMES, ids, which choices have a row) of all ranks."""
     rng = np.random.default_rng([seed, layout.tokens])
     ids = cases.Case(layout, routing).ids(RANKS, seed)
     shapes = small_layer.shapes_of_moe(layout, width, INTERMEDIATE)
@@ -90,9 +90,6 @@ def assert_is_dense(layout, routing):
     small_layer.assert_close(actual, dense_program(floats, ids, kept), routing, tolerance=5e-5)
 
 
-# Values and gradients
-
-
 @pytest.mark.parametrize("layout", (SMALL, CUT), ids=lambda layout: layout.name)
 def test_results_and_gradients_are_those_of_the_dense_layer(layout):
     for routing in ("uniform", "skewed", "first_expert_only", "idle_rank", "silent_rank"):
@@ -127,12 +124,9 @@ def test_without_tokens_gradients_of_weights_are_zero():
     assert not any(np.any(grad) for grad in harness.numpy_of(grads))
 
 
-# Rows without a token must affect neither results nor gradients.
-
-
 @pytest.mark.exchanges(0)
 def test_rows_without_a_token_add_nothing_to_gradients_of_arrays_that_an_activation_reads():
-    """The derivative of p * log(abs(h)) in p is infinite at zero, and 0 * inf is NaN."""
+    """The derivative of slope * log(abs(h)) in slope is infinite at h = 0, and 0 * inf is NaN."""
     group = ma.Group(axis_name=harness.AXIS, size=RANKS, implementation="portable")
 
     def of_ranks(*args, **options):
@@ -154,9 +148,6 @@ def test_rows_without_a_token_add_nothing_to_gradients_of_arrays_that_an_activat
         small_layer.assert_close(*grads, routing, tolerance=1e-4)
 
 
-# Transforms
-
-
 @pytest.mark.several_devices("the other tests do this where all ranks share a GPU")
 def test_the_layer_is_the_same_with_all_ranks_on_one_device():
     floats, ids, kept = arguments(CUT, "repeated")
@@ -168,14 +159,12 @@ def test_the_layer_is_the_same_with_all_ranks_on_one_device():
     small_layer.assert_close(actual, dense_program(floats, ids, kept), tolerance=5e-5)
 
 
-# The number of exchanges
-
 POLICIES = jax.checkpoint_policies
 ROUTING, ROWS = ma.ROUTING_CHECKPOINT_NAME, ma.ROWS_CHECKPOINT_NAME
 PRODUCTS = ma.PRODUCTS_CHECKPOINT_NAME
 save = POLICIES.save_only_these_names
-# For each policy: routes, exchanges of tokens and first products, in a forward and a backward pass.
-# docs/concepts.md has this table.
+# A policy, and the numbers of routes, exchanges of tokens and first products in a forward and a
+# backward pass, as in the table of docs/concepts.md.
 REMAT = {
     "no checkpoint": (None, dict(route=1, exchange=4, product=1)),
     "nothing": (POLICIES.nothing_saveable, dict(route=2, exchange=5, product=2)),
@@ -189,7 +178,6 @@ REMAT = {
 
 
 def num_exchanges(counted):
-    """Count exchanges of tokens or rows."""
     return sum(count for name, count in counted.items() if "dispatch" in name or "combine" in name)
 
 
@@ -212,9 +200,8 @@ def test_there_are_two_exchanges_forward_and_two_backward_and_a_policy_decides_o
     expected = dict(REMAT[policy][1])
     again = expected.pop("product") - 1
     assert dict(route=counted["route"], exchange=num_exchanges(counted)) == expected, counted
-    # The result of the second product is never recomputed. With biases, the first product and two
-    # biases make two products each, forward and as gradients of rows. If fused, each product has
-    # its bias, and only the second bias has a gradient of its weights.
+    # The second product is never recomputed. The first product is recomputed with its bias, which
+    # is a separate product if the activation is not fused.
     if activation is UNFUSED:
         assert counted["grouped_dot"] == 7 + 2 * again, counted
     else:
@@ -236,8 +223,8 @@ def test_no_exchange_writes_rows_after_the_last_group():
 @ACTIVATIONS
 @pytest.mark.parametrize("policy", [name for name in REMAT if name != "everything"])
 def test_the_backward_pass_keeps_rows_and_first_products_or_what_a_policy_saves(policy, activation):
-    """Nothing else that grows with rows and columns is kept, and above all no second product. If
-    the activation is not fused and there is no policy, the weighted activations are kept, too."""
+    """No other array with rows and columns is kept. Only without a policy and without a fused
+    activation, the weighted activations are kept, too."""
     floats, ids, _ = arguments(SMALL, "uniform")
     floats = floats[:4]
     group = harness.emulated_group(RANKS)
@@ -304,30 +291,6 @@ def test_gradients_that_are_not_requested_are_not_exchanged(wanted, expected):
     assert moved == expected
 
 
-# Errors
-
-
-def refused(naming, error, **changed):
-    """Trace the layer of two emulated ranks with changed arguments; it must raise an error."""
-    shapes = dict(x=(6, 5), weights=(6, 3), w_in=(2, 5, 2, 3), w_out=(2, 3, 5))
-    shapes |= {name: value for name, value in changed.items() if isinstance(value, tuple)}
-    options = dict(group=harness.emulated_group(2), num_experts=4, activation=SWIGLU)
-    options |= {name: value for name, value in changed.items() if name not in shapes}
-    activation = options.pop("activation")
-
-    def fn(arrays):
-        x, weights, ids = arrays.pop("x"), arrays.pop("weights"), jnp.zeros((6, 3), int)
-        experts = ma.Experts(**arrays, activation=activation)
-        choices = ma.RouterChoices(ids, weights)
-        return ma.moe_mlp(x, choices, experts, **harness.exchanging(options))
-
-    arrays = {name: jax.ShapeDtypeStruct((2, *s), "float32") for name, s in shapes.items()}
-    with pytest.raises(error) as caught:
-        jax.eval_shape(jax.vmap(fn, axis_name=harness.AXIS), arrays)
-    for text in naming:
-        assert text in str(caught.value), caught.value
-
-
 @pytest.mark.exchanges(0)
 @pytest.mark.parametrize(
     "changed, error, naming",
@@ -348,10 +311,23 @@ def refused(naming, error, **changed):
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
 def test_an_error_names_the_argument_and_what_it_must_be(changed, error, naming):
-    refused(naming, error, **changed)
+    shapes = dict(x=(6, 5), weights=(6, 3), w_in=(2, 5, 2, 3), w_out=(2, 3, 5))
+    shapes |= {name: value for name, value in changed.items() if isinstance(value, tuple)}
+    options = dict(group=harness.emulated_group(2), num_experts=4, activation=SWIGLU)
+    options |= {name: value for name, value in changed.items() if name not in shapes}
+    activation = options.pop("activation")
 
+    def fn(arrays):
+        x, weights, ids = arrays.pop("x"), arrays.pop("weights"), jnp.zeros((6, 3), int)
+        experts = ma.Experts(**arrays, activation=activation)
+        choices = ma.RouterChoices(ids, weights)
+        return ma.moe_mlp(x, choices, experts, **harness.exchanging(options))
 
-# Chunks
+    arrays = {name: jax.ShapeDtypeStruct((2, *s), "float32") for name, s in shapes.items()}
+    with pytest.raises(error) as caught:
+        jax.eval_shape(jax.vmap(fn, axis_name=harness.AXIS), arrays)
+    for text in naming:
+        assert text in str(caught.value), caught.value
 
 
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
@@ -369,7 +345,7 @@ def test_chunks_of_tokens_are_layers_whose_gradients_are_summed_in_float32(dtype
     scans = [eqn for eqn in harness.equations(jaxpr) if eqn.primitive.name == "scan"]
     backward = [eqn for eqn in scans if eqn.params["reverse"]]
     results = [v.aval for eqn in backward for v in eqn.outvars]
-    # The sum that the loop carries: of one rank, or of all ranks that share a device.
+    # The loop carries the sum of one rank, or of all ranks that share a device.
     of_w_in = [aval for aval in results if aval.shape in (floats[2].shape[1:], floats[2].shape)]
     assert [aval.dtype for aval in of_w_in] == ["float32"]
     found = small_layer.compiled(run, exchanges=21)(floats, ids)

@@ -97,7 +97,10 @@ def test_workspace_kinds_have_the_numbers_of_the_kernels():
 def test_products_have_the_numbers_of_the_kernels():
     names = ("FORWARD", "FORWARD_FEW", "TRANSPOSED", "WEIGHT_GRADIENT")
     assert {name: getattr(grouped, name) for name in names} == layout.PRODUCTS
-    codes = {kind: activations.FusedActivation(kind).code for kind in activations.KINDS}
+    codes = {
+        kind: activations.FusedActivation(kind).attributes["activation"]
+        for kind in activations.KINDS
+    }
     assert codes | dict(scaled_bias=experts.SCALED_BIAS) == layout.ACTIVATIONS
     assert grouped.CAPABILITY == layout.GEMM_CAPABILITY
     assert formats.BlockwiseFp8.group_size == layout.FP8_BLOCK

@@ -44,7 +44,7 @@ def adapted(experts, num_lead=1, seed=0):
 
 
 def merged(experts):
-    """Return experts with the sums of frozen weights and adapters."""
+    """Return experts whose weights are the sums of frozen weights and adapters."""
 
     def add(w, lora):
         flat = lora.b.reshape(*lora.a.shape[:-2], lora.b.shape[lora.a.ndim - 2], -1)
@@ -127,11 +127,11 @@ def of_ranks(ids, x, weights, experts, **options):
     return jax.vmap(on_rank, axis_name=harness.AXIS)(ids, x, weights, experts)
 
 
-def gradients(ids, x, weights, experts, **options):
-    """Return the output, and the gradients of all floats."""
+def gradients(ids, x, weights, experts, change=lambda experts: experts, **options):
+    """Return the gradients of all floats, and the output. `change` is applied to the experts."""
 
     def loss(x, weights, experts):
-        y = of_ranks(ids, x, weights, experts, **options)
+        y = of_ranks(ids, x, weights, change(experts), **options)
         return jnp.sin(y).sum(), y
 
     return jax.grad(loss, (0, 1, 2), has_aux=True)(x, weights, experts)
@@ -139,13 +139,7 @@ def gradients(ids, x, weights, experts, **options):
 
 @functools.cache
 def expected():
-    ids, x, weights, experts = problem()
-
-    def loss(x, weights, experts):
-        y = of_ranks(ids, x, weights, merged(experts))
-        return jnp.sin(y).sum(), y
-
-    return harness.quickly(jax.grad(loss, (0, 1, 2), has_aux=True))(x, weights, experts)
+    return harness.quickly(functools.partial(gradients, change=merged))(*problem())
 
 
 @pytest.mark.exchanges(0)
@@ -185,7 +179,7 @@ def base_gradients(program):
 def test_no_gradient_of_frozen_weights_is_computed_or_sent(name):
     program = jax.make_jaxpr(functools.partial(gradients, **OPTIONS[name]))(*problem())
     assert not base_gradients(program)
-    # A row of sent gradients would have as many features as an array of weights.
+    # If gradients of weights were sent, a row would have as many numbers as an array of weights.
     sent = [small_layer.payload(eqn)[0] for eqn in small_layer.equations(program, "combine")]
     sizes = {shape[-1] for shapes in sent for shape in shapes}
     assert not sizes & {HIDDEN * 2 * WIDTH, WIDTH * HIDDEN}

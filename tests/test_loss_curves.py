@@ -1,7 +1,6 @@
 """Training the example model has the losses of the committed record, which was made on a GPU."""
 
-import os
-
+import harness
 import numpy as np
 import pytest
 
@@ -12,11 +11,10 @@ pytestmark = [
     pytest.mark.several_devices("the example makes a mesh of all devices"),
     pytest.mark.promotes("a user's program, which has JAX's defaults"),
 ]
-ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
 
 
 def recorded():
-    """Return the newest record, and its losses [seeds, steps] by way."""
+    """Return the newest record, and the losses [seeds, steps] of each way to train."""
     record = losses.newest().record
     of_way = lambda way: np.array([row["losses"] for row in record["rows"] if row["way"] == way])
     return record, {way: of_way(way) for way in losses.WAYS}
@@ -39,15 +37,15 @@ def test_all_ways_begin_like_the_dense_reference_and_end_near_it():
 
 
 # The first steps differ only by the rounding of bfloat16 and FP8.
-@pytest.mark.parametrize("way", losses.WAYS if ON_GPU else ["portable"])
+@pytest.mark.parametrize("way", losses.WAYS if harness.ON_GPU else ["portable"])
 def test_the_first_losses_are_those_of_the_record(way):
     record, curves = recorded()
     if record["text"] != losses.digest(losses.text()):
         pytest.skip("the standard library of this Python has another text")
-    stop = 200 if ON_GPU else 4
+    stop = 200 if harness.ON_GPU else 4
     found = np.array(losses.train(way, record["seeds"][0], steps=record["steps"], stop=stop))
     expected = curves[way][0, :stop]
     np.testing.assert_allclose(found[:20], expected[:20], rtol=2e-3)
-    if ON_GPU:
+    if harness.ON_GPU:
         smoothed, expected = losses.smooth(found), losses.smooth(expected)
         np.testing.assert_allclose(smoothed, expected, rtol=5e-2)

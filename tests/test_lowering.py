@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cuda_calls import lowered as lowered_for_cuda
 from jax.sharding import Mesh, PartitionSpec
 
 import jax_moe_a2a as ma
@@ -37,6 +38,7 @@ pytestmark = [
 RANKS = harness.SEVERAL
 EXPERTS = 2 * RANKS
 TOKENS, TOP_K, HIDDEN = 8, 2, 16
+ROWS = harness.worst_case(TOKENS, TOP_K, RANKS, EXPERTS)
 COLLECTIVES = ("all_to_all", "all_gather")
 OPERATIONS = {
     "route",
@@ -47,12 +49,6 @@ OPERATIONS = {
     "weighted_dispatch",
 }
 APART = {"route": 1, "dispatch": 1}
-
-
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
 
 
 def group_of(**options):
@@ -72,7 +68,7 @@ def lower(fn, *avals):
     """Return the text of one rank's function, lowered for CUDA."""
     spec = PartitionSpec(harness.AXIS)
     mapped = jax.shard_map(fn, mesh=harness.mesh_of(RANKS), in_specs=spec, out_specs=spec)
-    return jax.jit(mapped).trace(*avals).lower(lowering_platforms=("cuda",)).as_text()
+    return lowered_for_cuda(mapped, *avals)
 
 
 def calls(text):
@@ -106,7 +102,6 @@ def exchange(x, ids, weights, group=None):
 
 
 def exchange_by_routing(x, ids, weights, group=None):
-    """Exchange with an existing routing."""
     recv = ma.dispatch(x, route(ids, group), weights)
     return ma.combine(recv.rows, recv)
 
@@ -120,9 +115,6 @@ def route(ids, group=None, num_experts=EXPERTS, capacity=None):
     )
 
 
-# One call for each primitive
-
-
 def test_every_primitive_is_one_custom_call_and_no_collective():
     text = lower(exchange_by_routing, aval(TOKENS, HIDDEN), IDS, WEIGHTS)
     assert calls(text) == {"route": 1, "dispatch": 1, "combine": 1}
@@ -132,13 +124,12 @@ def test_few_tokens_are_routed_and_dispatched_by_one_custom_call():
     """The launch returns all arrays of the routing, because the combine reads them."""
     text = lower(exchange, aval(TOKENS, HIDDEN), IDS, WEIGHTS)
     assert calls(text) == {"routed_dispatch": 1, "combine": 1}
-    rows = harness.worst_case(TOKENS, TOP_K, RANKS, EXPERTS)
     operands, results = signature(text, "routed_dispatch")
     payload = [f"{TOKENS}x{HIDDEN}xbf16", f"{TOKENS}x{TOP_K}xf32"]
     assert operands == [f"{TOKENS}x{TOP_K}xi32", "i32", *payload]
-    shapes = plan_shapes(TOKENS, TOP_K, RANKS, EXPERTS // RANKS, rows).values()
+    shapes = plan_shapes(TOKENS, TOP_K, RANKS, EXPERTS // RANKS, ROWS).values()
     plan = ["x".join([*map(str, shape), "i32"]) for shape in shapes]
-    assert results == [*plan, f"{rows}x{HIDDEN}xbf16", f"{rows}xf32"]
+    assert results == [*plan, f"{ROWS}x{HIDDEN}xbf16", f"{ROWS}xf32"]
     for name, value in dict(num_experts=EXPERTS, alignment=1, num_choice_arrays=1).items():
         assert attribute(text, "routed_dispatch", name) == f"{value} : i64"
     assert attribute(text, "routed_dispatch", "format") == '""'
@@ -152,7 +143,7 @@ def test_two_levels_are_calls_of_the_kernels_along_each_axis(capacity):
     order. Within a host, the kernels accept any capacity, like the kernels of a group with one
     level."""
     axes, hosts = ("host", harness.AXIS), 2
-    mesh = Mesh(np.array(harness.devices(RANKS)).reshape(hosts, -1), axes)
+    mesh = harness.mesh_over(host=hosts, ep=RANKS // hosts)
     group = ma.Group(mesh, axes, two_level=True, implementation="cuda")
     spec = PartitionSpec(axes)
 
@@ -162,8 +153,7 @@ def test_two_levels_are_calls_of_the_kernels_along_each_axis(capacity):
         return ma.combine(recv.rows, recv)
 
     mapped = jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec)
-    traced = jax.jit(mapped).trace(aval(TOKENS, HIDDEN), IDS, WEIGHTS)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    text = lowered_for_cuda(mapped, aval(TOKENS, HIDDEN), IDS, WEIGHTS)
     assert calls(text) == {"route": 1, "dispatch": 3, "combine": 2}
     sizes = [
         int(re.search(r"\bnum_ranks = (\d+)", line)[1])
@@ -215,19 +205,18 @@ def test_a_format_is_a_part_of_the_custom_call(scale, dtype, decode, given):
         results = results[NUM_RESULTS:]
     else:
         assert operands[: len(leaves)] == leaves and len(operands) == len(leaves) + 5
-    rows = harness.worst_case(TOKENS, TOP_K, RANKS, EXPERTS)
     if decode:
-        expected = [f"{rows}x32x{mlir}", f"{rows}x3x64x{mlir}"]
+        expected = [f"{ROWS}x32x{mlir}", f"{ROWS}x3x64x{mlir}"]
     elif scale:
         expected = [
-            f"{rows}x{each}" for each in ("16xui8", "2xf8E4M3FN", "3x32xui8", "3x4xf8E4M3FN")
+            f"{ROWS}x{each}" for each in ("16xui8", "2xf8E4M3FN", "3x32xui8", "3x4xf8E4M3FN")
         ]
     else:
         expected = [
-            f"{rows}x{each}"
+            f"{ROWS}x{each}"
             for each in ("32xf8E4M3FN", "1xf8E8M0FNU", "3x64xf8E4M3FN", "3x2xf8E8M0FNU")
         ]
-    assert results == [*expected, f"{rows}xf32", *[f"{rows}xui32"] * is_returned]
+    assert results == [*expected, f"{ROWS}xf32", *[f"{ROWS}xui32"] * is_returned]
     narrow = [line for line in text.splitlines() if re.search("f8E|f4E", line)]
     computed = [line for line in narrow if "stablehlo" in line and "barrier" not in line]
     assert all("custom_call" in line for line in computed)
@@ -263,9 +252,8 @@ def test_a_batch_is_encoded_by_the_call(in_axes):
 
 
 def test_a_batch_over_another_mesh_axis_keeps_one_scale_for_each_token():
-    """The handler would refuse scales with a batch axis."""
-    devices = np.array(harness.devices(RANKS)).reshape(2, -1)
-    mesh = Mesh(devices, ("dp", harness.AXIS))
+    """A token has one scale for the whole batch, because the handler refuses more scales."""
+    mesh = harness.mesh_over(dp=2, ep=RANKS // 2)
     group, spec = ma.Group(mesh, harness.AXIS), PartitionSpec(harness.AXIS)
 
     def rows(x, ids, scale):
@@ -279,7 +267,7 @@ def test_a_batch_over_another_mesh_axis_keeps_one_scale_for_each_token():
     batched = jax.vmap(mapped, in_axes=(0, None, None), spmd_axis_name="dp")
     x = jax.ShapeDtypeStruct((4, RANKS * TOKENS, 32), "bfloat16")
     scale = jax.ShapeDtypeStruct((), "float32")
-    text = jax.jit(batched).trace(x, IDS, scale).lower(lowering_platforms=("cuda",)).as_text()
+    text = lowered_for_cuda(batched, x, IDS, scale)
     tokens = 2 * TOKENS  # the group has half as many ranks as devices
     operands, _ = signature(text, "format_dispatch")
     assert operands[:2] == [f"{tokens}x2x32xbf16", f"{tokens}xf32"]
@@ -305,14 +293,13 @@ def test_training_in_fp8_reads_the_rows_that_arrive(hopper, fmt, arrives):
     arrays = aval(EXPERTS // RANKS, 128, 2, 256), aval(EXPERTS // RANKS, 256, 128)
     args = aval(TOKENS, 128), IDS, WEIGHTS, *arrays
     assert calls(lower(gradients, *args))["act_encode"] == 2 + (not arrives)
-    rows = harness.worst_case(TOKENS, TOP_K, RANKS, EXPERTS)
-    encoded = [f"{rows}x128xf8E4M3FN", f"{rows}x1xf32"] * arrives
+    encoded = [f"{ROWS}x128xf8E4M3FN", f"{ROWS}x1xf32"] * arrives
     for fn, name in ((gradients, "format_dispatch"), (layer, "routed_dispatch")):
         text = lower(fn, *args)
         assert attribute(text, name, "decode") == "true"
         assert attribute(text, name, "keeps_encoded") == str(arrives).lower()
         results = signature(text, name)[1][NUM_RESULTS * (fn is layer) :]
-        assert results == [f"{rows}x128xbf16", *encoded, f"{rows}xf32"]
+        assert results == [f"{ROWS}x128xbf16", *encoded, f"{ROWS}xf32"]
 
 
 def combine_adding(y, ids, addend, weights=None, wire_dtype=None):
@@ -322,23 +309,21 @@ def combine_adding(y, ids, addend, weights=None, wire_dtype=None):
 @pytest.mark.parametrize("wire_dtype", (None, "float32", ma.MxFp8()))
 @pytest.mark.parametrize("weighted", (False, True), ids=("sum", "weighted"))
 def test_an_addend_is_the_last_operand_before_the_routing(weighted, wire_dtype):
-    rows = harness.worst_case(TOKENS, TOP_K, RANKS, EXPERTS)
-    args = [aval(rows, 32), IDS, aval(TOKENS, 32)]
-    args += [aval(rows, dtype="float32")] * weighted
+    args = [aval(ROWS, 32), IDS, aval(TOKENS, 32)]
+    args += [aval(ROWS, dtype="float32")] * weighted
     text = lower(functools.partial(combine_adding, wire_dtype=wire_dtype), *args)
     assert calls(text) == {"route": 1, "combine": 1}
     assert attribute(text, "combine", "num_addends") == "1 : i64"
     assert attribute(text, "combine", "num_pairs") == f"{int(weighted)} : i64"
     operands, results = signature(text, "combine")
     assert results == [f"{TOKENS}x32xbf16"]
-    weights = [f"{rows}xf32"] * weighted
-    assert operands[: 2 + weighted] == [f"{rows}x32xbf16", *weights, f"{TOKENS}x32xbf16"]
+    weights = [f"{ROWS}xf32"] * weighted
+    assert operands[: 2 + weighted] == [f"{ROWS}x32xbf16", *weights, f"{TOKENS}x32xbf16"]
 
 
 def test_each_call_of_a_combine_has_the_addends_of_its_dtype():
-    rows = harness.worst_case(TOKENS, TOP_K, RANKS, EXPERTS)
     shapes = [(HIDDEN, "bfloat16"), (4, "float32"), (3, "bfloat16")]
-    y = [aval(rows, n, dtype=dtype) for n, dtype in shapes]
+    y = [aval(ROWS, n, dtype=dtype) for n, dtype in shapes]
     add = [aval(TOKENS, n, dtype=dtype) for n, dtype in shapes]
     text = lower(combine_adding, y, IDS, add)
     assert calls(text) == {"route": 1, "combine": 2}
@@ -359,14 +344,10 @@ def test_weights_return_with_the_sums_of_the_first_dtype_only():
 
         return jax.vjp(rows_of, x, weights)[1](ct)
 
-    rows = harness.worst_case(TOKENS, TOP_K, RANKS, EXPERTS)
-    x, ct = ([aval(n, HIDDEN), aval(n, 4, dtype="float32")] for n in (TOKENS, rows))
-    text = lower(gradient, x, IDS, WEIGHTS, (ct, aval(rows, dtype="float32")))
+    x, ct = ([aval(n, HIDDEN), aval(n, 4, dtype="float32")] for n in (TOKENS, ROWS))
+    text = lower(gradient, x, IDS, WEIGHTS, (ct, aval(ROWS, dtype="float32")))
     lines = [line for line in text.splitlines() if "@moe_a2a_combine" in line]
     assert [re.search(r"num_choice_arrays = (\d)", line)[1] for line in lines] == ["1", "0"]
-
-
-# The modes
 
 
 def gradients_of_mode(x, ids, weights, ct, **modes):
@@ -383,7 +364,7 @@ def gradients_of_mode(x, ids, weights, ct, **modes):
 def test_replicated_tokens_are_the_calls_of_single_rank_domains_which_reserve_no_zone():
     x = aval(TOKENS, HIDDEN)
     text = lower(functools.partial(gradients_of_mode, replicated=True), x, IDS, WEIGHTS, x)
-    # XLA weights rows that are already on this rank.
+    # XLA multiplies rows by their weights, because the rows do not leave this rank.
     assert calls(text) == {"route": 1, "dispatch": 1, "combine": 2}
     assert attribute(text, "route", "num_experts") == f"{EXPERTS // RANKS} : i64"
     devices = re.findall(r" devices = dense<[^>]*> : tensor<(\d+)xi64>", text)
@@ -404,9 +385,6 @@ def test_xla_quantizes_the_tokens_of_a_single_rank():
     assert calls(lower(rows, x, ids)) == {"routed_dispatch": 1}
     alone = calls(lower(functools.partial(rows, replicated=True), x, ids))
     assert alone in ({"route": 1, "dispatch": 1}, {"routed_dispatch": 1})
-
-
-# Split phases
 
 
 def split_exchange(x, ids, weights, group=None, beside=jnp.sin):
@@ -443,7 +421,7 @@ def test_every_half_is_one_custom_call_forward_and_backward():
     assert calls(text) == {"route": 1, **{name: 2 for name in twice}}
     for line in halves(text):
         assert "has_side_effect = true" in line and "workspace_kind = 1 : i64" in line, line
-        assert f"num_sms = {lowered.SPLIT_NUM_SMS} : i64" in line, line
+        assert f"num_sms = {native.tuning('SPLIT_NUM_SMS')} : i64" in line, line
     for operation in ("dispatch", "combine"):
         for name in ("half_bytes", "num_sms", "num_choice_arrays"):
             values = [attribute(text, f"{operation}_{half}", name) for half in ("start", "done")]
@@ -451,8 +429,8 @@ def test_every_half_is_one_custom_call_forward_and_backward():
 
 
 def test_a_constant_enters_one_barrier_for_a_start_and_its_done():
-    """Otherwise XLA copies the constant for each call, and the done would look for the exchange at
-    a different address."""
+    """Without the barrier, XLA copies the constant for each call, and the done would look for the
+    exchange at another address."""
 
     def ones(x, ids):
         recv = ma.dispatch_done(
@@ -487,8 +465,7 @@ def test_a_done_reads_what_its_start_reads_and_returns_what_the_start_returned()
 def test_nothing_is_fused_with_a_half():
     """Barriers precede and follow each call. Without barriers, XLA on GPUs fuses a call with slices
     of its operands, or with the update of a larger array by its result. The fusion would copy the
-    array in flight, and the done would not find it.
-    """
+    array in flight, and the done would not find it."""
     text = lower(split_gradients, x := aval(TOKENS, HIDDEN), IDS, WEIGHTS, x)
     (body,) = (part for part in text.split("func.func") if "_start(" in part)
     barriers = set(re.findall(r"(%\w+)(?::\d+)? = stablehlo.optimization_barrier", body))
@@ -503,25 +480,21 @@ def test_the_budget_of_a_group_is_that_of_its_split_exchanges_too():
     group = group_of(num_sms={"combine": 20})
     text = lower(functools.partial(split_exchange, group=group), aval(TOKENS, HIDDEN), IDS, WEIGHTS)
     assert attribute(text, "combine_start", "num_sms") == "20 : i64"
-    assert attribute(text, "dispatch_start", "num_sms") == f"{lowered.SPLIT_NUM_SMS} : i64"
+    assert attribute(text, "dispatch_start", "num_sms") == f"{native.tuning('SPLIT_NUM_SMS')} : i64"
 
 
 def test_halves_whose_whole_is_portable_are_portable_too():
     """Either both halves run kernels or neither does. In this test the dtype is float64, which the
     kernels do not sum."""
-    rows = harness.worst_case(TOKENS, TOP_K, RANKS, EXPERTS)
 
     def combine(y, ids):
         return ma.combine_done(ma.combine_start(y, route(ids)))
 
     with jax.enable_x64(True):
-        text = lower(combine, aval(rows, HIDDEN, dtype="float64"), IDS)
+        text = lower(combine, aval(ROWS, HIDDEN, dtype="float64"), IDS)
     assert calls(text) == {"route": 1, "all_to_all": 1}
-    mixed = [aval(rows, HIDDEN), aval(rows, 3), aval(rows, HIDDEN, dtype="float32")]
+    mixed = [aval(ROWS, HIDDEN), aval(ROWS, 3), aval(ROWS, HIDDEN, dtype="float32")]
     assert calls(lower(combine, mixed, IDS)) == {"route": 1, "combine_start": 2, "combine_done": 2}
-
-
-# The weighted dispatch
 
 
 def cotangents(y, weights, ct, ids, of=("rows", "weights")):
@@ -536,9 +509,8 @@ def cotangents(y, weights, ct, ids, of=("rows", "weights")):
 
 
 def cotangent_avals(dtype="bfloat16", hidden=HIDDEN, weights="float32"):
-    rows = harness.worst_case(TOKENS, TOP_K, RANKS, EXPERTS)
-    y, ct = aval(rows, hidden, dtype=dtype), aval(TOKENS, hidden, dtype=dtype)
-    return y, aval(rows, dtype=weights), ct, IDS
+    y, ct = aval(ROWS, hidden, dtype=dtype), aval(TOKENS, hidden, dtype=dtype)
+    return y, aval(ROWS, dtype=weights), ct, IDS
 
 
 @pytest.mark.parametrize("of", (("rows", "weights"), ("rows",), ("weights",)), ids="_and_".join)
@@ -547,11 +519,10 @@ def test_a_weighted_dispatch_takes_and_returns_what_is_wanted(of):
     rows."""
     text = lower(functools.partial(cotangents, of=of), *cotangent_avals())
     assert calls(text) == {"route": 1, "weighted_dispatch": 1}
-    rows = harness.worst_case(TOKENS, TOP_K, RANKS, EXPERTS)
-    row, number, token = f"{rows}x{HIDDEN}xbf16", f"{rows}xf32", f"{TOKENS}x{HIDDEN}xbf16"
+    row, number, token = f"{ROWS}x{HIDDEN}xbf16", f"{ROWS}xf32", f"{TOKENS}x{HIDDEN}xbf16"
     operands, results = signature(text, "weighted_dispatch")
     read = [f"{TOKENS}x{RANKS}xi32", f"{RANKS}x{TOKENS}xi32", f"{TOKENS}x{TOP_K}xi32"]
-    read += [f"{RANKS}x{TOKENS}x{TOP_K}xi32", f"{rows}xi32"]
+    read += [f"{RANKS}x{TOKENS}x{TOP_K}xi32", f"{ROWS}xi32"]
     assert operands == [token, *[row] * ("weights" in of), *[number] * ("rows" in of), *read]
     assert results == [*[row] * ("rows" in of), *[number] * ("weights" in of)]
     # The gradient of the weights is a dot with the rows.
@@ -587,9 +558,6 @@ def test_a_batch_is_weighed_by_the_call_where_it_folds_into_one_routing(ids_axis
     assert found == expected
 
 
-# Batches
-
-
 @pytest.mark.parametrize("in_axes", ((0, 0, 0), (0, None, None), (0, None, 0), (0, 0, None)))
 def test_a_batch_is_one_custom_call_of_each_kind(in_axes):
     batch = 3
@@ -620,8 +588,7 @@ def test_a_call_for_the_only_rank_of_a_vmap_has_no_axis_of_ranks(tokens):
         jax.ShapeDtypeStruct((1, tokens, HIDDEN), "bfloat16"),
         jax.ShapeDtypeStruct((1, tokens, TOP_K), "int32"),
     ]
-    mapped = jax.jit(jax.vmap(layer, axis_name=harness.AXIS))
-    text = mapped.trace(*avals).lower(lowering_platforms=("cuda",)).as_text()
+    text = lowered_for_cuda(jax.vmap(layer, axis_name=harness.AXIS), *avals)
     x, ids = f"{tokens}x{HIDDEN}xbf16", f"{tokens}x{TOP_K}xi32"
     if tokens == TOKENS:
         assert signature(text, "routed_dispatch")[0] == [ids, "i32", x]
@@ -632,11 +599,8 @@ def test_a_call_for_the_only_rank_of_a_vmap_has_no_axis_of_ranks(tokens):
     assert signature(text, "combine")[1] == [x]
 
 
-# Exchanges that the kernels do not support
-
-
 def refused(*avals, of=None, **wire):
-    """Return a program of `of` (x, ids, group), and its arguments."""
+    """Return a function of (x, ids, group), and the types of x and ids."""
     of = of or (lambda x, ids, group: ma.combine(x, route(ids, group), **wire))
     return of, avals
 
@@ -655,7 +619,7 @@ def routed_to_many(x, ids, group):
 
 
 def tangent_of_sums(y, ids, group):
-    """Return the tangent of a weighted combine in a format, of rows and of weights."""
+    """Return the tangent of a weighted combine in MxFp8, for tangents of rows and weights."""
     sums = lambda y, w: ma.combine(y, route(ids, group), weights=w, wire_dtype=ma.MxFp8())
     primals = y, jnp.ones(len(y), jnp.float32)
     return jax.jvp(sums, primals, primals)[1]
@@ -673,15 +637,18 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_refused_call_has_one_reason_in_the_log_and_in_the_error(case, caplog, x64):
+def test_a_refused_call_has_one_reason_in_the_log_and_in_the_error(case, caplog):
     operation, of, avals, expected = REFUSED[case]
-    with caplog.at_level(logging.INFO, logger="jax_moe_a2a"):
+    with caplog.at_level(logging.INFO, logger="jax_moe_a2a"), jax.enable_x64(True):
         text = lower(functools.partial(of, group=group_of()), *avals)
     assert is_portable(text, operation)
     refusal = f"moe_a2a_{operation}: portable path, because "
     (why,) = {m.removeprefix(refusal) for m in caplog.messages if m.startswith(refusal)}
     assert expected in why
-    with pytest.raises(ValueError, match=f"moe_a2a_{operation} that the kernels") as error:
+    with (
+        jax.enable_x64(True),
+        pytest.raises(ValueError, match=f"moe_a2a_{operation} that the kernels") as error,
+    ):
         lower(functools.partial(of, group=group_of(implementation="cuda")), *avals)
     assert f"({why})" in str(error.value)
 
@@ -694,8 +661,7 @@ WIRE_FORMATS = {"blockwise": ma.BlockwiseFp8(), "mx": ma.MxFp8(), "nv": ma.NvFp4
 def test_sums_in_a_token_format_are_quantized_by_the_custom_call(name, dtype):
     """Rows enter and sums leave the call unquantized, and no narrow float exists outside of it."""
     fmt, hidden = WIRE_FORMATS[name], 3 * 128
-    rows = harness.worst_case(TOKENS, TOP_K, RANKS, EXPERTS)
-    y, weights = aval(rows, hidden, dtype=dtype), aval(rows, dtype="float32")
+    y, weights = aval(ROWS, hidden, dtype=dtype), aval(ROWS, dtype="float32")
 
     def weighted(y, weights, ids):
         return ma.combine(y, route(ids), weights=weights, wire_dtype=fmt)
@@ -704,7 +670,7 @@ def test_sums_in_a_token_format_are_quantized_by_the_custom_call(name, dtype):
     for text in (alone, lower(weighted, y, weights, IDS)):
         assert calls(text) == {"route": 1, "combine": 1}
         assert attribute(text, "combine", "wire") == f'"{type(fmt).__name__}"'
-        assert attribute(text, "combine", "num_sms") == f"{lowered.FORMAT_NUM_SMS} : i64"
+        assert attribute(text, "combine", "num_sms") == f"{native.tuning('FORMAT_NUM_SMS')} : i64"
         given = float(attribute(text, "combine", "global_scale").split(" ")[0])
         assert given == getattr(fmt, "global_scale", 1)
         values, scales = (
@@ -720,11 +686,10 @@ def test_the_halves_of_a_combine_in_a_token_format_are_calls_too():
     def combine(y, ids):
         return ma.combine_done(ma.combine_start(y, route(ids), wire_dtype=ma.BlockwiseFp8()))
 
-    rows = harness.worst_case(TOKENS, TOP_K, RANKS, EXPERTS)
-    text = lower(combine, aval(rows, 128), IDS)
+    text = lower(combine, aval(ROWS, 128), IDS)
     assert calls(text) == {"route": 1, "combine_start": 1, "combine_done": 1}
     assert attribute(text, "combine_start", "wire") == '"BlockwiseFp8"'
-    assert attribute(text, "combine_start", "num_sms") == f"{lowered.SPLIT_NUM_SMS} : i64"
+    assert attribute(text, "combine_start", "num_sms") == f"{native.tuning('SPLIT_NUM_SMS')} : i64"
 
 
 @pytest.mark.parametrize("top_k", (1, 32))
@@ -763,9 +728,8 @@ def test_as_many_pairs_as_a_kernel_takes_are_one_custom_call_and_more_are_none()
         )
         return out
 
-    capacity = harness.worst_case(TOKENS, TOP_K, RANKS, EXPERTS)
-    rows = [aval(capacity, HIDDEN)] * (most + 1)
-    weights = [aval(capacity, dtype="float32")] * (most + 1)
+    rows = [aval(ROWS, HIDDEN)] * (most + 1)
+    weights = [aval(ROWS, dtype="float32")] * (most + 1)
     text = lower(combine_pairs, rows[:most], weights[:most], IDS)
     assert calls(text) == {"route": 1, "combine": 1}
     assert int(attribute(text, "combine", "num_pairs").split()[0]) == most
@@ -782,10 +746,6 @@ def test_a_call_that_moves_nothing_is_no_custom_call(tokens, capacity):
 
     x, ids = aval(tokens, HIDDEN), aval(tokens, TOP_K, dtype="int32")
     assert not OPERATIONS & set(calls(lower(exchange_nothing, x, ids)))
-
-
-def rows_of_arrays(n):
-    return [aval(harness.worst_case(TOKENS, TOP_K, RANKS, EXPERTS), 4)] * n
 
 
 def encoded_by_routing(x, ids):
@@ -815,7 +775,7 @@ def ids_of(*shape):
 LIMITS = {
     "arrays": ("MAX_ARRAYS", 1, lambda n: (dispatch_alone, [aval(TOKENS, 4)] * n, IDS),
                {"routed_dispatch": 1}, "dispatch"),
-    "arrays of sums": ("MAX_ARRAYS", 1, lambda n: (combine_alone, rows_of_arrays(n), IDS),
+    "arrays of sums": ("MAX_ARRAYS", 1, lambda n: (combine_alone, [aval(ROWS, 4)] * n, IDS),
                        {"route": 1, "combine": 1}, "combine"),
     # Each leaf travels as values and scales. If there are too many arrays, XLA quantizes.
     "parts of a format": ("MAX_ARRAYS", 2, lambda n: (encoded_by_ids, [aval(TOKENS, 32)] * n, IDS),
@@ -853,8 +813,8 @@ def most_choices(most_tokens):
     return native.limit("MAX_FUSED_CHOICES") // (RANKS * most_tokens)
 
 
-# For each limit of a launch that routes and dispatches: a function of the most tokens that returns
-# the limit, and a function that makes a program with n of the limited quantity, and its arguments.
+# Each limit of a launch that routes and dispatches: the limit, and a program of size n with its
+# arguments. Both may depend on the largest number of tokens.
 FUSED = {
     "tokens": (lambda most_tokens: most_tokens, lambda n, _: dispatch_of(n)),
     "choices": (most_choices, lambda n, most_tokens: dispatch_of(most_tokens, n)),
@@ -874,9 +834,6 @@ def test_as_much_as_one_launch_takes_is_one_custom_call_and_more_is_two(name, mo
     most = most_of(most_tokens)
     for n, expected in ((most, {"routed_dispatch": 1}), (most + 1, APART)):
         assert calls(lower(*program(n, most_tokens))) == expected
-
-
-# Attributes
 
 
 @pytest.mark.parametrize("on_failure", ("raise", "nan"))
@@ -905,6 +862,18 @@ def test_the_first_wait_for_a_peer_is_no_shorter_than_others(timeout, first_time
     assert attribute(text, "combine", "first_timeout_ns") == f"{seconds}000000000 : i64"
 
 
+def test_a_program_has_the_tuning_of_the_time_when_it_is_lowered(monkeypatch):
+    program = functools.partial(exchange_by_routing, group=group_of())
+    avals = aval(TOKENS, HIDDEN), IDS, WEIGHTS
+    before = lower(program, *avals)
+    monkeypatch.setitem(native.TUNING, "FEW_NUM_SMS", 77)
+    monkeypatch.setitem(native.TUNING, "ROUTE_LEAST_TOKENS", 32)
+    after = lower(program, *avals)
+    assert attribute(before, "dispatch", "num_sms") != attribute(after, "dispatch", "num_sms")
+    assert attribute(after, "combine", "num_sms") == "77 : i64"
+    assert attribute(after, "route", "tokens_per_chunk") == "32 : i64"
+
+
 def test_the_budget_of_sms_may_differ_by_operation():
     group = group_of(num_sms={"dispatch": 5, "combine": 9})
     avals = aval(TOKENS, HIDDEN), IDS, WEIGHTS
@@ -916,10 +885,11 @@ def test_the_budget_of_sms_may_differ_by_operation():
 
 
 @pytest.mark.parametrize(
-    ("hidden", "expected"), ((1 << 8, lowered.FEW_NUM_SMS), (1 << 16, lowered.DEFAULT_NUM_SMS))
+    ("hidden", "expected"),
+    ((1 << 8, native.tuning("FEW_NUM_SMS")), (1 << 16, native.tuning("DEFAULT_NUM_SMS"))),
 )
 def test_the_default_of_sms_depends_on_the_bytes_of_a_call(hidden, expected):
-    tokens = lowered.FEW_TOKENS + 1
+    tokens = native.tuning("FEW_TOKENS") + 1
     ids, weights = (aval(tokens, TOP_K, dtype=dtype) for dtype in ("int32", "float32"))
     program = functools.partial(exchange_by_routing, group=group_of())
     text = lower(program, aval(tokens, hidden), ids, weights)
@@ -950,7 +920,8 @@ def test_devices_are_told_domain_after_domain():
 
 
 def test_every_call_stands_before_a_barrier():
-    """Otherwise, if a loop uses a result and stores it in a larger array, XLA repeats the call."""
+    """Without a barrier, XLA repeats a call whose result a loop uses and stores in a larger
+    array."""
     x = aval(TOKENS, HIDDEN)
 
     def exchange(x, ids, weights):

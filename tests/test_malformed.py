@@ -1,8 +1,8 @@
 """A malformed call is a bug of the lowering. It raises an error while the program is lowered, and
 does not lead to another path.
 
-Each test damages a call of one kernel in one way between the lowering and the kernels, and then
-damages the call in all other ways."""
+Each test damages a call of one kernel between the lowering and the kernels, in one way after the
+other."""
 
 from collections.abc import Callable
 from functools import partial
@@ -29,7 +29,8 @@ from jax_moe_a2a._src.placement import fill
 
 pytestmark = test_lowering.pytestmark
 
-TOKENS = 6  # not the number of ranks: token_slot [T, R] and slot_token [R, T] have different shapes
+# If TOKENS equaled RANKS, token_slot [T, R] and slot_token [R, T] would have the same shape.
+TOKENS = 6
 IDS = aval(TOKENS, TOP_K, dtype="int32")
 WEIGHTS = aval(TOKENS, TOP_K, dtype="float32")
 X = aval(TOKENS, 128)
@@ -58,9 +59,11 @@ def retyped(x):
     return jax.ShapeDtypeStruct(x.shape, ANOTHER_DTYPE)
 
 
-def resized(x, axis):
-    shape = [size + (i == axis) for i, size in enumerate(x.shape)]
-    return jax.ShapeDtypeStruct(shape, x.dtype)
+def resized(call, i, axis):
+    x = call.operands[i]
+    shape = [size + (n == axis) for n, size in enumerate(x.shape)]
+    larger = jax.ShapeDtypeStruct(shape, x.dtype)
+    return call._replace(operands=replaced(call.operands, i, larger))
 
 
 def replaced(arrays, i, array):
@@ -98,24 +101,6 @@ DAMAGES = {
 }
 
 
-def check_that_it_raises(target, fn, monkeypatch, caplog):
-    """Check that a program whose calls of a target are damaged is not lowered. Return the call."""
-    seen = []
-
-    def damaged(call):
-        if call.target != target:
-            return call
-        seen.append(call)
-        return without_an_operand(call)
-
-    with monkeypatch.context() as patch:
-        patch_calls(patch, damaged)
-        with pytest.raises(RuntimeError, match=f"malformed call of {target}: "):
-            fn()
-    assert not [m for m in caplog.messages if "portable path" in m or "not fused" in m]
-    return seen[0]
-
-
 def patch_calls(patch, damaged):
     """Pass all calls through ``damaged``."""
     why_not, call_product = native.why_not, native.call_product
@@ -134,7 +119,22 @@ def patch_calls(patch, damaged):
 
 
 def check_every_damage(target, fn, monkeypatch, caplog, unchecked=()):
-    call = check_that_it_raises(target, fn, monkeypatch, caplog)
+    """Check that no program with a damaged call of the target is lowered. Return the call."""
+    caplog.set_level("INFO", "jax_moe_a2a")
+    seen = []
+
+    def damaged(call):
+        if call.target != target:
+            return call
+        seen.append(call)
+        return without_an_operand(call)
+
+    with monkeypatch.context() as patch:
+        patch_calls(patch, damaged)
+        with pytest.raises(RuntimeError, match=f"malformed call of {target}: "):
+            fn()
+    assert not [m for m in caplog.messages if "portable path" in m or "not fused" in m]
+    call = seen[0]
     for name, damage in DAMAGES.items():
         if name not in unchecked:
             call.error(damage)
@@ -143,9 +143,6 @@ def check_every_damage(target, fn, monkeypatch, caplog, unchecked=()):
             error = call.error(lambda call: damage(call, attribute))
             assert f"the attribute {attribute} is missing or has another type" in error
     return call
-
-
-# Exchanges
 
 
 def routing_of(ids):
@@ -192,10 +189,8 @@ EXCHANGES = {  # the target, the program and its operands
 
 @pytest.mark.parametrize("name", EXCHANGES)
 def test_a_malformed_exchange_raises_while_it_is_lowered(name, monkeypatch, caplog):
-    caplog.set_level("INFO", "jax_moe_a2a")
     target, fn, *avals = EXCHANGES[name]
-    args = f"moe_a2a_{target}", lambda: lower(fn, *avals), monkeypatch, caplog
-    call = check_every_damage(*args)
+    call = check_every_damage(f"moe_a2a_{target}", lambda: lower(fn, *avals), monkeypatch, caplog)
     for first in range(-len(lowered.READ_BY_KERNELS), -1):
         error = call.error(lambda call: swapped(call, first, first + 1))
         assert any(name in error for name in lowered.READ_BY_KERNELS)
@@ -212,7 +207,6 @@ def test_a_malformed_exchange_raises_while_it_is_lowered(name, monkeypatch, capl
 )
 def test_a_malformed_route_raises_while_it_is_lowered(target, fn, monkeypatch, caplog):
     """The kernels do not check a route's results, which are the plan and the scratch memory."""
-    caplog.set_level("INFO", "jax_moe_a2a")
     args = f"moe_a2a_{target}", lambda: lower(fn, IDS), monkeypatch, caplog
     # The last operand of a routed dispatch is its payload, whose dtype may be any.
     unchecked = ["a result has another dtype"] if target == "route" else []
@@ -221,7 +215,7 @@ def test_a_malformed_route_raises_while_it_is_lowered(target, fn, monkeypatch, c
 
 
 def test_routing_arrays_in_another_order_raise(monkeypatch):
-    """The kernels have the same order (``MOE_A2A_ROUTING_ARRAYS``)."""
+    """The kernels read the arrays in the order of ``MOE_A2A_ROUTING_ARRAYS``."""
     first, second, *others = lowered.READ_BY_KERNELS
     assert calls(lower(dispatched, X, IDS)) == {"route": 1, "dispatch": 1}
     monkeypatch.setattr(lowered, "READ_BY_KERNELS", (second, first, *others))
@@ -240,9 +234,6 @@ def test_a_target_without_a_kernel_raises():
     group = group_of()
     with pytest.raises(RuntimeError, match="no kernel has the target 'moe_a2a_nothing'"):
         native.why_not("moe_a2a_nothing", {}, [], [], group.topology, False)
-
-
-# Products
 
 
 ROWS_FP8 = jax.ShapeDtypeStruct((512, 256), jnp.bfloat16)
@@ -272,7 +263,6 @@ PRODUCTS = {
 @needs_kernel
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_a_malformed_product_raises_while_it_is_lowered(name, hopper, monkeypatch, caplog):
-    caplog.set_level("INFO", "jax_moe_a2a")
     fn, avals = PRODUCTS[name]
 
     def lower_it():
@@ -290,13 +280,11 @@ def test_a_malformed_product_raises_while_it_is_lowered(name, hopper, monkeypatc
             call.error(lambda call: swapped(call, i - 1, i))
         # The table of groups, [3, groups], may have any number of groups.
         axis = 0 if operand.dtype == "int32" else operand.ndim - 1
-        larger = replaced(call.operands, i, resized(operand, axis))
-        call.error(lambda call: call._replace(operands=larger))
+        call.error(lambda call: resized(call, i, axis))
 
 
 @needs_kernel
 def test_a_malformed_plan_raises_while_it_is_lowered(monkeypatch, caplog):
-    caplog.set_level("INFO", "jax_moe_a2a")
     monkeypatch.setattr(fill, "why_no_kernel", lambda *sizes: "")
 
     def lower_it():
@@ -305,15 +293,13 @@ def test_a_malformed_plan_raises_while_it_is_lowered(monkeypatch, caplog):
         return lowered_for_cuda(plan, jax.ShapeDtypeStruct((16,), jnp.int32))
 
     call = check_every_damage("moe_a2a_fill_slots", lower_it, monkeypatch, caplog)
-    for i, operand in enumerate(call.operands):
-        larger = replaced(call.operands, i, resized(operand, 2))
-        call.error(lambda call: call._replace(operands=larger))
+    for i in range(len(call.operands)):
+        call.error(lambda call: resized(call, i, 2))
 
 
 @needs_kernel
 @pytest.mark.parametrize("is_masked", (False, True), ids=("all", "masked"))
 def test_a_malformed_choice_raises_while_it_is_lowered(is_masked, monkeypatch, caplog):
-    caplog.set_level("INFO", "jax_moe_a2a")
     monkeypatch.setattr(native, "why_no_local_kernel", lambda: "")
     topk = ma.TopK(4, score="sigmoid", num_groups=4, top_groups=2)
     logits = jax.ShapeDtypeStruct((6, 32), jnp.float32)
@@ -328,8 +314,7 @@ def test_a_malformed_choice_raises_while_it_is_lowered(is_masked, monkeypatch, c
     for wrong in dict(num_groups=3), dict(top_groups=5), dict(top_groups=0), dict(top_in_group=9):
         call.error(lambda call: call._replace(attributes=call.attributes | wrong))
     for i, operand in enumerate(call.operands):
-        larger = replaced(call.operands, i, resized(operand, operand.ndim - 1))
-        call.error(lambda call: call._replace(operands=larger))
+        call.error(lambda call: resized(call, i, operand.ndim - 1))
 
 
 @needs_kernel

@@ -1,5 +1,5 @@
-"""Two processes use JAX's coordination service: they meet, lower programs in different orders, and
-begin a second job. GPUs are pretended.
+"""Two processes with pretended GPUs use JAX's coordination service. The processes meet, lower
+programs in different orders, and begin a second job.
 
 One run starts this file in two processes. Each test looks at one scenario of this run.
 """
@@ -20,8 +20,8 @@ pytestmark = [
 ]
 
 DEADLINE = 150  # seconds, for everything; it needs about ten on idle cores
-PATIENCE = 3.0  # of a meeting
-SECOND_ADDRESS = "MOE_A2A_TEST_SECOND_ADDRESS"  # of the job that begins again
+PATIENCE = 3.0  # seconds that a meeting waits
+SECOND_ADDRESS = "MOE_A2A_TEST_SECOND_ADDRESS"  # address of the second job
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
@@ -29,7 +29,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
 class Worker:
-    """A process with a GPU that does not exist."""
+    """A process with a pretended GPU."""
 
     def __init__(self):
         import jax
@@ -73,7 +73,7 @@ class Worker:
 
 
 def one_sided(worker):
-    """Process 0 arrives alone. Then both processes meet for another reason."""
+    """Process 0 arrives alone. Then both processes meet under another name."""
     alone = worker.meet("alone") if worker.own == 0 else None
     worker.step()
     return [alone, worker.meet("again")]

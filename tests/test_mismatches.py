@@ -1,5 +1,5 @@
-"""Pytrees made for a different group, size or form raise an error while a program is traced. So do
-routings with damaged arrays.
+"""Pytrees made for a different group, size or form raise an error while a program is traced.
+Routings with damaged arrays raise an error, too.
 
 These tests run no program. Each pytree is made in a program of its group, and then used, with the
 same arrays, in a program of a group of 8 ranks.
@@ -105,9 +105,6 @@ def test_a_routing_of_another_group_is_refused_by_each_call(use):
         raises(lambda recv=recv: use(zeros(recv)), FLAT, "group|recv|topk_ids", "; got", r"\. ")
 
 
-# Routings
-
-
 DAMAGES = {
     "float32": lambda a: a.astype(jnp.float32),
     "uint32": lambda a: a.astype(jnp.uint32),
@@ -171,20 +168,17 @@ def test_an_array_of_a_level_is_refused_by_its_name(name):
 
 
 def test_a_routing_of_numpy_arrays_is_accepted():
-    """A restored checkpoint has numpy arrays."""
+    """The arrays of a restored checkpoint are numpy arrays."""
     recv = recv_of(FLAT)
     routing = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), recv.routing)
     assert trace(lambda: ma.dispatch(X, routing).rows, FLAT).shape == recv.rows.shape
-
-
-# Placements
 
 
 def plan(experts=EXPERTS, **options):
     return ma.plan_placement(np.arange(experts), **dict(num_ranks=8, spare=1) | options)
 
 
-SLOTS = 2 * EXPERTS  # of all ranks
+SLOTS = 2 * EXPERTS  # the slots of all ranks
 OF_EXPERTS, OF_SLOTS = recv_of(FLAT), recv_of(FLAT, SLOTS)
 HOME, SERVING = plan(), plan(home=False)
 WRONG_PLANS = {
@@ -267,9 +261,6 @@ def test_transforms_may_put_any_objects_into_a_placement():
     assert jax.tree.structure(layers) == treedef
     sums = jax.vmap(lambda plan: plan.num_replicas.sum())(layers)
     assert jax.lax.map(lambda plan: plan.num_replicas.sum(), layers).tolist() == sums.tolist()
-
-
-# Quantized weights
 
 
 def quantized(w, **options):

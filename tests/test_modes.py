@@ -1,6 +1,6 @@
 """Rows of replicated tokens equal those of the numpy oracle.
 
-The routing is an ordinary routing of changed ids, which the oracle computes, too.
+The oracle computes the rows from an ordinary routing of changed ids.
 """
 
 import dataclasses
@@ -47,8 +47,7 @@ def capacity_of(layout, replicated=True):
 
 
 def routings_of(ids, layout, replicated=True):
-    """Return the oracle's routings: one routing of all ranks, or a separate routing for each
-    rank."""
+    """Return the oracle's routings. Replicated tokens have a separate routing for each rank."""
     sizes = layout.local_experts, capacity_of(layout, replicated), layout.alignment
     return oracle.route_mode(ids, *sizes, replicated)
 
@@ -69,7 +68,7 @@ def exchange_program(layout):
         recv = ma.dispatch(x, ids, topk_weights, **route_args(group, layout))
         return recv, ma.combine(y, recv, weights=None), ma.combine(y, recv)
 
-    exchanges = 4 * layout.has_rows(RANKS)  # batches of single-rank domains
+    exchanges = 4 * layout.has_rows(RANKS)  # the exchanges of single-rank domains
     return harness.on_each_rank(exchange, group.mesh, exchanges=exchanges)
 
 

@@ -317,7 +317,7 @@ def test_every_option_of_moe_mlp_is_an_option_of_moe():
 
 
 def test_under_another_axis_that_is_manual():
-    """An example is the axis of a pipeline, whose stages have different parameters."""
+    """The other axis could be that of a pipeline, whose stages have different parameters."""
     mesh = mesh_of(pipe=2, ep=2)
     x, params = draw(2, 3, bias=False)
     both = jax.tree.map(lambda p: np.stack([p, -p]), params)
@@ -489,8 +489,8 @@ def test_a_mesh_with_devices_is_necessary():
 
 @pytest.mark.exchanges(0)
 def test_the_name_of_an_axis_is_a_group():
-    """This test uses `vmap`; test_parallelism uses `shard_map`. If a routing is passed, the group
-    must equal the routing's group."""
+    """The test uses `vmap`, and test_parallelism uses `shard_map`. A group that differs from the
+    group of a Routing is an error."""
     x, params = draw(2, 3, bias=False)
     ids = np.random.default_rng(1).integers(0, EXPERTS, (2, 3, TOP_K))
 

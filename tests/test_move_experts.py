@@ -18,13 +18,12 @@ pytestmark = [
     pytest.mark.one_process("each process would move the same"),
 ]
 EXPERTS = 8
-# Two ranks with an empty slot and replicas, four ranks where experts only moved.
+# TWO has replicas and an empty slot. FOUR has the experts in another order.
 TWO = ma.Placement.from_slots([3, 0, 5, 5, 1, -1, 2, 7, 6, 4, 3, 0], EXPERTS, num_ranks=2)
 FOUR = ma.Placement.from_slots([7, 2, 0, 3, 1, 6, 5, 4], EXPERTS, num_ranks=4)
 
 
 def weights():
-    """Return arrays of experts, as numpy arrays."""
     rng = np.random.default_rng(0)
     return dict(
         w=rng.normal(size=(EXPERTS, 4, 3)).astype(np.float32),
@@ -34,16 +33,13 @@ def weights():
 
 
 def in_slots(w, placement):
-    """Return the weights of a placement's slots, one after the other."""
     slots = placement.slot_experts
     return jax.tree.map(
         lambda x: np.stack([x[e] if e >= 0 else np.zeros_like(x[0]) for e in slots]), w
     )
 
 
-def assert_same(found, expected):
-    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        harness.assert_same_bytes(np.asarray(a), b)
+assert_same = functools.partial(jax.tree.map, harness.assert_same_bytes)
 
 
 def test_weights_move_into_slots_and_back():

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_layer
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src import compat
@@ -19,16 +19,11 @@ pytestmark = [
 ]
 
 TOKENS, TOP_K, HIDDEN, EXPERTS = 6, 2, 4, 4
-
-
-def mesh_of(*shape):
-    return Mesh(np.array(harness.devices(1)).reshape(shape), ("host", harness.AXIS)[-len(shape) :])
-
-
+AXES = ("host", harness.AXIS)
 GROUPS = dict(
-    one_axis=lambda: ma.Group(mesh_of(1), harness.AXIS),
-    two_axes=lambda: ma.Group(mesh_of(1, 1), ("host", harness.AXIS)),
-    two_level=lambda: ma.Group(mesh_of(1, 1), ("host", harness.AXIS), two_level=True),
+    one_axis=lambda: ma.Group(harness.mesh_over(ep=1), harness.AXIS),
+    two_axes=lambda: ma.Group(harness.mesh_over(host=1, ep=1), AXES),
+    two_level=lambda: ma.Group(harness.mesh_over(host=1, ep=1), AXES, two_level=True),
 )
 
 

@@ -1,7 +1,6 @@
 """Every static option of a dispatch reaches all exchanges of the dispatch, forward and backward.
 
-All options whose values these tests do not interpret are sentinels, including an invented option
-and any new field of `Options`."""
+Options that these tests do not interpret have sentinels as values. One option is invented."""
 
 import collections
 import functools
@@ -12,11 +11,10 @@ import cases
 import harness
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 import small_layer
 from dense_layer import experts_of
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.exchange import arguments, record
@@ -60,7 +58,7 @@ def sentinels(monkeypatch):
 
 def group_of(two_level):
     if two_level:
-        mesh = Mesh(np.array(harness.devices(RANKS)).reshape(2, -1), ("host", harness.AXIS))
+        mesh = harness.mesh_over(host=2, ep=RANKS // 2)
         return ma.Group(mesh, mesh.axis_names, two_level=True)
     return ma.Group(harness.mesh_of(RANKS), harness.AXIS)
 
@@ -92,17 +90,10 @@ FORMS["layer in FP8"] = functools.partial(layer, in_fp8=True), False, {}
 
 def exchanges(jaxpr):
     """Yield the equations of exchanges, except the exchange of ids between two levels."""
-    for eqn in jaxpr.eqns:
+    for eqn in harness.equations(jaxpr):
         of_ids = eqn.primitive is DISPATCH.primitive and eqn.invars[0].aval.dtype == jnp.int32
         if "options" in eqn.params and not of_ids:
             yield eqn
-        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr):
-            if is_jaxpr(value):
-                yield from exchanges(getattr(value, "jaxpr", value))
-
-
-def is_jaxpr(value):
-    return hasattr(value, "eqns")
 
 
 @pytest.mark.parametrize("form", FORMS)

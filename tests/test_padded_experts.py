@@ -1,7 +1,7 @@
 """If the sizes of FP8 experts are not multiples of 128, padding with zeros changes no result.
 
-The oracle does not pad. In the oracle, the last group of each row holds fewer than 128 numbers.
-Numbers are integers, so that all sums are exact in any order.
+The oracle does not pad. In the oracle, the last group of each row holds fewer than 128 numbers. All
+inputs are integers, so that sums are exact in any order.
 """
 
 import functools
@@ -20,14 +20,14 @@ from test_fp8_layer import relative_error
 import jax_moe_a2a as ma
 
 RANKS = harness.SEVERAL
-HIDDEN, WIDTH = 136, 72  # H and I: a group of 128 and one of 8, and a group of 72
+HIDDEN, WIDTH = 136, 72  # groups of 128 and 8 numbers in H, and of 72 numbers in I
 LAYOUT = cases.Layout("padded", tokens=6, top_k=2, local_experts=2, hidden=HIDDEN)
 RELU = ma.gated(jax.nn.relu)
 FIELDS = "w_in", "w_out", "b_in", "b_out"
 
 
 def arguments(activation=RELU):
-    """Return all ranks' x, topk_weights, experts and ids; most weights are zeros."""
+    """Return x, topk_weights, experts and ids of all ranks. Most weights of experts are zeros."""
     rng = np.random.default_rng(0)
     experts = LAYOUT.local_experts
 
@@ -35,7 +35,7 @@ def arguments(activation=RELU):
         found = rng.integers(-3, 4, size=(RANKS, *shape)) * (rng.random((RANKS, *shape)) < density)
         return found.astype(np.float32)
 
-    x = 2 * integers(LAYOUT.tokens, HIDDEN) + 1  # not exact in FP8 next to large numbers
+    x = 2 * integers(LAYOUT.tokens, HIDDEN) + 1  # FP8 rounds these numbers next to large ones
     x[..., ::40] *= 100
     x[..., HIDDEN - 1] = 3  # so that the last group differs from all other groups
     w_in = integers(experts, HIDDEN, 2 * WIDTH, density=0.05)
@@ -102,8 +102,8 @@ def test_padding_changes_no_number(name):
 
 @functools.cache
 def gradients(name, *, is_padded=False, num_chunks=None):
-    """Return the gradients of a layer on one device: of x, of weights of choices, and of experts
-    that are not frozen."""
+    """Return the gradients of a layer on one device: of x, of router weights, and of experts that
+    are not frozen."""
     x, topk_weights, experts, ids = arguments()
     if is_padded:
         experts = jax.vmap(lambda experts: experts.padded())(experts)
@@ -113,14 +113,14 @@ def gradients(name, *, is_padded=False, num_chunks=None):
     ct = np.random.default_rng(1).normal(size=x.shape).astype(np.float32)
     loss = lambda *args: jnp.sum(layers(*args, ids) * ct)
     argnums = (0, 1) if name in ("frozen", "transposed") else (0, 1, 2)
-    grad = jax.jit(jax.grad(loss, argnums), compiler_options=harness.QUICKLY)
+    grad = harness.quickly(jax.grad(loss, argnums))
     return jax.tree.leaves(grad(x, topk_weights, experts))
 
 
 @pytest.mark.exchanges(0)
 @pytest.mark.parametrize("name", WRAPS)
 def test_gradients_through_padded_experts_are_those_of_the_layer(name):
-    """With chunks, the tokens of each chunk are padded."""
+    """One case has chunks, whose tokens are padded chunk by chunk."""
     found = gradients(name, num_chunks=2 if name == "transposed" else None)
     assert len(found) == (6 if name == "in_fp8" else 2)
     for one, right in zip(found, gradients("in the dtype of x"), strict=False):
@@ -139,7 +139,7 @@ def test_parameters_that_were_padded_train_alike_and_their_zeros_stay_zeros():
 
 @pytest.mark.exchanges(6)
 def test_a_whole_layer_has_a_router_and_a_shared_expert_of_the_true_width():
-    """The result is the same if the user pads tokens and router."""
+    """The result equals that of tokens and a router that the user has padded."""
     config = ma.MoEConfig(HIDDEN, WIDTH, 4, ma.TopK(2), bias=True, shared_hidden=24)
     params = ma.init_moe(jax.random.key(0), config)
     params["experts"] = ma.quantize_experts(params["experts"])
@@ -162,7 +162,7 @@ def test_a_whole_layer_has_a_router_and_a_shared_expert_of_the_true_width():
     mesh = jax.make_mesh((1,), ("ep",), devices=jax.devices()[:1])
     with jax.set_mesh(mesh):
         layer = lambda x, params: ma.moe(x, **params, axes="ep")[0]
-        run = jax.jit(layer, compiler_options=harness.QUICKLY)
+        run = harness.quickly(layer)
         found, (wide_x, wide_params) = run(x, params), wide(params, x)
         expected = run(wide_x, wide_params)
     assert found.shape == x.shape

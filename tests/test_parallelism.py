@@ -67,7 +67,7 @@ def assert_close(actual, expected, tolerance=2e-5):
 
 
 def test_the_portable_path_sends_a_block_of_all_tokens_to_every_rank():
-    """Check the statements of the documents for users of TPUs."""
+    """A dispatch and a combine lowered for TPUs have one all-to-all of such blocks each."""
 
     def on_rank(x, logits):
         recv = ma.dispatch(
@@ -146,7 +146,8 @@ POLICIES = (
 @pytest.mark.parametrize("policy", POLICIES, ids=("dots", "routing"))
 def test_blocks_with_context_parallelism_fsdp_and_remat_accumulate_gradients(policy):
     """One scan runs over blocks of attention and experts, and one over micro-batches. Each sequence
-    is divided. The router is divided over the ranks of the group, and gathered before its use."""
+    is divided over two devices. The router is divided over the ranks of the group, and gathered
+    before its use."""
 
     def body(x, router, w_in, w_out):
         logits = x @ lax.all_gather(router, "expert", tiled=True)

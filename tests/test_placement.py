@@ -51,7 +51,7 @@ def on_one_gpu(group):
 
 
 def avals(*lead, mesh=None):
-    """Return tokens and ids of all ranks. On a mesh, they are sharded along the leading axis."""
+    """Return tokens and ids of all ranks. On a mesh, both are sharded along the leading axis."""
     sharding = None if mesh is None else NamedSharding(mesh, PartitionSpec("ep"))
     return (
         jax.ShapeDtypeStruct((*lead, HIDDEN), jnp.bfloat16, sharding=sharding),
@@ -163,7 +163,7 @@ def test_a_group_takes_its_devices_from_the_mesh_of_shard_map(
 def test_a_model_that_sees_an_abstract_mesh_only_runs_the_kernels_on_that_of_set_mesh(
     devices_pass_for_gpus,
 ):
-    """In Explicit mode this is the usual form, and get_mesh() raises inside jit."""
+    """A model with Explicit axes usually has this form, because get_mesh() raises inside jit."""
 
     def model(x, ids):
         mesh = jax.sharding.get_abstract_mesh()

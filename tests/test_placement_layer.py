@@ -30,7 +30,7 @@ def placement_of(rng, ranks, local, spare, kind="random"):
     return ma.Placement.from_slots(table, experts, num_ranks=ranks), spares
 
 
-def on_ranks(fn, ranks):
+def on_ranks(fn):
     return jax.jit(jax.vmap(fn, axis_name="ep"))
 
 
@@ -45,11 +45,11 @@ def test_spare_slots_have_the_weights_of_their_experts(monkeypatch, ranks, spare
         fp8=jnp.asarray(rng.normal(size=(ranks, local, 7)), jnp.float8_e4m3fn),
     )
 
-    @functools.partial(on_ranks, ranks=ranks)
+    @on_ranks
     def fetched(w, placement):
         return ma.fetch_experts(w, placement, group=group)
 
-    @functools.partial(on_ranks, ranks=ranks)
+    @on_ranks
     def gradient(w, cts, placement):
         of = lambda w: ma.fetch_experts(w, placement, group=group)
         return jax.vjp(of, w)[1](cts)[0]
@@ -121,7 +121,7 @@ def problem(seed=0):
 
 
 def of_ranks(fn, **options):
-    """Return a function of ids and floats of all ranks, and a placement."""
+    """Return a function of (ids, floats, placement) of all ranks."""
     on_rank = functools.partial(fn, group=GROUP, **options)
     return jax.vmap(on_rank, axis_name="ep", in_axes=(0, 0, None))
 
@@ -154,13 +154,12 @@ def test_a_layer_with_replicas_equals_the_layer_without(spare, options):
         placement, _ = placement_of(rng, RANKS, LOCAL, spare, kind)
         ids, floats = layer_arguments(rng, kind == "one")
         actual, expected = run(ids, floats, placement), run(ids, floats, None)
-        for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4)
+        small_layer.assert_close(actual, expected, tolerance=2e-4)
     assert run._cache_size() == 2  # with a placement, and without one
 
 
 def test_gradients_of_rows_of_other_experts_do_not_count():
-    """Products of rows without an expert may have any values, including NaN."""
+    """The second row has no expert. Its cotangent is NaN, and its gradient becomes zero."""
     is_kept = jnp.array([True, False])
     rows, of_rows = jax.vjp(lambda x: placed._with_gradients_of(x, is_kept), jnp.ones((2, 3)))
     (found,) = of_rows(jnp.full((2, 3), 5.0).at[1].set(jnp.nan))
@@ -169,7 +168,7 @@ def test_gradients_of_rows_of_other_experts_do_not_count():
 
 @pytest.mark.parametrize("kind", ("frozen, chunks", "trained"))
 def test_replicas_compute_in_fp8(kind):
-    """Fetched weights are equal numbers, so only the order of sums differs."""
+    """A layer with replicas equals the layer without a placement, up to the order of sums."""
     size, rng = 128, np.random.default_rng(5)
     placement, _ = placement_of(rng, RANKS, LOCAL, 2)
     ids, (_, topk_weights, *_) = layer_arguments(rng)
@@ -199,7 +198,8 @@ def test_replicas_compute_in_fp8(kind):
 
 
 def test_chunks_fetch_once():
-    # A fetch and its transpose; two exchanges of each chunk, and three in its backward pass.
+    # The program fetches weights and sends their gradients back. A chunk has two exchanges forward,
+    # and three backward.
     found = exchanges_of(of_ranks(value_and_gradients, num_chunks=TOKENS), *problem())
     assert found == dict(combine=1 + 2, dispatch=1 + 1 + 2)
 
@@ -237,8 +237,8 @@ def test_the_backward_pass_fetches_again_and_no_program_joins_weights():
     ids, floats, placement = args = problem()
     forward, both = of_ranks(layer), of_ranks(value_and_gradients)
     assert exchanges_of(forward, *args) == dict(combine=1, dispatch=1, routed_dispatch=1)
-    # The exchanges of the gradients of outputs and of tokens, the second fetch, and the exchange of
-    # the fetch's gradient.
+    # The forward pass has a fetch and two exchanges. The backward pass has a second fetch, its
+    # transpose, and two exchanges.
     found = exchanges_of(both, *args)
     assert found == dict(combine=1 + 2, dispatch=1 + 2 + 1)
     _, transpose = jax.vjp(lambda floats: forward(ids, floats, placement), floats)
@@ -289,6 +289,4 @@ def test_moved_experts_change_no_bit_and_second_derivatives_are_those_of_the_pla
         tangents, of = jax.tree.map(jnp.cos, floats), of_ranks(value_and_gradients)
         return jax.jvp(lambda floats: of(ids, floats, placement)[0], (floats,), (tangents,))[1]
 
-    pairs = zip(second(floats, placement), second(floats, None), strict=True)
-    for a, b in pairs:
-        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3)
+    small_layer.assert_close(second(floats, placement), second(floats, None), tolerance=1e-3)

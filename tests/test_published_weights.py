@@ -1,6 +1,6 @@
-"""Read and write the quantized weights of published files: FP8 in squares, and MXFP4.
+"""Read and write the quantized weights of published files: FP8 in 128x128 blocks, and MXFP4.
 
-The tests decode the numbers of both in numpy, from the definitions of their bits.
+The tests decode the numbers of both formats in numpy, from the definitions of their bits.
 """
 
 import harness
@@ -55,8 +55,7 @@ def block_of(kind, per_expert=True, scale_dtype=np.float32):
 
 
 def decoded(block, name):
-    """Return the numbers [..., outputs, inputs] of a tensor in FP8, square by square, in
-    float64."""
+    """Return the numbers [..., outputs, inputs] of a tensor in FP8, block by block, in float64."""
     numbers = block[BLOCK + name].astype(np.float64)
     scales = block[BLOCK + name + "_scale_inv"].astype(np.float64)
     for index in np.ndindex(scales.shape):
@@ -191,9 +190,6 @@ def test_tensors_of_pytorch_in_fp8_make_a_round_trip():
     assert {n: bits(x) for n, x in back.items()} == {n: bits(x) for n, x in block.items()}
 
 
-# MXFP4
-
-
 def e2m1(nibble):
     """Return a number of 4 bits by the OCP MX specification v1.0, section 5.3.3: sign, two bits of
     exponent with bias 1, one bit of mantissa; exponent 0 is subnormal."""
@@ -265,7 +261,7 @@ def test_mxfp4_experts_of_gpt_oss_are_decoded_exactly():
 
 @pytest.mark.parametrize("span", (14, 15))
 def test_fp8_holds_mxfp4_exactly_if_the_scales_of_a_square_span_at_most_14(span):
-    """The largest number of a square is 6 * 2**span, and the smallest 0.5."""
+    """The largest number of a block is 6 * 2**span, and the smallest 0.5."""
     scales = np.random.default_rng(0).integers(127, 128 + span, size=(1, 128, 4)).astype(np.uint8)
     packed = np.random.default_rng(1).integers(0, 256, size=(1, 128, 4, 16)).astype(np.uint8)
     scales[0, 0, :2] = 127, 127 + span

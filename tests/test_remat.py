@@ -22,8 +22,8 @@ def saves_results_of(*names):
     return lambda primitive, *_, **__: primitive.name in [f"moe_a2a_{name}" for name in names]
 
 
-# Policies, and the number of each primitive in value and gradient of a checkpointed layer: one
-# route, one dispatch, the repetitions in the backward pass, and ``ONCE``.
+# A policy, and the numbers of routes and dispatches in value and gradient of a checkpointed layer.
+# ``ONCE`` has the other exchanges of the layer.
 ROUTING_ONLY = POLICIES.save_only_these_names(ma.ROUTING_CHECKPOINT_NAME)
 CASES = {
     "nothing": (POLICIES.nothing_saveable, dict(route=2, dispatch=2)),
@@ -63,28 +63,22 @@ def checkpointed(policy, routed_before=False):
     return small_layer.on_all_ranks(jax.checkpoint(layer, policy=policy))
 
 
-def counted_gradient(policy, **options):
-    """Count the primitives in value and gradient of a checkpointed layer."""
-    floats, ids, _ = small_layer.arguments(RANKS)
-    layer = checkpointed(policy, **options)
-    gradient = jax.value_and_grad(small_layer.loss_of(layer, ids), OF_FLOATS)
-    return small_layer.counts(gradient, *floats)
-
-
 @pytest.mark.exchanges(0)
 @pytest.mark.parametrize("routed_before", (False, True), ids=("ids", "routing"))
 @pytest.mark.parametrize("name", CASES)
 def test_a_policy_decides_what_is_exchanged_again_in_the_backward_pass(name, routed_before):
-    """The result is the same for a dispatch of ids and a dispatch with a routing."""
+    """The numbers are the same for a dispatch of ids and a dispatch with a routing."""
     policy, expected = CASES[name]
-    counted = counted_gradient(policy, routed_before=routed_before)
-    assert counted == expected | ONCE
+    floats, ids, _ = small_layer.arguments(RANKS)
+    layer = checkpointed(policy, routed_before)
+    gradient = jax.value_and_grad(small_layer.loss_of(layer, ids), OF_FLOATS)
+    assert small_layer.counts(gradient, *floats) == expected | ONCE
 
 
 @pytest.mark.exchanges(lambda name: 18 if name == "routing" else 21)
 @pytest.mark.parametrize("name", ("no_policy", "routing"))
 def test_a_scan_over_checkpointed_layers_equals_the_dense_layers(name):
-    """This is the usual way to train deep models. The scan stacks the arrays that each step
+    """Deep models are usually trained with such a scan, which stacks the arrays that each step
     saves."""
     policy, expected = CASES[name]
     floats, ids, _ = problem()
@@ -106,7 +100,6 @@ def test_a_scan_over_checkpointed_layers_equals_the_dense_layers(name):
 @pytest.mark.parametrize("name", ("nothing", "routing", "rows"))
 @pytest.mark.parametrize("is_inside", (False, True), ids=("around", "inside"))
 def test_a_batch_moves_rows_at_once_around_and_inside_a_checkpoint(is_inside, name):
-    """Few tokens of each element are routed and moved separately."""
     policy, expected = CASES[name]
     floats, ids, _ = small_layer.stacked(*(small_layer.arguments(RANKS, seed) for seed in (0, 1)))
     if is_inside:

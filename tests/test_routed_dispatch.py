@@ -1,7 +1,5 @@
-"""A dispatch of few ids routes and moves in one launch, with the bits of route and dispatch. These
-tests check which of the two forms is bound, and its transforms. test_remat.py tests
-rematerialization.
-"""
+"""A dispatch of few tokens is one primitive, with the bits of a route and a dispatch. test_remat.py
+tests its rematerialization."""
 
 import functools
 
@@ -12,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_layer
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from small_layer import route_args
 
 import jax_moe_a2a as ma
@@ -71,22 +69,11 @@ def test_few_tokens_are_routed_and_moved_at_once_and_more_are_not(num_tokens, co
     assert small_layer.counts(small_layer.on_all_ranks(rows), x, ids) == counted
 
 
-def layer_by(dispatch, group=None):
-    """Return the small layer of one rank, which calls the function ``dispatch``."""
-    group = group or harness.group_of(RANKS)
-
-    def layer(x, topk_weights, w, ids):
-        recv = dispatch(x, ids, topk_weights, **route_args(group))
-        return ma.combine(small_layer.experts(recv.rows, recv.row_offsets, w), recv)
-
-    return layer
-
-
 @pytest.mark.exchanges(0)
 def test_derivatives_have_a_route_and_dispatches_of_their_own():
     """Tangents do not route again, and integers of the result have no tangents."""
     floats, ids, _ = small_layer.arguments(RANKS)
-    layer = small_layer.on_all_ranks(layer_by(at_once))
+    layer = small_layer.layer_of_all_ranks()
 
     def tangents(floats, directions):
         return jax.jvp(lambda *floats: layer(*floats, ids), floats, directions)
@@ -112,11 +99,10 @@ def test_derivatives_have_a_route_and_dispatches_of_their_own():
 @pytest.mark.parametrize("check_vma", (True, False), ids=("vma", "no_vma"))
 def test_a_routing_is_typed_as_varying_by_its_ids_alone(check_vma):
     """The payload differs between the devices of a second axis, but the ids are equal, so the
-    routing may leave shard_map replicated over this axis.
-    """
+    routing may leave shard_map replicated over this axis."""
     dp = min(2, harness.MANY)
     ranks = harness.MANY // dp
-    mesh = Mesh(np.array(harness.devices(harness.MANY)).reshape(dp, ranks), ("dp", harness.AXIS))
+    mesh = harness.mesh_over(dp=dp, ep=ranks)
     group = ma.Group(mesh, harness.AXIS, implementation=harness.IMPLEMENTATION)
     ids = small_layer.arguments(ranks).ids
     x = np.stack([small_layer.arguments(ranks, seed).floats[0] for seed in range(dp)])

@@ -178,8 +178,7 @@ def test_batches(options):
 @pytest.mark.several_devices("Explicit axes need a mesh")
 def test_explicit_axes():
     """Tokens are divided over an Explicit axis, outside shard_map."""
-    devices = np.array(harness.devices(harness.SEVERAL))
-    mesh = jax.sharding.Mesh(devices, ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    mesh = harness.mesh_over(jax.sharding.AxisType.Explicit, data=harness.SEVERAL)
     logits, mask = logits_of(13), np.arange(TOKENS) % 3 > 0
     fn = functools.partial(objective, **ROUTERS["sigmoid with groups"])
     expected = jax.jit(jax.value_and_grad(fn))(logits, mask)
@@ -211,8 +210,7 @@ def test_zeros_of_both_signs_are_equal():
 @pytest.mark.parametrize("options", ({}, GROUPS), ids=("all", "groups"))
 def test_ids_alone_are_right_over_auto_axes(options):
     """On GPUs, XLA would return zeros of another shape for lax.top_k alone."""
-    devices = np.array(harness.devices(harness.SEVERAL))
-    mesh = jax.sharding.Mesh(devices, ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = harness.mesh_over(data=harness.SEVERAL)
     logits = logits_of(14)
     ids_of = jax.jit(lambda logits: choose(logits, TOP_K, **options).ids)
     put = harness.put(logits, jax.NamedSharding(mesh, jax.P("data")))
@@ -280,7 +278,7 @@ def test_logits_of_bfloat16_are_routed_in_float32():
 
 
 def balance(logits, axis_name=None):
-    """Return the sum of both losses, and the losses and the next bias."""
+    """Return the sum of both losses, and (balance loss, z-loss, next bias)."""
     found = choose(logits, TOP_K)
     counts = jax.nn.one_hot(found.ids, EXPERTS).sum(axis=(0, 1))
     balance_loss = ma.load_balancing_loss(found.scores, found.ids, axis_name=axis_name)
@@ -396,7 +394,7 @@ update_of = functools.partial(dict, bias=BIAS, counts=BIAS)
 counting = functools.partial(dict, logits=LOGITS, select_bias=BIAS)
 quantile_of = functools.partial(dict, bias=BIAS, histogram=np.zeros((EXPERTS, 9), np.int32), k=2)
 OF_OTHERS = (
-    (ma.load_balancing_loss, balance_of(ids=IDS[:4]), (r"ids must .* \[24\]", r"int32\[4,4\]")),
+    (ma.load_balancing_loss, balance_of(ids=IDS[:4]), (r"ids must .* \[24, K\]", r"int32\[4,4\]")),
     (ma.load_balancing_loss, balance_of(scores=IDS), ("scores must hold floats", "int32", "Cast")),
     (ma.load_balancing_loss, balance_of(ids=LOGITS), ("ids must hold integers", "float32")),
     (ma.load_balancing_loss, balance_of(counts=IDS[0]), (r"counts must .* \[16\]", r"int32\[4\]")),
@@ -420,7 +418,6 @@ OF_OTHERS = (
     ),
     (ma.quantile_select_bias, quantile_of(histogram=LOGITS), ("histogram must hold int", "scale")),
 )
-# errors of `choose`, and of other functions
 ERRORS = [(choose, dict(logits=LOGITS, k=TOP_K) | own, naming) for own, naming in OF_CHOICE]
 
 

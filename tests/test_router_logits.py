@@ -24,7 +24,6 @@ PRODUCTS = (
     ("float16", "float32", "bfloat16"),
     ("float32", "float32", "float32"),
 )
-quick_jit = functools.partial(jax.jit, compiler_options=harness.QUICKLY)
 
 
 def drawn(x_dtype, router_dtype, num_tokens=40, hidden=512, experts=24):
@@ -44,7 +43,8 @@ def exact(array):
 
 
 def assert_equal_to(found, expected, dtype, within=2e-6):
-    """Compare relative to the largest number. A result of 16 bits may be rounded once more."""
+    """Bound the error relative to the largest number. A result of 16 bits may be rounded once
+    more."""
     assert found.dtype == dtype
     bits = jnp.finfo(dtype).nmant
     error = np.abs(exact(found) - expected).max() / np.abs(expected).max()
@@ -61,7 +61,7 @@ def logits_and_gradients(x, router, ct):
 def test_logits_and_gradients_are_those_of_float32(x_dtype, router_dtype):
     """On GPUs, TF32 would have errors of about 5e-4."""
     x, router, ct = drawn(x_dtype, router_dtype)
-    logits, d_x, d_router = quick_jit(logits_and_gradients)(x, router, ct)
+    logits, d_x, d_router = harness.quickly(logits_and_gradients)(x, router, ct)
     assert_equal_to(logits, exact(x) @ exact(router), jnp.float32)
     assert_equal_to(d_x, exact(ct) @ exact(router).T, x.dtype)
     assert_equal_to(d_router, exact(x).T @ exact(ct), router.dtype)
@@ -70,7 +70,8 @@ def test_logits_and_gradients_are_those_of_float32(x_dtype, router_dtype):
 @pytest.mark.parametrize("dtypes", PRODUCTS, ids="-".join)
 @pytest.mark.parametrize("sizes", ((40, 512, 24), (6, 8, 24)), ids=("large", "small"))
 def test_products_of_pieces_are_those_of_float32(dtypes, sizes, monkeypatch):
-    """GPUs use this form. In this test, XLA multiplies the pieces in float32, which is exact."""
+    """GPUs multiply pieces of 16 bits. In this test, XLA multiplies them in float32, which is
+    exact."""
 
     def matmul(a, b, dtype):
         assert a.dtype == b.dtype != jnp.float32
@@ -79,7 +80,7 @@ def test_products_of_pieces_are_those_of_float32(dtypes, sizes, monkeypatch):
 
     monkeypatch.setattr(implementation, "_matmul", matmul)
     a, b, _ = drawn(*dtypes[:2], *sizes)
-    found = quick_jit(functools.partial(implementation._dot_on_gpu, dtype=dtypes[2]))(a, b)
+    found = harness.quickly(functools.partial(implementation._dot_on_gpu, dtype=dtypes[2]))(a, b)
     assert_equal_to(found, exact(a) @ exact(b), jnp.dtype(dtypes[2]))
 
 
@@ -143,9 +144,9 @@ def test_batches_and_derivatives_in_any_order(in_axes):
             of_elements(*primals),
         )
 
-    found = quick_jit(lambda: results(lambda *args: router_logits(*args, None), "bfloat16"))()
+    found = harness.quickly(lambda: results(lambda *args: router_logits(*args, None), "bfloat16"))()
     plain = functools.partial(jnp.matmul, precision="highest")
-    expected = quick_jit(lambda: results(plain, "float32"))()
+    expected = harness.quickly(lambda: results(plain, "float32"))()
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         within = 2e-2 if ours.dtype == jnp.bfloat16 else 1e-5
         largest = np.abs(theirs).max()

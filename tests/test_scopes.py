@@ -18,32 +18,25 @@ pytestmark = [
 RANKS = harness.SEVERAL
 
 
-def op_names(config, num_tokens, **options):
-    """Compile a layer and its gradients for this machine, and return the names of the
-    operations."""
-    mesh = harness.mesh_of(RANKS)
-    group = ma.Group(mesh, harness.AXIS)
+@pytest.fixture(scope="module")
+def names():
+    """Compile a layer that uses every scope, with its gradient, for this machine. Return the names
+    of the operations."""
+    slots = [slot for expert in range(RANKS) for slot in (expert, -1)]
+    placement = ma.Placement.from_slots(slots, RANKS, num_ranks=RANKS)
+    config = ma.MoEConfig(128, 128, RANKS, ma.TopK(2), shared_hidden=128)
+    group = ma.Group(harness.mesh_of(RANKS), harness.AXIS)
 
     def loss(params, x):
         with jax.named_scope("my_layer"):
             params = params | dict(experts=params["experts"].in_fp8())
-            y, found = ma.moe(x, **params, axes=group, **options)
+            y, found = ma.moe(x, **params, axes=group, placement=placement)
         return jnp.sum(y) + found.balance_loss + found.z_loss, (y, found.load)
 
     params = jax.eval_shape(lambda: ma.init_moe(jax.random.key(0), config))
-    x = jax.ShapeDtypeStruct((num_tokens, config.hidden), jnp.float32)
+    x = jax.ShapeDtypeStruct((2 * RANKS + 1, config.hidden), jnp.float32)
     compiled = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True)).lower(params, x).compile()
     return re.findall(r'op_name="([^"]+)"', compiled.as_text())
-
-
-@pytest.fixture(scope="module")
-def names():
-    """Return the names of a layer with everything that has a name."""
-    experts = RANKS
-    slots = [slot for expert in range(experts) for slot in (expert, -1)]
-    placement = ma.Placement.from_slots(slots, experts, num_ranks=RANKS)
-    config = ma.MoEConfig(128, 128, experts, ma.TopK(2), shared_hidden=128)
-    return op_names(config, 2 * RANKS + 1, placement=placement)
 
 
 @pytest.mark.parametrize("name", sorted(scopes.NAMES))
@@ -63,8 +56,8 @@ def test_scopes_of_the_user_stay_around_those_of_the_package(names):
 
 
 def test_a_scope_is_not_in_itself(names):
-    """In a backward pass, JAX repeats the names around a checkpoint and in a jvp rule. Additions of
-    a sum have a name that does not begin with "jit(", and that does not say which pass it is."""
+    """Names of the backward pass may repeat a scope, because JAX repeats the names around a
+    checkpoint. Additions of a sum have names without "jit(", which do not tell the pass."""
     of_passes = [op_name for op_name in names if op_name.startswith("jit(")]
     forward = [op_name for op_name in of_passes if "transpose(" not in op_name]
     assert forward

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import small_layer
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from small_layer import LAYOUT, route_args
 
 import jax_moe_a2a as ma
@@ -20,13 +20,6 @@ RANKS = harness.SEVERAL
 MANY = harness.MANY
 DP = min(2, MANY)
 P = PartitionSpec
-
-
-def mesh_with(shape, names, kinds=None, devices=None):
-    """Return a mesh over the first devices; every axis is Auto by default."""
-    kinds = kinds or (AxisType.Auto,) * len(names)
-    devices = harness.devices(int(np.prod(shape))) if devices is None else devices
-    return Mesh(np.array(devices).reshape(shape), names, axis_types=kinds)
 
 
 def group_over(mesh, axes):
@@ -42,15 +35,13 @@ def assert_equals_dense(layer, arguments, place=lambda floats: floats):
 
 
 def test_without_check_vma_the_layer_equals_the_dense_layer():
-    """All tests below use check_vma."""
     layer = small_layer.layer_of_all_ranks(check_vma=False)
     assert_equals_dense(layer, small_layer.arguments(RANKS))
 
 
 def test_all_that_dispatch_and_combine_return_is_typed_as_varying_over_the_group():
-    """Otherwise shard_map would use one rank's result as the result of all ranks. With replicated
-    arguments, only the ids and the count of invalid ids are replicated.
-    """
+    """If a result did not vary, shard_map would use one rank's result as the result of all ranks.
+    With replicated arguments, only the ids and the count of invalid ids are replicated."""
     group = harness.group_of(RANKS)
     varying = {}
 
@@ -75,7 +66,7 @@ def test_all_that_dispatch_and_combine_return_is_typed_as_varying_over_the_group
 def test_a_mesh_of_an_explicit_axis_equals_the_dense_layer():
     """The arguments are sharded, and their types name the axis. All other tests of this file use
     Auto axes."""
-    mesh = mesh_with((RANKS,), (AXIS,), (AxisType.Explicit,))
+    mesh = harness.mesh_over(AxisType.Explicit, ep=RANKS)
     layer = small_layer.on_all_ranks(small_layer.layer_of(group_over(mesh, AXIS)), mesh)
     arguments = small_layer.arguments(RANKS)
     floats, ids = harness.put(arguments[:2], NamedSharding(mesh, P(AXIS)))
@@ -108,7 +99,7 @@ def test_every_row_of_a_dp_x_ep_mesh_is_a_domain_of_its_own(order):
     """The group's axis may be at any place in the mesh; experts are replicated over dp."""
     ranks = MANY // DP
     sizes = dict(dp=DP, ep=ranks)
-    mesh = mesh_with([sizes[name] for name in order], order)
+    mesh = harness.mesh_over(**{name: sizes[name] for name in order})
     layer = small_layer.layer_of(group_over(mesh, "ep"))
     floats, ids, kept = domains(DP, ranks)
 
@@ -125,9 +116,8 @@ def test_every_row_of_a_dp_x_ep_mesh_is_a_domain_of_its_own(order):
 
 @pytest.mark.parametrize("axes", (("a", "b"), ("b", "a")), ids="".join)
 def test_ranks_of_a_group_over_two_axes_count_row_major_in_the_groups_order(axes):
-    """The mesh has the axes ("a", "b"). The order of the axes in the mesh does not matter."""
-    sizes = dict(a=DP, b=MANY // DP)
-    mesh = mesh_with(tuple(sizes.values()), ("a", "b"))
+    """The order of the axes in the mesh, ("a", "b"), does not matter."""
+    mesh = harness.mesh_over(a=DP, b=MANY // DP)
     group = group_over(mesh, axes)
     assert group.size == MANY
     layer = small_layer.layer_of(group)
@@ -154,17 +144,17 @@ PARTIAL_MANUAL = {
     ids=PARTIAL_MANUAL,
 )
 def test_a_partial_manual_mesh_equals_the_dense_layer(specs, check_vma):
-    """dp and tp stay Auto, and shard tokens, hidden and weights outside."""
+    """The axes dp and tp stay Auto. They divide tokens, hidden or weights outside shard_map."""
     dp, ep, tp = {8: (2, 2, 2), 4: (1, 2, 2), 2: (1, 2, 1), 1: (1, 1, 1)}[MANY]
-    mesh = mesh_with((dp, ep, tp), ("dp", "ep", "tp"))
+    mesh = harness.mesh_over(dp=dp, ep=ep, tp=tp)
     layer = small_layer.layer_of(group_over(mesh, "ep"))
     spec = P("ep")
 
     def of_one_rank(x, *others):
         x = x[0]
         if specs == "both":
-            # Otherwise the partitioner of jax 0.12.0.1 aborts at a gather along one of two sharded
-            # axes.
+            # Without this constraint, the partitioner of jax 0.12.0.1 aborts at a gather along one
+            # of two sharded axes.
             x = lax.with_sharding_constraint(x, P(None, P.UNCONSTRAINED))
         return layer(x, *(other[0] for other in others))[None]
 
@@ -185,10 +175,10 @@ def test_a_partial_manual_mesh_equals_the_dense_layer(specs, check_vma):
 
 
 def test_a_payload_may_be_sharded_by_an_explicit_axis_that_is_not_the_groups():
-    """The rows and sums of the payload are then sharded in the same way."""
+    """The rows and the sums are sharded like the payload."""
     tp = 2 if MANY >= 4 else 1
     ranks = MANY // tp
-    mesh = mesh_with((ranks, tp), ("ep", "tp"), (AxisType.Explicit,) * 2)
+    mesh = harness.mesh_over(AxisType.Explicit, ep=ranks, tp=tp)
     group = group_over(mesh, "ep")
     (x, _, _), ids, _ = small_layer.arguments(ranks)
     x = x.round(1)
@@ -212,8 +202,7 @@ def test_a_payload_may_be_sharded_by_an_explicit_axis_that_is_not_the_groups():
 
 def test_two_groups_over_different_axes_of_one_mesh_exchange_in_one_program():
     """The result of an exchange along one axis is exchanged along the other axis."""
-    sizes = dict(a=DP, b=MANY // DP)
-    mesh = mesh_with(tuple(sizes.values()), ("a", "b"))
+    mesh = harness.mesh_over(a=DP, b=MANY // DP)
     groups = [group_over(mesh, name) for name in ("a", "b")]
     rng = np.random.default_rng(0)
     shape = (DP, MANY // DP, LAYOUT.tokens)

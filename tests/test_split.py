@@ -21,7 +21,7 @@ import jax_moe_a2a as ma
 from jax_moe_a2a._src.exchange.dispatch_combine import DISPATCH
 from jax_moe_a2a._src.exchange.record import Options
 
-pytestmark = pytest.mark.exchanges(0)  # of tests that only trace programs
+pytestmark = pytest.mark.exchanges(0)  # most tests only trace programs
 
 RANKS = harness.SEVERAL
 GROUP = harness.group_of(RANKS)
@@ -30,7 +30,7 @@ FORWARD_AND_BACKWARD = {"dispatch_start": 2, "combine_start": 2}
 
 
 def split_layer(x, topk_weights, w, ids, group=GROUP, layout=LAYOUT):
-    """Return the layer with work during both exchanges."""
+    """Compute the layer, and other work during both exchanges."""
     inflight = ma.dispatch_start(x, ids, topk_weights, **route_args(group, layout))
     inflight, shared = ma.overlap(inflight, jnp.sin, x)
     recv = ma.dispatch_done(inflight)
@@ -44,26 +44,12 @@ def whole_layer(x, topk_weights, w, ids, group=GROUP, layout=LAYOUT):
     return small_layer.layer_of(group, layout)(x, topk_weights, w, ids) + jnp.sin(x) ** 2
 
 
-def equal_pairs(program, layer_pairs, *args, tolerance=2e-5):
-    """Assert that program(layer) has equal results for the split and the whole layer, and that the
-    split layer has these pairs and no whole exchanges."""
-    jaxpr = jax.make_jaxpr(program(split_layer))(*args)
-    assert pairs.num_pairs(jaxpr) == layer_pairs
-    assert not {"dispatch", "combine", "weighted_combine"} & set(harness.count_primitives(jaxpr))
-    actual, expected = (
-        small_layer.compiled(program(layer))(*args) for layer in (split_layer, whole_layer)
-    )
-    small_layer.assert_close(actual, expected, tolerance=tolerance)
-
-
 @functools.cache
 def problem():
-    """Return floats and ids of all ranks, and directions, as arrays."""
+    """Return floats, ids and directions of all ranks as JAX arrays."""
     floats, ids, _ = small_layer.arguments(RANKS)
     return jax.tree.map(jnp.asarray, (floats, ids, small_layer.directions(RANKS)))
 
-
-# Payloads
 
 FORMATTED = cases.Layout("formatted", tokens=6, top_k=3, local_experts=2, hidden=64)
 
@@ -71,7 +57,7 @@ FORMATTED = cases.Layout("formatted", tokens=6, top_k=3, local_experts=2, hidden
 @pytest.mark.exchanges(1 + 3, split=2)
 @pytest.mark.parametrize("layout", (cases.PLAIN, cases.CUT), ids=lambda layout: layout.name)
 def test_a_split_exchange_returns_the_bytes_of_the_whole_one(layout):
-    """This is tested for a payload of several dtypes, and for weights."""
+    """The payload has several dtypes and weights."""
     (ids, x, topk_weights, y), _ = harness.exchange_inputs(cases.Case(layout, "skewed"), RANKS)
 
     def of_split(ids, x, topk_weights, y):
@@ -128,7 +114,7 @@ def test_a_start_has_the_parameters_of_the_whole_exchange(name):
     assert list(start.values()) == list(whole.values())
 
 
-# Transforms: (layer of one rank) -> a function of the floats of all ranks, and its pairs.
+# Transforms of a layer of one rank to a function of the floats of all ranks
 
 
 def outside(layer):
@@ -186,18 +172,12 @@ def emulated(layer):
     return jax.grad(small_layer.loss_of(on_all, ids), OF_FLOATS)
 
 
-# The pairs of a program, and the exchanges of both layers: whole exchanges, because the split layer
-# routes separately, and split exchanges.
+# Pairs of starts and dones, and the numbers of whole and split exchanges of both layers. The route
+# of the split layer is a whole exchange.
 TRANSFORMS = {
     outside: (FORWARD_AND_BACKWARD, 6, 4),
-    forward_over_reverse: (
-        {"dispatch_start": 4, "combine_start": 4},
-        *(10, 8),
-    ),
-    reverse_over_reverse: (
-        {"dispatch_start": 4, "combine_start": 4},
-        *(10, 8),
-    ),
+    forward_over_reverse: ({"dispatch_start": 4, "combine_start": 4}, 10, 8),
+    reverse_over_reverse: ({"dispatch_start": 4, "combine_start": 4}, 10, 8),
     scanned: (dict(FORWARD_AND_BACKWARD, dispatch_start=3), 16, 10),
     in_a_branch: (FORWARD_AND_BACKWARD, 6, 4),
     batched: (FORWARD_AND_BACKWARD, 6, 4),
@@ -213,13 +193,18 @@ def test_under_every_transform_a_split_layer_is_the_whole_one_and_every_done_has
     transform,
 ):
     floats, _, _ = problem()
-    equal_pairs(transform, TRANSFORMS[transform][0], *floats, tolerance=1e-4)
+    jaxpr = jax.make_jaxpr(transform(split_layer))(*floats)
+    assert pairs.num_pairs(jaxpr) == TRANSFORMS[transform][0]
+    assert not {"dispatch", "combine", "weighted_combine"} & set(harness.count_primitives(jaxpr))
+    actual, expected = (
+        small_layer.compiled(transform(layer))(*floats) for layer in (split_layer, whole_layer)
+    )
+    small_layer.assert_close(actual, expected, tolerance=1e-4)
 
 
-# Micro-batches. On GPUs, XLA would fuse a call with slices of larger arrays that it reads or
-# writes, if the slices begin at multiples of 128 bytes. The slices of this layout begin there. The
-# rows of the worst case grow with the square of the number of ranks, so many ranks have fewer
-# tokens.
+# On GPUs, XLA would fuse a call with slices of larger arrays that it reads or writes, if the slices
+# begin at multiples of 128 bytes. The slices of this layout begin there. The rows of the worst case
+# grow with the square of the number of ranks, so many ranks have fewer tokens.
 NUM_LARGE = 128 if RANKS <= cases.MOST_RANKS else 32
 LARGE = cases.Layout("large", tokens=NUM_LARGE, top_k=4, local_experts=2, hidden=64)
 
@@ -322,12 +307,8 @@ def test_both_halves_move_all_leaves_where_only_one_has_a_gradient():
     for program in (jax.grad(total), lambda x: jax.jvp(total, (x,), (x,))):
         jaxpr = jax.make_jaxpr(program)(x)
         assert pairs.num_pairs(jaxpr)
-        leaves = {len(small_layer.payload(e)[0]) for e in harness.equations(jaxpr) if is_start(e)}
-        assert leaves == {2}
-
-
-def is_start(eqn):
-    return eqn.primitive.name in pairs.STARTS
+        starts = [e for e in harness.equations(jaxpr) if e.primitive.name in pairs.STARTS]
+        assert {len(small_layer.payload(e)[0]) for e in starts} == {2}
 
 
 def test_a_done_is_batched_where_only_one_half_of_what_is_in_flight_is():
@@ -358,9 +339,6 @@ def test_an_unused_exchange_is_neither_started_nor_done():
     closed = jax.make_jaxpr(small_layer.on_all_ranks(of_one_rank))(*floats, ids)
     jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
     assert set(harness.count_primitives(jaxpr)) == {"tie"}
-
-
-# Overlap
 
 
 def lies_between(eqn, jaxpr, start, done):
@@ -406,21 +384,6 @@ def test_overlap_puts_work_between_start_and_done_forward_and_backward(is_tied):
                 ends = halves.replace("start", "done")
                 found.append((is_backward, lies_between(eqn, jaxpr, halves, ends)))
     assert sorted(found) == [(False, is_tied), (True, is_tied)]
-
-
-# Misuse
-
-
-def refused(use, error, match):
-    """Apply `use` to an `InFlight` and x, in a function of one rank."""
-
-    def of_one_rank(x, ids):
-        inflight = ma.dispatch_start(x, ids, **route_args(GROUP))
-        return use(inflight, x)
-
-    (x, _, _), ids, _ = problem()
-    with pytest.raises(error, match=match):
-        jax.make_jaxpr(small_layer.on_all_ranks(of_one_rank))(x, ids)
 
 
 def done_twice(inflight, x):
@@ -501,7 +464,14 @@ MISUSES = {
 
 @pytest.mark.parametrize("misuse", MISUSES)
 def test_misuse_of_what_is_in_flight_is_refused(misuse):
-    refused(*MISUSES[misuse])
+    use, error, message = MISUSES[misuse]
+
+    def of_one_rank(x, ids):
+        return use(ma.dispatch_start(x, ids, **route_args(GROUP)), x)
+
+    (x, _, _), ids, _ = problem()
+    with pytest.raises(error, match=message):
+        jax.make_jaxpr(small_layer.on_all_ranks(of_one_rank))(x, ids)
 
 
 @pytest.mark.parametrize(
@@ -533,6 +503,3 @@ def test_start_and_done_work_outside_jit_on_the_portable_path():
         return ma.combine_done(ma.combine_start(recv.rows, recv))
 
     small_layer.assert_same(jax.vmap(on_rank, axis_name=harness.AXIS)(x, ids), x)
-
-
-# The lint itself

@@ -5,7 +5,6 @@ import harness
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.exchange import reference
@@ -15,20 +14,18 @@ pytestmark = [
     pytest.mark.several_devices("blocks travel between devices"),
 ]
 
+RANKS = harness.SEVERAL
 DTYPES = [name for name in cases.MOVED_DTYPES if cases.dtype(name).itemsize > 2]
 DTYPES += ["bool", "int8", "uint16", "bfloat16", "float16"]
 
 
-def mesh_of(*shape):
-    devices = np.array(harness.devices(harness.SEVERAL)).reshape(shape)
-    return Mesh(devices, ("host", harness.AXIS)[-len(shape) :])
-
-
-@pytest.mark.parametrize("shape", [(-1,), (2, -1)], ids=("one_axis", "two_axes"))
+@pytest.mark.parametrize(
+    "sizes", [dict(ep=RANKS), dict(host=2, ep=RANKS // 2)], ids=("one_axis", "two_axes")
+)
 @pytest.mark.parametrize("limit", [0, reference.MAX_GATHERED_BYTES], ids=("large", "small"))
-def test_blocks_arrive_in_the_order_of_ranks_bit_for_bit(monkeypatch, limit, shape):
+def test_blocks_arrive_in_the_order_of_ranks_bit_for_bit(monkeypatch, limit, sizes):
     monkeypatch.setattr(reference, "MAX_GATHERED_BYTES", limit)
-    mesh = mesh_of(*shape)
+    mesh = harness.mesh_over(**sizes)
     group = ma.Group(mesh, mesh.axis_names)
     rng = np.random.default_rng(0)
     sent = {n: cases.any_bits(rng, (group.size, group.size, 3, 5), n) for n in DTYPES}
@@ -45,7 +42,7 @@ def test_blocks_arrive_in_the_order_of_ranks_bit_for_bit(monkeypatch, limit, sha
 
 
 def test_blocks_of_all_pairs_of_ranks_decide_which_collective_moves_them():
-    mesh = mesh_of(-1)
+    mesh = harness.mesh_of(RANKS)
     group = ma.Group(mesh, harness.AXIS)
     most = reference.MAX_GATHERED_BYTES // (4 * group.size**2)
 

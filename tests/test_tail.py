@@ -34,7 +34,7 @@ def route_args(layout, ranks=RANKS, group=None):
     return layout.route_args(group or harness.group_of(ranks))
 
 
-# By name: how rows are dispatched, and the options.
+# How rows are dispatched, and the options of the dispatch
 FORMS = dict(
     ids=("ids", {}),
     routing=("routing", {}),
@@ -126,14 +126,7 @@ def exchanges_of(form, layout):
     return 1 + (form.endswith("routing") or layout is MANY), 0
 
 
-def layer_inputs(layout=LAYOUT, ranks=RANKS):
-    ids, x, weights, _ = inputs(layout, ranks=ranks)
-    rng = np.random.default_rng(0)
-    w = cases.normal(rng, (ranks, layout.local_experts, HIDDEN, HIDDEN), "float32") / 11
-    return x, weights, w, ids
-
-
-def assert_finite_and_same(actual, expected, atol=1e-6):
+def assert_finite_and_same(actual, expected, atol):
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         a, b = harness.numpy_of((a, b))
         assert np.isfinite(b).all() and np.abs(b).max() > 0
@@ -188,6 +181,9 @@ def test_rows_that_a_product_of_another_library_leaves_unwritten_reach_no_result
         return keep(unwriting_dot(keep(rows), w, sizes))
 
     found = {}
+    ids, x, weights, _ = inputs(LAYOUT)
+    shape = RANKS, LAYOUT.local_experts, HIDDEN, HIDDEN
+    w = cases.normal(np.random.default_rng(0), shape, "float32") / 11
     for multiply in (ma.grouped_dot, masked, unwriting_dot):
         program = harness.on_each_rank(
             functools.partial(of_product, multiply),
@@ -195,8 +191,8 @@ def test_rows_that_a_product_of_another_library_leaves_unwritten_reach_no_result
             check_vma=False,
             compiler_options=harness.QUICKLY,
         )
-        found[multiply] = program(*layer_inputs())
-    # The products add in different orders, and on GPUs multiply in TF32.
+        found[multiply] = program(x, weights, w, ids)
+    # The products sum in different orders, and multiply in TF32 on GPUs.
     same = functools.partial(assert_finite_and_same, atol=1e-2 if harness.ON_GPU else 1e-4)
     right_y, right_gradients = found[ma.grouped_dot]
     same(found[masked], (right_y, right_gradients))

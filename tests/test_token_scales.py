@@ -1,4 +1,4 @@
-"""`NvFp4` with a global scale for each token, which travels with its row.
+"""Test `NvFp4` with a global scale for each token. The scale travels with the token's row.
 
 The oracle is `format_oracle.py`, which shares no code with the package.
 """
@@ -21,7 +21,7 @@ from small_layer import DISPATCHES, routing_of
 import jax_moe_a2a as ma
 from jax_moe_a2a._src import api
 
-pytestmark = pytest.mark.exchanges(0)  # of tests without an exchange, or that only trace programs
+pytestmark = pytest.mark.exchanges(0)  # most tests run no exchange
 
 # Some choices are masked, some are dropped, and there is a tail.
 LAYOUT = cases.Layout(
@@ -77,9 +77,6 @@ def assert_decoded_are(rows, x, scales, expected, written=...):
     harness.assert_same_bytes(np.asarray(rows)[written], of_oracle[written], "decoded")
 
 
-# Without an exchange
-
-
 @pytest.mark.parametrize(
     ("dtype", "shape"), (("bfloat16", (64,)), ("float16", (2, 32)), ("float32", (2, 32)))
 )
@@ -103,12 +100,9 @@ def test_encode_and_decode_use_the_scale_of_each_token(dtype, shape):
     assert is_invalid.sum() >= 4 and np.isnan(expected[is_invalid].astype("float32")).all()
 
 
-# Dispatch
-
-
 def whole_exchanges(form, layout=LAYOUT):
-    """Return the number of whole exchanges of two dispatches in a form. If the route is an
-    exchange, they share it."""
+    """Return the number of whole exchanges of two dispatches. If the route is an exchange, both
+    dispatches share it."""
     if form == "halves":
         return 1
     return 3 if form == "routing" or layout is MANY else 2
@@ -167,7 +161,7 @@ def test_rows_and_their_scales_are_those_of_the_oracle(form, layout, routing, dt
         assert np.isnan(global_scales[~written]).all()
 
 
-# Transforms, of ranks that `vmap` emulates. A global scale has no derivative.
+# The ranks of the following tests are emulated by `vmap`.
 
 VMAPPED = harness.RANKS_ON_ONE_GPU or 2
 
@@ -189,8 +183,8 @@ def small_arguments(elements=2):
 
 
 def by_form(form, group, ids, **options):
-    """Return a function (x, scales) -> rows. Without ``scales`` there is no format; otherwise rows
-    are decoded."""
+    """Return a function (x, scales) -> rows. Without ``scales``, the dispatch has no format. With
+    ``scales``, the rows are decoded."""
 
     def rows(x, scales):
         given = dict(options)
@@ -310,11 +304,7 @@ def test_a_batch_has_the_rows_of_each_element(form, axes):
         return jax.vmap(rows, axes)(*args), jax.tree.map(lambda *a: jnp.stack(a), *each)
 
     batch, each = emulated(compare)(ids, x, scales)
-    for actual, expected in zip(jax.tree.leaves(batch), jax.tree.leaves(each), strict=True):
-        harness.assert_same_bytes(np.asarray(actual), np.asarray(expected))
-
-
-# Errors and estimates
+    jax.tree.map(harness.assert_same_bytes, batch, each)
 
 
 SCALES = ma.NvFp4(global_scale=jnp.ones(2, jnp.float32))
@@ -380,7 +370,7 @@ def test_the_estimate_counts_the_scales():
     fmt = ma.NvFp4(global_scale=jnp.ones(128, jnp.float32))
     scaled = ma.memory_estimate(**harness.exchanging(sizes, token_format=fmt))
     assert scaled.rows_bytes - plain.rows_bytes == 4 * plain.capacity
-    # A choice array of 16 bytes for each token.
+    # The scales are a choice array of 16 bytes for each token.
     wide = dict(sizes, wire_dtype=ma.NvFp4())
     added = [
         ma.memory_estimate(**harness.exchanging(wide, token_format=f)).workspace_bytes

@@ -1,5 +1,5 @@
-"""The choice of nvcc for a build, the packages that the build requests from pip, and the projects
-of wheels."""
+"""Test how a build chooses nvcc, which packages it requests from pip, and the projects of
+wheels."""
 
 import ast
 import os

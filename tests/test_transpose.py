@@ -1,7 +1,7 @@
 """Dispatch and combine are each other's transpose, and a gradient moves rows once in each
 direction.
 
-Comparisons are exact: on small integers in float32, or with the sums of the oracle.
+Comparisons are exact. Inputs are small integers in float32, or the oracle computes the sums.
 """
 
 import functools
@@ -23,10 +23,8 @@ RANKS = harness.SEVERAL
 
 @functools.cache
 def maps():
-    """Return (dispatch, combine) of (rows, weights) as linear functions of all ranks' arrays.
-
-    No public function combines only weights, so this function transposes their dispatch.
-    """
+    """Return (dispatch of rows and weights, combine of rows) as linear functions of all ranks'
+    arrays."""
     group = harness.group_of(RANKS)
     ids = small_layer.arguments(RANKS).ids
 
@@ -110,7 +108,7 @@ def test_a_weighted_combine_transposes_in_its_rows_and_in_its_weights():
 
 @pytest.mark.exchanges(0)
 def test_only_leaves_with_a_cotangent_are_moved_back():
-    """Leaves, weights and rows without a later use are not moved back."""
+    """A loss uses some leaves or the weights. Only the gradients of these arrays are moved back."""
     group = harness.group_of(RANKS)
     ids = small_layer.arguments(RANKS).ids
     x = {"a": integers(*TOKENS), "b": integers(LAYOUT.tokens, 2), "w": integers(*CHOICES)}
@@ -133,9 +131,6 @@ def test_only_leaves_with_a_cotangent_are_moved_back():
     assert gradient(lambda recv: [recv.rows["a"], recv.weights]) == [([ROWS], [(capacity,)])]
 
 
-# The sums and the movements of gradients
-
-
 def transpose_of_dispatch(layout, ranks, wire_dtype):
     """Return a function (ids, x, topk_weights, cotangents of rows and of weights) -> cotangents of
     x and topk_weights."""
@@ -153,7 +148,8 @@ def transpose_of_dispatch(layout, ranks, wire_dtype):
 
         return jax.vjp(dispatch, x, topk_weights)[1]((ct_rows, ct_weights))
 
-    # A combine for each of the three dtypes. XLA removes the dispatch, because its rows are unused.
+    # The gradient is a combine for each of the three dtypes. XLA removes the dispatch, because its
+    # rows are unused.
     return harness.on_each_rank(transposed, harness.mesh_of(ranks), exchanges=4)
 
 
@@ -196,7 +192,8 @@ def test_the_gradient_of_a_layer_moves_rows_once_each_way():
     loss = small_layer.loss_of(small_layer.layer_of_all_ranks(), ids)
     jaxpr = jax.make_jaxpr(jax.grad(loss, OF_FLOATS))(*floats)
     assert harness.count_primitives(jaxpr) == WHOLE
-    # Forward: rows and weights together. Backward: the gradient of the result, once, for both.
+    # The forward pass moves rows and weights together. The backward pass moves the gradient of the
+    # result once, for both.
     (dispatch,) = small_layer.equations(jaxpr, "dispatch")
     assert small_layer.payload(dispatch) == ([TOKENS], [CHOICES])
     (back,) = small_layer.equations(jaxpr, "weighted_dispatch")

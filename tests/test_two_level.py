@@ -1,4 +1,4 @@
-"""With two levels, rows equal those of one level, in the same order. Sums are first computed within
+"""Rows of two levels equal the rows of one level, in the same order. Sums are first computed within
 hosts, and a token crosses to each host only once.
 
 The devices are divided into two hosts, and into every other possible number of hosts. If all ranks
@@ -56,7 +56,7 @@ def exchanged_within(hosts):
 
 
 def by_kernels(program):
-    """Return a program that fails if all ranks share a GPU, and no kernel runs."""
+    """If all ranks share a GPU, return a program that fails unless a kernel runs."""
     if not ON_ONE_GPU:
         return program
 
@@ -104,9 +104,6 @@ def check_case(case, hosts):
     weights = oracle.dispatch_choices(topk_weights, expected)
     harness.assert_sums_agree(results["sum"], *combine(y, expected, hosts), case.name)
     harness.assert_sums_agree(results["weighted"], *combine(y, expected, hosts, weights), case.name)
-
-
-# Payloads and sums
 
 
 @pytest.mark.parametrize("layout", cases.few_layouts(), ids=lambda layout: layout.name)
@@ -175,7 +172,8 @@ def test_a_token_crosses_to_each_host_once():
 
 @of_devices
 def test_a_layer_crosses_between_hosts_once_each_way():
-    """Ids, tokens with their weights, sums, and the gradients of these cross between hosts."""
+    """Forward, ids, tokens and sums cross between hosts. Backward, the gradients of sums and of
+    tokens cross."""
     floats, ids, _ = small_layer.arguments(RANKS)
     layer = small_layer.on_all_ranks(small_layer.layer_of(group_of(HOSTS)), mesh_of(HOSTS))
     forward = jax.make_jaxpr(layer)(*floats, ids)
@@ -254,7 +252,8 @@ def trace_exchange(name, dtypes, group, **options):
 @of_devices
 @pytest.mark.parametrize("name", EXCHANGES)
 def test_a_wire_dtype_wider_than_the_rows_is_refused(name):
-    """The call raises an error, because a host's sum would be rounded to the dtype of the rows."""
+    """A wider wire dtype is an error, because a host's sum would be rounded to the dtype of the
+    rows."""
     group = group_of(HOSTS)
     for dtypes in (["bfloat16"], ["float32", "float16"]):
         naming = (
@@ -275,12 +274,10 @@ def test_a_wire_dtype_may_be_wider_than_what_is_only_moved():
     trace_exchange("dispatch", ["bfloat16"], group_of(HOSTS), wire_dtype="float32", replicated=True)
 
 
-# Modes
-
-
 def assert_as_flat(exchange, *args, group=None):
-    """Compare `exchange(group)`, which returns a Recv and sums of one rank, between a flat and a
-    two-level group: the Recvs have the same bytes, and the sums agree within a few roundings."""
+    """Run `exchange(group)`, which returns a Recv and sums of one rank, with a flat and with a
+    two-level group. Assert that both Recvs have the same bytes, and that sums agree within a few
+    roundings."""
     group = group or group_of(HOSTS)
     actual, expected = (
         on_each_rank(exchange(each), each.mesh)(*args) for each in (group, flat_group())
@@ -337,9 +334,6 @@ def test_start_and_done_are_the_whole_exchange():
     small_layer.assert_close(actual, small_layer.dense_value_and_grads(floats, ids, kept))
 
 
-# Transforms
-
-
 @pytest.mark.parametrize("hosts", EVERY_HOSTS[:1], ids=lambda n: f"{n}x{RANKS // n}")
 def test_gradients_are_those_of_the_dense_layer(hosts):
     floats, ids, kept = small_layer.arguments(RANKS)
@@ -372,9 +366,6 @@ def test_rematerialization_keeps_the_routing_of_both_levels_where_it_is_told(
     if policy is not None:
         expected = small_layer.dense_value_and_grads(floats, ids, kept)
         small_layer.assert_close(compiled(program)(*floats), expected)
-
-
-# The group
 
 
 @of_devices
@@ -502,7 +493,7 @@ def test_collective_bytes_are_those_that_xla_sends_and_receives_between_hosts(dt
     shapes = (choices, "int32"), ((tokens, 40), dtype), (choices, "float32")
     traced = jax.jit(mapped).trace(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    found = [  # of ids, tokens, weights and sums; a buffer has the same size at both ends
+    found = [  # ids, tokens, weights and sums, which have the same size at both ends
         2 * math.prod(map(int, shape[:-1].split("x"))) * int(bits) // 8
         for line in text.splitlines()
         if "all_to_all" in line

@@ -12,7 +12,8 @@ from jax_moe_a2a._src import compat
 
 pytestmark = pytest.mark.several_devices("it starts processes, each with its devices")
 
-# Sums of the oracle; value and gradients of a layer; a layer under vmap.
+# The tests compare sums with the oracle, a layer with the dense layer, and exchanges along two
+# axes.
 CHOSEN = (
     "tests/test_two_processes.py::test_processes_tell_each_other_and_silence_is_none",
     "tests/test_combine.py::test_weights_come_from_recv_an_array_or_nowhere",

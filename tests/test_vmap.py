@@ -14,7 +14,7 @@ import numpy as np
 import oracle
 import pytest
 import small_layer
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from small_layer import LAYOUT, OF_FLOATS, route_args
 
 import jax_moe_a2a as ma
@@ -53,7 +53,7 @@ def element(results, b, dim=1):
 
 
 def assert_is_the_oracles(results, ids, x, topk_weights, y):
-    """Compare one element of the batch, all ranks, with the oracle."""
+    """Compare one element of the batch on all ranks with the oracle."""
     expected = small_layer.routing_of(ids)
     recv = results["recv"]
     harness.assert_routing_is(recv.routing, expected)
@@ -67,9 +67,18 @@ def assert_is_the_oracles(results, ids, x, topk_weights, y):
     harness.assert_sums_agree(results["weighted"], *oracle.combine(y, expected, weights))
 
 
-def check_batch(batched):
-    """Run and count a batch in which `batched` inputs (of ids, x, weights, y) have one value for
-    each element, and the other inputs one value for all."""
+@pytest.mark.exchanges(4)
+@pytest.mark.parametrize(
+    "batched",
+    [
+        (True, True, True, True),
+        (False, True, True, True),
+        (False, False, True, False),
+    ],
+    ids=("all", "shared_ids", "only_weights"),
+)
+def test_every_element_of_a_batch_is_exchanged_as_if_alone_in_one_exchange(batched):
+    """Each of ids, x, weights and y has one value for each element, or one value for all."""
     inputs, axes = [], []
     for i, is_batched in enumerate(batched):
         values = [each[i] for each in elements()]
@@ -84,20 +93,6 @@ def check_batch(batched):
         assert_is_the_oracles(element(results, b), *own)
     jaxpr = jax.make_jaxpr(small_layer.on_all_ranks(mapped))(*inputs)
     assert harness.count_primitives(jaxpr) == ONCE
-
-
-@pytest.mark.exchanges(4)
-@pytest.mark.parametrize(
-    "batched",
-    [
-        (True, True, True, True),
-        (False, True, True, True),
-        (False, False, True, False),
-    ],
-    ids=("all", "shared_ids", "only_weights"),
-)
-def test_every_element_of_a_batch_is_exchanged_as_if_alone_in_one_exchange(batched):
-    check_batch(batched)
 
 
 @pytest.mark.exchanges(0)
@@ -214,13 +209,11 @@ def test_grad_of_vmap_equals_that_of_the_dense_layer():
 @pytest.mark.several_devices("it needs a second mesh axis")
 @pytest.mark.parametrize("shared", (False, True), ids=("own_routing", "shared_routing"))
 def test_a_batch_may_be_spread_over_another_axis_of_the_mesh(shared):
-    """With vmap's spmd_axis_name, each device runs its own elements. All elements may share the
-    ids, and then also the weights.
-    """
+    """With vmap's spmd_axis_name, each device runs its own elements. One case shares the ids and
+    the weights among all elements."""
     dp = min(2, harness.MANY)
     ranks = harness.MANY // dp
-    devices = np.array(harness.devices(harness.MANY)).reshape(dp, ranks)
-    mesh = Mesh(devices, ("dp", harness.AXIS))
+    mesh = harness.mesh_over(dp=dp, ep=ranks)
     group = ma.Group(mesh, harness.AXIS, implementation=harness.IMPLEMENTATION)
     each = [small_layer.arguments(ranks, seed) for seed in range(2)]
     (x, topk_weights, w), ids, kept = small_layer.stacked(*each)
@@ -242,9 +235,8 @@ def test_a_batch_may_be_spread_over_another_axis_of_the_mesh(shared):
     )
 
 
-# The group's own axis
-
-# The ranks that share a GPU, or else 3: not a power of two, and more than some machines' devices.
+# By default, 3 ranks are emulated, because 3 is no power of two and exceeds the devices of some
+# machines.
 EMULATED = harness.RANKS_ON_ONE_GPU or 3
 VMAPPED = harness.vmapped_group(EMULATED)
 
@@ -255,7 +247,7 @@ def emulated(fn, **options):
 
 @pytest.mark.exchanges(5)
 def test_grad_inside_the_emulation_equals_that_of_the_dense_layer():
-    """Cotangents cross between the emulated ranks."""
+    """The gradients are taken on each emulated rank, so cotangents cross between ranks."""
     floats, ids, kept = small_layer.arguments(EMULATED)
 
     def of_one_rank(*args):

@@ -40,7 +40,7 @@ def fused(g, rows, weights, routing):
 
 
 def separate(g, rows, weights, routing):
-    """Return the same results from a dispatch and ordinary operations after it."""
+    """Return the results of `fused` from a dispatch and ordinary operations."""
     moved = ma.dispatch(g, routing).rows.astype(jnp.float32)
     is_row = routing.row_rank >= 0
     scaled = [jnp.where(is_row[:, None], w[:, None] * moved, 0).astype(g.dtype) for w in weights]
@@ -63,7 +63,7 @@ def weigh_program(weigh, layout, ranks):
     return harness.on_each_rank(of_one_rank, group.mesh)
 
 
-# The kernel weights rows of whole 16-byte words. Other rows are dispatched, and XLA weights them.
+# The kernel multiplies rows of whole 16-byte words by their weights. XLA multiplies all other rows.
 IN_WORDS = (
     dataclasses.replace(cases.PLAIN, name="plain_in_words", hidden=24),
     dataclasses.replace(cases.CUT, name="cut_in_words", hidden=24),
@@ -71,17 +71,14 @@ IN_WORDS = (
 LAYOUTS = (*cases.few_layouts(), *IN_WORDS[: None if harness.ON_GPU else 0])
 
 
-def exchanges_of(layout):
-    """Count the exchanges of both programs, including their routes. The fused program exchanges
-    once for each pair of rows and weights. In the other program, XLA merges all dispatches."""
-    return (2 + (3 if layout.hidden == 24 else 1) + 1) * layout.has_rows(RANKS)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_a_weighted_dispatch_has_the_bits_of_the_separate_steps(layout):
     """The cases are two pairs, only weights and only rows, with NaN in rows without a token."""
     ranks = harness.SEVERAL
     rng = np.random.default_rng(0)
+    # Both programs have a route. The fused program exchanges once for each pair of rows and
+    # weights. In the other program, XLA merges all dispatches.
+    num_exchanges = (2 + (3 if layout.hidden == 24 else 1) + 1) * layout.has_rows(RANKS)
     for case in cases.cases_of(layout):
         ids = case.ids(ranks)
         row_token = small_layer.routing_of(ids, layout).row_token
@@ -94,12 +91,12 @@ def test_a_weighted_dispatch_has_the_bits_of_the_separate_steps(layout):
                 array[row_token < 0] = np.nan
             args = ids, g, rows, weights
             programs = (weigh_program(f, layout, ranks) for f in (fused, separate))
-            with harness.expect_exchanges(exchanges_of(layout)):
+            with harness.expect_exchanges(num_exchanges):
                 actual, expected = (program(*args) for program in programs)
             small_layer.assert_same(actual, expected, f"{case.name} {dtype}")
 
 
-# Transforms. Numbers are small integers in float32, so that sums are exact in any order.
+# Numbers are small integers in float32, so that sums are exact in any order.
 
 
 def integers(*shape, seed=0):
@@ -185,8 +182,7 @@ BATCH = 3
 )
 def test_a_batch_is_one_exchange_with_the_bits_of_its_elements(batched, counted):
     """Elements with separate routings become one larger routing. With a shared routing, rows of g
-    become larger, or g stays unbatched.
-    """
+    become larger, or g stays unbatched."""
     each = [arguments(seed=5 * b) for b in range(BATCH)]
 
     def own(b, name):

@@ -18,7 +18,7 @@ WHEELS = sorted(path.name for path in Path(FOLDER).glob("*.whl")) if FOLDER else
 MAJORS = [major for major in (12, 13) if any(f"_cuda{major}-" in name for name in WHEELS)]
 
 pytestmark = [
-    pytest.mark.exchanges(0),  # in this process
+    pytest.mark.exchanges(0),  # this process exchanges nothing
     pytest.mark.one_process("installs packages, and runs programs of its own"),
     pytest.mark.skipif(not FOLDER, reason="needs wheels: make wheels test-wheels"),
 ]

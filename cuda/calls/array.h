@@ -1,7 +1,5 @@
-// The operands and results of a call, and their checks.
-//
-// The kernels index an array by sizes that come from other arrays. An exported program can pass any
-// arrays, so every array is checked.
+// The operands and results of a call, and their checks. The kernels index an array by sizes that
+// come from other arrays, and an exported program can pass any arrays.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +20,6 @@
 
 namespace moe_a2a {
 
-// A type of array elements. Types with equal names are equal.
 struct DataType {
   std::string name;  // XLA's name of the type
   int64_t bytes;     // of an element; 0: several elements share a byte
@@ -39,9 +36,9 @@ inline const DataType kFloat16 = {"F16", 2, 0xFF};
 inline const DataType kBFloat16 = {"BF16", 2, 0xFF};
 inline const DataType kFp8 = {"F8E4M3FN", 1, 0xFF};
 
-// Returns the type with a name. The first number in a name is the number of bits. A type whose name
-// has no number, such as PRED, has one byte. F, BF and C begin the names of floating-point types.
-// In a type whose name ends with FNUZ, the only NaN has the bits of a negative zero.
+// The first number in a name is the number of bits. A type whose name has no number, such as PRED,
+// has one byte. F, BF and C begin the names of floating-point types. In a type whose name ends with
+// FNUZ, the only NaN has the bits of a negative zero.
 inline DataType TypeNamed(std::string name) {
   const size_t digits = name.find_first_of("0123456789");
   const int64_t bits = digits == std::string::npos ? 8 : std::atoi(&name[digits]);
@@ -63,14 +60,12 @@ inline bool ToElementType(const DataType& type, ElementType* element) {
   return false;
 }
 
-// An operand or a result as one rank sees it.
 struct Array {
   DataType type;
   Slice<const int64_t> dimensions;
   int64_t bytes;
   void* data = nullptr;  // on the first rank; null while a program is lowered
-  // The bitwise or of the addresses of the array on all ranks of the device. The lowest bit that is
-  // set is the alignment. 0: at least 16 bytes.
+  // The or of the array's addresses on all ranks; its lowest bit is the alignment (0: 16 or more).
   uintptr_t address_bits = 0;
   size_t index = 0;  // among the operands and then the results of the call
 };
@@ -84,8 +79,7 @@ inline int64_t NumElements(const Array& array, size_t first_axis) {
   return elements;
 }
 
-// Returns the bytes of the widest access that is aligned in every row of `row_bytes` of these
-// arrays.
+// Returns the bytes of the widest access that is aligned in every row of these arrays.
 inline int32_t Width(int64_t row_bytes, std::initializer_list<const Array*> arrays) {
   uintptr_t bits = static_cast<uintptr_t>(row_bytes);
   for (const Array* array : arrays) bits |= array->address_bits;
@@ -94,7 +88,6 @@ inline int32_t Width(int64_t row_bytes, std::initializer_list<const Array*> arra
 
 using Axes = std::initializer_list<int64_t>;
 
-// Returns a type and axes as text for messages.
 template <typename Sizes>
 std::string ToString(const DataType& type, const Sizes& axes) {
   std::string text = type.name + "[";
@@ -108,7 +101,6 @@ std::string ToString(const DataType& type, const Sizes& axes) {
 
 inline std::string ToString(const Array& array) { return ToString(array.type, array.dimensions); }
 
-// Checks the type of an array and all of its axes.
 inline Problem CheckShape(const Array& array, const char* name, const DataType& type, Axes axes) {
   if (array.type == type &&
       std::equal(axes.begin(), axes.end(), array.dimensions.begin(), array.dimensions.end())) {
@@ -140,7 +132,6 @@ inline Problem CheckItems(const Array& array, const char* name, Axes axes, int64
          ToString(array.type, axes) + "; got " + ToString(array);
 }
 
-// Returns the first problem that is not empty, or an empty problem.
 inline Problem FirstOf(std::initializer_list<Problem> problems) {
   for (const Problem& problem : problems) {
     if (!problem.empty()) return problem;

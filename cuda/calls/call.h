@@ -1,8 +1,5 @@
-// The context of a call, and helpers. The context, the arrays and the attributes determine the
-// parameters of a kernel.
-//
-// Each call is a struct that is derived from ExchangeCall. Its members are the attributes, in the
-// order in which Read() names them. It has
+// Calls of exchanges. Each call is a struct that is derived from ExchangeCall. Its members are the
+// attributes, in the order in which Read() names them. It has
 //
 //   kTarget                        the target of its custom calls
 //   Read(read)                     calls read(name, &member) for each attribute; returns false if
@@ -10,20 +7,18 @@
 //   Describe(context, args, results, &params)
 //                                  returns a problem, or sets all parameters; `params` are zeros
 //                                  before. The problem is Unsupported() if it is a limit of the
-//                                  kernels. Otherwise the call is malformed: its arrays do not fit
-//                                  each other or its attributes.
+//                                  kernels. Otherwise the arrays do not fit each other or the
+//                                  attributes.
 //   ZoneBytes(params)              returns the bytes of one source's landing zone
 //
 // Describe() runs when a program is lowered (calls/why_not.h), and once for each call when the
 // program runs. It lists the addresses among the parameters (CallContext::Bind), which a handler
-// replaces at each execution. One Describe() serves all ranks that share a GPU, because they differ
-// only in addresses and in the number of the rank.
+// replaces at each execution. One Describe() serves all ranks that share a GPU.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 #include <string>
-#include <type_traits>
 #include <vector>
 
 #include "calls/array.h"
@@ -34,10 +29,9 @@
 
 namespace moe_a2a {
 
-// A member of the parameters that holds the address of an array.
 struct Binding {
-  const void* member;
-  size_t array;  // Array::index
+  const void* member;  // of the parameters, with the address of an array
+  size_t array;        // Array::index
 };
 
 // The call as its first rank on the device sees it.
@@ -54,7 +48,6 @@ struct CallContext {
     if (bindings != nullptr) bindings->push_back({member, array.index});
   }
 
-  // Sets how a failure fills a result.
   void BindFill(FailureFill* fill, const Array& result) const {
     fill->bytes = result.bytes;
     fill->byte = result.type.nan;
@@ -62,8 +55,7 @@ struct CallContext {
   }
 };
 
-// Copies the parameters that Describe() has set, with other addresses. address_of(i) returns the
-// address of the array with index i.
+// Copies parameters of Describe(), with the address address_of(i) for the array with index i.
 template <typename Params, typename AddressOf>
 void CopyParams(const Params& from, const std::vector<Binding>& bindings,
                 const AddressOf& address_of, Params* to) {
@@ -76,20 +68,7 @@ void CopyParams(const Params& from, const std::vector<Binding>& bindings,
   }
 }
 
-// Returns the part of a kernel's parameters that describes its exchange.
-template <typename Params>
-auto& exchange_of(Params& p) {
-  using P = std::remove_const_t<Params>;
-  if constexpr (std::is_same_v<P, FormatDispatchParams> ||
-                std::is_same_v<P, RoutedDispatchParams>) {
-    return p.exchange;
-  } else {
-    return p;
-  }
-}
-
-// The base of a call. `kOperation` is the kernel's name in error messages. If `kHasHalves`, the
-// call also has a start and a done.
+// `kOperation`: the name in error messages. `kHasHalves`: the call also has a start and a done.
 template <typename KernelParams, Operation kName, bool kIsSplittable = false>
 struct ExchangeCall {
   using Params = KernelParams;
@@ -99,7 +78,6 @@ struct ExchangeCall {
   static int64_t ZoneBytes(const Params& p) { return exchange_of(p).zone_bytes; }
 };
 
-// Reads the attributes of a call. Returns a problem that names a missing attribute.
 template <typename Call, typename Reader>
 Problem ReadAttributes(const Reader& read, Call* call) {
   const char* last = "";
@@ -119,8 +97,7 @@ inline void Mix(uint64_t& hash, uint64_t value) {
   hash ^= hash >> 31;
 }
 
-// Returns the bytes of a ring half: the zones of all sources. A single rank has only its own
-// tokens, which never enter a zone.
+// Returns the bytes of a ring half: the zones of all sources. A single rank uses no zone.
 template <typename Call>
 int64_t HalfBytes(const typename Call::Params& params) {
   const int64_t num_ranks = view_of(params).num_ranks;

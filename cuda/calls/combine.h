@@ -1,7 +1,6 @@
-// The call `combine`. If `num_pairs` is 0, the operands are rows to sum, choice arrays to move,
-// addends, and the routing. Otherwise they are pairs (all rows, then all weights), an addend, and
-// the routing. Results: sums and choice arrays, or the single sum of all pairs. Either each sum has
-// an addend, or none has.
+// The call `combine`. Operands: rows to sum, choice arrays to move, addends, and the routing; or,
+// if `num_pairs` is not 0, all rows of pairs, all weights of pairs, an addend, and the routing.
+// Results: sums and choice arrays, or the sum of all pairs. Each sum has an addend, or none has.
 #pragma once
 
 #include <algorithm>
@@ -69,7 +68,6 @@ struct CombineCall : ExchangeCall<CombineParams, Operation::kCombine, /*kIsSplit
  private:
   static bool is_encoded(const CombineParams& p) { return p.wire_format != kNoFormat; }
 
-  // Returns the index of the first addend among the operands.
   static int first_addend(const CombineParams& p) {
     return p.num_pairs > 0 ? 2 * p.num_pairs : p.num_summed + p.num_moved;
   }
@@ -174,8 +172,7 @@ struct CombineCall : ExchangeCall<CombineParams, Operation::kCombine, /*kIsSplit
       const bool aligned = weights_per_row == 1 || p.elements_per_weight % 8 == 0;
       const bool even = Width(sum.elements * item, {&rows}) == kVectorBytes;
       sum.vectorized = sum.vectorized && aligned && even;
-      // A warp goes through its list once for each segment, so unencoded segments must not be
-      // short.
+      // A warp goes through its list once per segment, so unencoded segments must not be short.
       const int64_t bytes_per_weight = p.elements_per_weight * item;
       p.weights_per_row = static_cast<int32_t>(weights_per_row);
       const bool is_segment = is_encoded(p) ? p.elements_per_weight % group_size(p.wire_format) == 0

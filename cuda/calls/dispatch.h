@@ -1,5 +1,5 @@
-// The calls `dispatch` and `format_dispatch`. Operands: the payload (calls/payload.h or
-// calls/encoded_payload.h) and the routing. Results: rows of the payload.
+// `dispatch` and `format_dispatch`. Operands: the payload, the routing. Results: rows of the
+// payload.
 #pragma once
 
 #include "calls/array.h"

@@ -12,8 +12,8 @@
 
 namespace moe_a2a {
 
-// How leaves are quantized. `format` is the name of a class in Python. The global scale of NvFp4 is
-// an attribute, or an operand with one scale for each token.
+// `format` names a class in Python. The global scale of NvFp4: an attribute, or an operand
+// [tokens].
 struct EncodedPayload : MovedPayload {
   std::string format;
   int64_t num_leaves;
@@ -27,7 +27,7 @@ struct EncodedPayload : MovedPayload {
            read("global_scale", &global_scale) && read("has_token_scales", &has_token_scales);
   }
 
-  // Describes the arrays and their encoding. The routing and the view are set.
+  // The caller has set the routing and the view.
   template <typename Params>
   Problem Describe(const CallContext& context, ArraySlice args, ArraySlice results,
                    Params& params) const {

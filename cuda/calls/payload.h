@@ -19,7 +19,6 @@ inline MovedArray& AddArray(int64_t row_bytes, int64_t choice_bytes, int32_t wid
   return array;
 }
 
-// Adds an array with one entry per choice, or an array with one entry per token.
 inline Problem AddPlain(const CallContext& context, const Array& in, const Array& out,
                         bool per_choice, DispatchParams& p) {
   const RoutingView& routing = p.routing;
@@ -34,8 +33,7 @@ inline Problem AddPlain(const CallContext& context, const Array& in, const Array
   return {};
 }
 
-// A payload. Operands and results: arrays with one entry per token, and then `num_choice_arrays`
-// arrays with one entry per choice.
+// Operands and results: arrays of tokens, and then `num_choice_arrays` arrays of choices.
 struct MovedPayload {
   int64_t num_choice_arrays;
   bool leaves_tail;
@@ -45,7 +43,7 @@ struct MovedPayload {
     return read("num_choice_arrays", &num_choice_arrays) && read("leaves_tail", &leaves_tail);
   }
 
-  // Describes the arrays. The routing and the view are set.
+  // The caller has set the routing and the view.
   Problem Describe(const CallContext& context, ArraySlice args, ArraySlice results,
                    DispatchParams& p) const {
     if (args.size() != results.size() || num_choice_arrays < 0 ||

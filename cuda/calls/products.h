@@ -1,20 +1,15 @@
 // The calls that run without other ranks: products, the plan of a placement, and the choice of
-// experts. A call is a struct as in calls/call.h, but has no state: its handler describes it at
-// each execution.
+// experts. A call is a struct as in calls/call.h, but without state: each execution describes it.
 //
-// The arrays of a call are the arguments of Take(), with their names, types and axes. Operands are
-// args[i] and results are results[i]. C are rows, L are matrices of weights, B is a batch.
+// The arguments of Take() are the arrays of a call: operands args[i] and results results[i], with
+// names, types and axes. C are rows, L are matrices of weights, B is a batch.
 //
-// All products except kWeightGradient accept one more operand: spare weights, whose indices follow
-// those of the weights. Biases and scales of weights are then of both arrays of weights, one after
-// the other.
+// All products except kWeightGradient accept spare weights as one more operand. Their indices
+// follow those of the weights. Biases and scales are of both arrays, in this order.
 //
 // The table of groups is int32 [3, groups]: first rows, numbers of rows, and indices of weights.
-// Its values are not checked. Groups must lie within the rows, and indices within the weights; the
-// lowering in Python ensures both.
+// Its values are not checked; the lowering in Python ensures that they are in range.
 #pragma once
-
-#include <cuda_runtime_api.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -35,13 +30,14 @@
 
 namespace moe_a2a {
 
-// The base of a call: the parameters of its kernels, and the functions that load and launch them.
+// The parameters of a call's kernels, and the functions that load and launch them. Kernels are
+// loaded before the first execution on a device, because no launch may load a kernel.
 template <typename KernelParams, auto kLoadKernels, auto kLaunchKernel>
 struct ProductCall {
   using Params = KernelParams;
   static constexpr auto kLoad = kLoadKernels;
   static constexpr auto kLaunch = kLaunchKernel;
-  // The kernels of most calls have code for compute capability 9.0 alone.
+  // Most kernels have code for compute capability 9.0 alone.
   static constexpr bool kRunsOnAllGpus = false;
 
   int64_t num_sms = 0;  // the most blocks to launch; 0: one for each multiprocessor
@@ -55,15 +51,13 @@ inline Problem CheckCounts(ArraySlice args, size_t least, size_t most, ArraySlic
          std::to_string(args.size()) + " and " + std::to_string(results.size());
 }
 
-// Checks the type and the axes of an array, and stores its address.
 template <typename T>
 Problem Take(const Array& array, const char* name, const DataType& type, Axes axes, T** data) {
   *data = static_cast<T*>(array.data);
   return CheckShape(array, name, type, axes);
 }
 
-// Takes an array of two axes or more that a call may leave out. It is then [0], and its address
-// null.
+// Takes an array of two axes or more, or nothing from the array [0] of a call that leaves it out.
 template <typename T>
 Problem TakeOptional(const Array& array, const char* name, const DataType& type, Axes axes,
                      T** data) {
@@ -79,7 +73,6 @@ inline Problem CheckAxes(const Array& rows, const Array& weights, const Array& t
          ToString(rows) + ", " + ToString(weights) + " and " + ToString(table);
 }
 
-// Takes the groups and the counter. The table has two axes.
 template <typename Gemm>
 Problem TakeGroups(const Array& table, const Array& counter, Gemm* gemm) {
   const int64_t num_groups = table.dimensions[1];
@@ -92,7 +85,6 @@ Problem TakeGroups(const Array& table, const Array& counter, Gemm* gemm) {
   return problem;
 }
 
-// Takes the second array of weights, if there is one. `like` is the first.
 template <typename Gemm>
 Problem TakeSpare(ArraySlice spare, const Array& like, Gemm* gemm) {
   if (spare.size() == 0) return {};
@@ -104,7 +96,6 @@ Problem TakeSpare(ArraySlice spare, const Array& like, Gemm* gemm) {
               {gemm->num_spare, like.dimensions[1], like.dimensions[2]}, &gemm->spare);
 }
 
-// Takes the arrays that all products of 16-bit numbers have in common.
 inline Problem DescribeGemm(const Array& rows, const Array& weights, const Array& table,
                             const Array& counter, GroupedGemm* gemm) {
   MOE_A2A_TRY(CheckAxes(rows, weights, table));
@@ -115,8 +106,7 @@ inline Problem DescribeGemm(const Array& rows, const Array& weights, const Array
   gemm->num_weights = weights.dimensions[0];
   gemm->k = weights.dimensions[1];
   gemm->n = weights.dimensions[2];
-  // This check precedes the comparison of dtypes, so that the reason names a dtype that no kernel
-  // supports.
+  // This check comes first, so that the reason names a dtype that no kernel supports.
   MOE_A2A_TRY(WhyNotGroupedGemm(name, gemm->num_rows, table.dimensions[1], gemm->k, gemm->n));
   const bool is_transposed = gemm->product == GroupedProduct::kTransposed;
   return FirstOf(
@@ -126,9 +116,8 @@ inline Problem DescribeGemm(const Array& rows, const Array& weights, const Array
        TakeGroups(table, counter, gemm)});
 }
 
-// A product of 16-bit numbers. Operands: a, b, the table of groups, and in a kWeightGradient
-// optionally the total to which the products are added; d is then the same memory. Results: d and
-// the counter of the kernel.
+// A product of 16-bit numbers. Operands: a, b, the table of groups, and for a kWeightGradient
+// optionally the total (in the memory of d) to which products are added. Results: d, the counter.
 struct GroupedGemmCall : ProductCall<GroupedGemm, LoadGroupedGemm, LaunchGroupedGemm> {
   int64_t product;
 
@@ -167,7 +156,7 @@ struct GroupedGemmCall : ProductCall<GroupedGemm, LoadGroupedGemm, LaunchGrouped
 };
 
 // The product of a GroupedGemmCall by cuBLASLt. The counter is the scratch memory, int32
-// [LibraryScratch(groups)]. `mean_rows` of a group is what the library expects.
+// [LibraryScratch(groups)]. The library expects `mean_rows` rows in a group.
 struct LibraryGemmCall : GroupedGemmCall {
   int64_t mean_rows;
 
@@ -195,7 +184,6 @@ struct LibraryGemmCall : GroupedGemmCall {
   }
 };
 
-// The base of a call whose attributes are an activation.
 template <typename KernelParams, auto kLoad, auto kLaunch>
 struct ActivationCall : ProductCall<KernelParams, kLoad, kLaunch> {
   int64_t activation, gated;
@@ -207,7 +195,6 @@ struct ActivationCall : ProductCall<KernelParams, kLoad, kLaunch> {
            read("gated", &gated) && read("alpha", &alpha) && read("limit", &limit);
   }
 
-  // Sets the activation of an ActivatedProduct or an ActEncode.
   template <typename Activated>
   Problem DescribeActivation(Activated* activated) const {
     const auto last = Activation::kScaledBias;
@@ -226,14 +213,12 @@ struct ActivationCall : ProductCall<KernelParams, kLoad, kLaunch> {
   }
 };
 
-// The parameters of a product with an activation in its epilogue. `activated` points to `epilogue`.
 struct ActivatedGemm : GroupedGemm {
-  ActivatedProduct epilogue;
+  ActivatedProduct epilogue;  // `activated` points to it
 };
 
 struct ActivatedGemmCall : ActivationCall<ActivatedGemm, LoadGroupedGemm, LaunchGroupedGemm> {
-  // Takes what DotActCall and ActDotGradCall have in common. `gemm->product` is set. The
-  // pre-activations have `width` columns.
+  // The caller has set `gemm->product`. Returns the columns of pre-activations in `width`.
   Problem DescribeActivated(ArraySlice args, const Array& counter, ActivatedGemm* gemm,
                             int64_t* width) const {
     gemm->activated = &gemm->epilogue;
@@ -283,8 +268,7 @@ struct DotActCall : ActivatedGemmCall {
 };
 
 // The gradient of activations times weights [L, I, N]. Operands: gradient [C, N], weights, table,
-// pre-activations, router weights. Results: gradient of the pre-activations, weighted activations,
-// partial dots, counter.
+// pre-activations, router weights. Results: d_pre, weighted activations, partial dots, counter.
 struct ActDotGradCall : ActivatedGemmCall {
   static constexpr const char* kTarget = "moe_a2a_act_dot_grad";
 
@@ -313,8 +297,7 @@ inline const DataType& WideType(const Array& array, ElementType* type) {
   return is_float ? kFloat32 : kBFloat16;
 }
 
-// Operands: rows, weights [L, N, K], table, scales of both. Results: d and the counter. Each lane
-// loads the scales of its rows directly from the operand, so the order of the scales costs nothing.
+// Operands: rows, weights [L, N, K], table, scales of both. Results: d and the counter.
 struct Fp8GemmCall : ProductCall<Fp8Gemm, LoadFp8Gemm, LaunchFp8Gemm> {
   int64_t product;
 
@@ -357,7 +340,6 @@ struct Fp8GemmCall : ProductCall<Fp8Gemm, LoadFp8Gemm, LaunchFp8Gemm> {
 
 template <typename KernelParams, auto kLaunch>
 struct EncodeCall : ActivationCall<KernelParams, LoadActEncode, kLaunch> {
-  // Describes an ActEncode, or the arrays that an ActGrad has in common with an ActEncode.
   Problem DescribeEncode(ArraySlice args, ArraySlice results, bool encodes_product,
                          ActEncode* params) const {
     ActEncode& call = *params;
@@ -460,7 +442,6 @@ struct EncodeSquaresCall : ProductCall<EncodeSquares, LoadEncodeSquares, LaunchE
   }
 };
 
-// Fills spare slots of ranks with experts (placement/fill_slots.h).
 struct FillSlotsCall : ProductCall<FillSlots, LoadFillSlots, LaunchFillSlots> {
   int64_t most, min_rows;
 
@@ -562,7 +543,6 @@ using ProductCalls =
 using ProductCalls = Types<FillSlotsCall, ChooseCall>;
 #endif
 
-// Reads and describes a call. Returns why no kernel runs it.
 template <typename Call, typename Reader>
 Problem DescribeProduct(const Reader& read, ArraySlice args, ArraySlice results,
                         typename Call::Params* params, int64_t* num_sms) {

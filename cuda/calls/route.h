@@ -1,5 +1,4 @@
-// The call `route`. Operands: ids and this device's rank. Results: the plan, and scratch memory
-// that the second launch reads.
+// `route`. Operands: ids, this device's rank. Results: the plan, and scratch for launch 2.
 #pragma once
 
 #include <algorithm>

@@ -1,6 +1,5 @@
-// The call `routed_dispatch`. Operands: ids, this device's rank, the payload. Results: the plan,
-// and rows of the payload. If `format` is not empty, the payload is that of
-// calls/encoded_payload.h.
+// `routed_dispatch`. Operands: ids, this device's rank, payload. Results: plan, rows of the
+// payload.
 #pragma once
 
 #include <cstdint>

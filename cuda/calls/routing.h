@@ -12,7 +12,6 @@
 
 namespace moe_a2a {
 
-// The routing arrays that kernels read: the last operands of a call, in this order.
 #define MOE_A2A_POINTER(name) &RoutingView::name,
 constexpr const int32_t* RoutingView::* kRoutingArrays[] = {
     MOE_A2A_ROUTING_ARRAYS(MOE_A2A_POINTER)};
@@ -64,7 +63,6 @@ inline Problem DescribeRouting(const CallContext& context, ArraySlice args, Rank
   return {};
 }
 
-// Binds the plan to the first kNumPlanArrays results.
 inline void BindPlan(const CallContext& context, ArraySlice results, RoutePlan* plan) {
   for (int i = 0; i < kNumPlanArrays; ++i) context.Bind(&(plan->*kPlanArrays[i]), results[i]);
 }

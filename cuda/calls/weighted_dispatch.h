@@ -1,7 +1,5 @@
-// The call `weighted_dispatch`. Operands: a payload array, arrays of rows for inner products,
-// arrays of weights for scaling, and the routing. Results: scaled rows for each array of weights,
-// and inner products for each array of rows. The kernel supports at most one array of weights and
-// one array of rows.
+// The call `weighted_dispatch`. Operands: a payload array, rows for inner products (optional),
+// weights for scaling (optional), and the routing. Results: scaled rows, and inner products.
 #pragma once
 
 #include <algorithm>

@@ -1,6 +1,5 @@
-// The reasons for which the kernels refuse a call. The lowering in Python checks these reasons
-// before the call runs. The lowering takes another path if the kernels do not support the call, and
-// raises an error if the call is malformed.
+// Tells the lowering in Python why the kernels refuse a call. If they do not support the call, the
+// lowering takes another path. If the call is malformed, the lowering raises an error.
 #pragma once
 
 #include <cstdint>
@@ -26,8 +25,7 @@ struct Verdict {
   int64_t half_bytes = 0;  // the bytes of a ring half that the call needs
 };
 
-// Returns the verdict about a call whose arrays are aligned. `read` reads its attributes, as
-// Call::Read describes.
+// Returns the verdict about a call with aligned arrays. `read` reads attributes as in Call::Read.
 template <typename Reader>
 Verdict WhyNot(std::string_view target, const Reader& read, const Arrays& args,
                const Arrays& results, int num_ranks, bool is_colocated) {

@@ -1,3 +1,2 @@
-// format_dispatch, for ranks that share one GPU: see device/ranks.cuh.
 #define MOE_A2A_COLOCATED
 #include "kernels/format_dispatch.cu"

@@ -1,9 +1,7 @@
-// Moves rows as bytes: a team of warps copies or zeroes a row, with the widest accesses that its
-// addresses allow.
+// Moves rows as bytes: a team copies or zeroes a row with the widest aligned accesses.
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "device/ptx.cuh"
 #include "device/team.cuh"
@@ -15,35 +13,23 @@ namespace moe_a2a {
 template <int kBytes>
 struct Word;
 template <>
-struct Word<16> {
-  using Type = uint4;
-};
+struct Word<16> : Type<uint4> {};
 template <>
-struct Word<8> {
-  using Type = uint64_t;
-};
+struct Word<8> : Type<uint64_t> {};
 template <>
-struct Word<4> {
-  using Type = uint32_t;
-};
+struct Word<4> : Type<uint32_t> {};
 template <>
-struct Word<2> {
-  using Type = uint16_t;
-};
+struct Word<2> : Type<uint16_t> {};
 template <>
-struct Word<1> {
-  using Type = uint8_t;
-};
+struct Word<1> : Type<uint8_t> {};
 
-// Loads a word of a row. Peers write landed rows while the kernel runs, so the load avoids the
-// non-coherent cache.
+// Avoids the non-coherent cache, because peers write landed rows while the kernel runs.
 __device__ inline uint4 load_landed(const uint4* address) { return load_no_allocate(address); }
 template <typename T>
 __device__ inline T load_landed(const T* address) {
   return *const_cast<const volatile T*>(address);
 }
 
-// Calls `body(Word<width>{})`.
 template <typename Body>
 __device__ inline void with_width(int width, Body&& body) {
   switch (width) {
@@ -55,8 +41,8 @@ __device__ inline void with_width(int width, Body&& body) {
   }
 }
 
-// Reads a row. In each round, a thread loads kUnroll words and then calls `deliver(write)`, which
-// calls `write(to)` for every destination row `to`.
+// In each round, a thread loads kUnroll words of a row and then calls `deliver(write)`, which calls
+// `write(to)` for every destination row `to`.
 template <typename W, typename Deliver>
 __device__ inline void read_row(const Team& team, const char* row, int64_t row_bytes,
                                 Deliver&& deliver) {
@@ -86,17 +72,16 @@ __device__ inline void read_row(const Team& team, const char* row, int64_t row_b
 __device__ inline void copy_row(const Team& team, char* to, const char* from, int64_t row_bytes,
                                 int width) {
   with_width(width, [&](auto word) {
-    using W = typename decltype(word)::Type;
+    using W = typename decltype(word)::type;
     read_row<W>(team, from, row_bytes, [&](auto&& write) { write(reinterpret_cast<W*>(to)); });
   });
 }
 
-// Copies the row at `from` to several rows of `array.out`. Each lane in the mask `choices` has the
-// index `row` of one of these rows.
+// Copies the row at `from` to row `row` of `array.out` of each lane in the mask `choices`.
 __device__ inline void spread_row(const MovedArray& array, const Team& team, const char* from,
                                   int row, uint32_t choices) {
   with_width(array.width, [&](auto word) {
-    using W = typename decltype(word)::Type;
+    using W = typename decltype(word)::type;
     read_row<W>(team, from, array.row_bytes, [&](auto&& write) {
       for (uint32_t left = choices; left != 0; left &= left - 1) {
         const int64_t to_row = __shfl_sync(kAllLanes, row, __ffs(left) - 1);
@@ -108,7 +93,7 @@ __device__ inline void spread_row(const MovedArray& array, const Team& team, con
 
 __device__ inline void zero_row(const Team& team, char* to, int64_t row_bytes, int width) {
   with_width(width, [&](auto word) {
-    using W = typename decltype(word)::Type;
+    using W = typename decltype(word)::type;
     const int64_t num_words = row_bytes / sizeof(W);
     for (int64_t i = team.thread(); i < num_words; i += team.threads()) {
       reinterpret_cast<W*>(to)[i] = W{};
@@ -119,7 +104,7 @@ __device__ inline void zero_row(const Team& team, char* to, int64_t row_bytes, i
 // Copies the bytes of one choice, or writes zeros if `from` is null. One thread calls it.
 __device__ inline void copy_choice(char* to, const char* from, int64_t bytes, int width) {
   with_width(width, [&](auto word) {
-    using W = typename decltype(word)::Type;
+    using W = typename decltype(word)::type;
     for (int64_t i = 0; i < bytes / static_cast<int64_t>(sizeof(W)); ++i) {
       reinterpret_cast<W*>(to)[i] =
           from == nullptr ? W{} : load_landed(reinterpret_cast<const W*>(from) + i);

@@ -18,8 +18,6 @@ __device__ __forceinline__ void unpack(uint32_t word, float* v);
 template <typename T>
 __device__ __forceinline__ uint32_t pack(const float* v);
 
-// ---- bfloat16
-
 __device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
 template <>
 __device__ __forceinline__ __nv_bfloat16 from_float(float v) {
@@ -36,8 +34,6 @@ __device__ __forceinline__ uint32_t pack<__nv_bfloat16>(const float* v) {
          static_cast<uint32_t>(__bfloat16_as_ushort(__float2bfloat16_rn(v[1]))) << 16;
 }
 
-// ---- float16
-
 __device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
 template <>
 __device__ __forceinline__ __half from_float(float v) {
@@ -53,8 +49,6 @@ __device__ __forceinline__ uint32_t pack<__half>(const float* v) {
   return __half_as_ushort(__float2half_rn(v[0])) |
          static_cast<uint32_t>(__half_as_ushort(__float2half_rn(v[1]))) << 16;
 }
-
-// ---- float32
 
 __device__ __forceinline__ float to_float(float v) { return v; }
 template <>

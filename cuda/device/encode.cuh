@@ -1,9 +1,6 @@
-// Encodes and decodes rows in a token format. A team encodes a token and stores it into the token's
-// slots, or decodes a landed row and stores it to its rows.
-//
-// A warp makes one segment of a row at a time in shared memory, in a few rounds of 512 numbers. The
-// kernel chooses how a segment leaves. With BulkSegments, bulk copies run while the warp makes the
-// next segment. With PlainSegments, all lanes execute ordinary stores, which complete sooner.
+// Encodes and decodes rows in a token format. A warp makes one segment of a row at a time in shared
+// memory, in rounds of 512 numbers. With BulkSegments, bulk copies store a segment while the warp
+// makes the next one. With PlainSegments, all lanes store it, which completes sooner.
 #pragma once
 
 #include "device/format.cuh"
@@ -11,30 +8,25 @@
 
 namespace moe_a2a {
 
-// Numbers of a round: kLaneElements for each lane.
 constexpr int kRoundElements = kWarpThreads * kLaneElements;
 
-// A segment has at most kMadeBytes. An encoded segment has up to kEncodedValueBytes of values and
-// then their scales. A decoded segment has only numbers. Segments are large, because every bulk
-// copy has a fixed cost.
+// A segment has at most kMadeBytes: decoded numbers, or kEncodedValueBytes for values and then
+// their scales. Segments are large, because every bulk copy has a fixed cost.
 constexpr int kEncodedValueBytes = Tuning::kEncodedValueBytes;
 constexpr int kMadeBytes = Tuning::kMadeBytes;
 static_assert(kEncodedValueBytes % kVectorBytes == 0);  // The scales begin at this offset.
 
-// The places where a warp stores its segments: one slot in each of several zones, or rows (without
-// slots).
+// Where a warp stores its segments: one slot in each of several zones, or rows (without slots).
 struct Destinations {
   char* const* to;
   const int* slots;
   int count;
 
-  // Tells the compiler that `to` is in shared memory, because the compiler does not know this
-  // across a call.
+  // Across a call, the compiler does not know that `to` is in shared memory.
   __device__ void assume_shared() const { __builtin_assume(__isShared(to)); }
 };
 
-// The values or the scales of a segment, as whole vectors. In a zone, the part of slot s is at
-// `offset` + s * `stride`.
+// The values or the scales of a segment. In a zone, those of slot s are at `offset` + s * `stride`.
 struct SegmentPart {
   const char* made;
   uint32_t bytes;
@@ -45,8 +37,8 @@ struct SegmentPart {
   }
 };
 
-// A warp makes these segments in turn in its shared memory, and its first lane stores them by bulk
-// copies. The segments use the stages of the warp's Stream, which must be idle meanwhile.
+// Segments that a warp makes in turn, and that its first lane stores by bulk copies. They use the
+// stages of the warp's Stream, which must be idle meanwhile.
 class BulkSegments {
  public:
   __device__ explicit BulkSegments(StreamShared* shared) : memory_(shared->stages[0]) {}
@@ -151,9 +143,8 @@ class PlainSegments {
   char* memory_;
 };
 
-// Iterates over the rounds of a row that one warp of a team handles. The warps take segments in
-// turn. A segment has `most` rounds, or fewer if the row would otherwise have too few segments for
-// all warps.
+// The rounds of a row that one warp of a team handles. The warps take segments of `most` rounds in
+// turn, or of fewer rounds if the row has too few segments for all warps.
 class Rounds {
  public:
   __device__ Rounds(const Team& team, int64_t elements, int most)
@@ -201,15 +192,14 @@ __device__ __forceinline__ LaneNumbers<T> load_lane(const T* row, int64_t elemen
   return lane;
 }
 
-// Encodes one round: writes this lane's values and, if the lane is the first of a group, the
-// group's scale.
+// Writes this lane's values and, if the lane is the first of a group, the group's scale.
 template <TokenFormat F, typename T>
 __device__ __forceinline__ void encode_round(const LaneNumbers<T>& lane, const GlobalScale& global,
                                              char* values, char* scales) {
   const uint32_t largest = largest_of_lanes<kGroupLanes<F>>(largest_magnitude(lane));
   const GroupEncoding<F> group(largest, global);
   const Values<F> encoded = encode_lane<F, T>(lane, group, global);
-  using Vector = typename Word<kLaneBytes<F>>::Type;
+  using Vector = typename Word<kLaneBytes<F>>::type;
   reinterpret_cast<Vector*>(values)[lane_index()] = reinterpret_cast<const Vector&>(encoded);
   if (lane_index() % kGroupLanes<F> == 0) {
     reinterpret_cast<typename Format<F>::Scale*>(scales)[lane_index() / kGroupLanes<F>] =
@@ -217,7 +207,6 @@ __device__ __forceinline__ void encode_round(const LaneNumbers<T>& lane, const G
   }
 }
 
-// Encodes one leaf of a token and stores it into the token's slots.
 template <TokenFormat F, typename T, typename Segments>
 __device__ __noinline__ void encode_row(const MovedArray& values, const MovedArray& scales,
                                         const Team& team, Destinations destinations,
@@ -240,8 +229,7 @@ __device__ __noinline__ void encode_row(const MovedArray& values, const MovedArr
     return lane;
   };
   char* segment = nullptr;
-  // Encodes the round in `lane`, then loads a later round into it. Returns false after the last
-  // round.
+  // Encodes `lane`, then loads a later round into it. Returns false after the last round.
   const auto encode_next = [&](LaneNumbers<T>& lane) {
     if (rounds.in_segment() == 0) segment = segments.next();
     encode_round<F, T>(lane, global, segment + rounds.in_segment() * kRoundValueBytes,
@@ -268,7 +256,6 @@ __device__ __noinline__ void encode_row(const MovedArray& values, const MovedArr
   }
 }
 
-// Encodes all leaves of a token and stores them into the token's slots.
 template <TokenFormat F, typename T, typename Segments>
 __device__ __forceinline__ void encode_leaves(const DispatchParams& exchange,
                                               const Encoding& encoding, const Team& team,
@@ -293,8 +280,7 @@ __device__ inline MovedArray decoded_rows(const DispatchParams& exchange, const 
 }
 
 // Decodes a landed row of one leaf and stores it to `rows`. If `values` and `scales` have results,
-// also stores the encoded row there. Each lane in the mask `choices` has the index `row` of one of
-// the rows.
+// also stores the encoded row there, to row `row` of each lane in the mask `choices`.
 template <TokenFormat F, typename T, typename Segments>
 __device__ __noinline__ void decode_row(const MovedArray& values, const MovedArray& scales,
                                         const Team& team, Destinations rows, int row,
@@ -302,7 +288,7 @@ __device__ __noinline__ void decode_row(const MovedArray& values, const MovedArr
                                         const char* from_values, const char* from_scales,
                                         const GlobalScale& global) {
   using Scale = typename Format<F>::Scale;
-  using Vector = typename Word<kLaneBytes<F>>::Type;
+  using Vector = typename Word<kLaneBytes<F>>::type;
   constexpr int kRoundBytes = kRoundElements * sizeof(T);
   static_assert(kRoundBytes <= kMadeBytes);
   rows.assume_shared();
@@ -338,8 +324,7 @@ __device__ __noinline__ void decode_row(const MovedArray& values, const MovedArr
     }
   };
   char* segment = nullptr;
-  // Decodes the round in `landed`, then loads a later round into it. Returns false after the last
-  // round.
+  // Decodes `landed`, then loads a later round into it. Returns false after the last round.
   const auto decode_next = [&](Landed& landed) {
     if (values.out != nullptr) keep_encoded(landed);
     const LaneNumbers<T> lane =
@@ -363,9 +348,8 @@ __device__ __noinline__ void decode_row(const MovedArray& values, const MovedArr
   }
 }
 
-// Decodes one leaf of a landed slot of the zone at `from_zone`, and stores it to several rows. Each
-// lane in the mask `choices` has the index `row` of one of these rows. `list` is memory of this
-// warp for the addresses of these rows.
+// Decodes one leaf of a landed slot, and stores it to row `row` of each lane in the mask `choices`.
+// `list` is memory of this warp for the addresses of these rows.
 template <TokenFormat F, typename T, typename Segments>
 __device__ __forceinline__ void decode_leaf(const DispatchParams& exchange,
                                             const Encoding& encoding, int leaf, const Team& team,

@@ -1,12 +1,9 @@
-// The steps that all exchange kernels share: a block takes the epoch and its role, sends, and
-// leaves.
+// The steps that all exchange kernels share.
 //
-// The role of a block follows from the order in which blocks start. The teams of the first
-// `send_blocks` blocks take send items until none is left, and then receive like all other blocks.
-// A sender waits only for credits. Earlier launches post these credits, so a sender sends every
-// item that it takes. When a block receives, all send items have been taken, or blocks that have
-// started are still taking them. One resident block is therefore enough for a launch to end
-// (docs/protocol.md, section 6).
+// The first `send_blocks` blocks to start send until no item is left, and then receive like all
+// other blocks. A sender waits only for credits, which earlier launches post. When a block
+// receives, all send items have been taken, or running blocks still take them. One resident block
+// is therefore enough for a launch to end (docs/protocol.md, section 6).
 #pragma once
 
 #include "device/ranks.cuh"
@@ -15,7 +12,6 @@
 
 namespace moe_a2a {
 
-// State that the threads of a block share.
 struct BlockState {
   uint64_t epoch;
   uint32_t admission;      // 0, 1, 2, ... in the order in which blocks start
@@ -35,20 +31,17 @@ __device__ inline char* zone(const RankView& view, int at_rank, uint64_t epoch, 
   return view.slab[at_rank] + half_offset(ring_half(view, epoch)) + source * zone_bytes;
 }
 
-// Takes the epoch and the block's number. Returns false if the domain has failed, or if another
-// launch of this rank is under way. The block must then go straight to leave(). All threads of the
-// block call it.
+// Takes the epoch and the block's number. If the domain has failed, or if another launch of this
+// rank is under way, returns false. The block must then go to leave(). All threads call it.
 __device__ inline bool enter(const RankView& view, BlockState& block) {
   if (threadIdx.x == 0) {
     Control& own = control(view);
     // These accesses do not depend on each other, so together they cost one latency.
     const uint32_t admission = atomicInc(&own.admitted, num_blocks() - 1);
-    // The previous launch on the stream has advanced the epoch. The last block out of this launch
-    // advances it again.
+    // The last block out of the previous launch on the stream has advanced the epoch.
     const uint64_t epoch = *const_cast<volatile uint64_t*>(&own.next_epoch);
     const uint64_t poison = load_relaxed_sys(&own.poison);
-    // Every block checks the owner, because blocks of another launch would take work of this
-    // launch.
+    // Every block checks this, because blocks of another launch would take work of this launch.
     const uint64_t owner =
         atomicCAS(reinterpret_cast<unsigned long long*>(&own.owner), 0ull, view.launch);
     block.admission = admission;
@@ -63,7 +56,6 @@ __device__ inline bool enter(const RankView& view, BlockState& block) {
   return block.ok;
 }
 
-// Returns whether this block sends before it receives.
 __device__ inline bool is_sender(const RankView& view, const BlockState& block,
                                  const Roles& roles) {
   const int admission = static_cast<int>(block.admission);
@@ -76,8 +68,7 @@ __device__ inline bool all_send(const Roles& roles) {
   return roles.send_blocks == static_cast<int>(num_blocks());
 }
 
-// Requests the next work item from `counter`. Only the first thread gets its number, which
-// broadcast() passes to the team. All threads of the team call it.
+// Requests a work item. Only the team's first thread gets its number, which broadcast() passes on.
 __device__ inline uint32_t ask_for_item(uint32_t& counter, const Team& team) {
   return team.thread() == 0 ? atomicAdd(&counter, 1u) : 0;
 }
@@ -86,22 +77,20 @@ __device__ inline uint32_t take_item(uint32_t& counter, const Team& team) {
   return team.broadcast(ask_for_item(counter, team));
 }
 
-// Requests the team's first send item before the block enters, if every block sends. If some blocks
-// only receive, requests nothing, because a block that only receives would never send the item.
+// If all blocks send, requests the first item early. A block that only receives would not send it.
 __device__ inline uint32_t ask_before_entering(const RankView& view, const Roles& roles,
                                                const Team& senders) {
   return all_send(roles) ? ask_for_item(control(view).next_send, senders) : 0;
 }
 
-// Separates the last call of a sending team from the first call of a receiving team. Teams of equal
-// numbers share barriers and mailboxes, and the block may be divided differently for sending and
-// for receiving, so the calls must be separated.
+// Separates the last call of a sending team from the first call of a receiving team, because teams
+// with the same index share barriers and mailboxes.
 __device__ inline void change_teams(const Roles& roles) {
   if (roles.send_teams != roles.receive_teams) __syncthreads();
 }
 
-// Waits until every peer has read the data that this rank wrote when the ring half was last used.
-// All threads of the team call it, once per launch.
+// Waits until the ring half is free at every peer. All threads of the team call it, once per
+// launch.
 __device__ inline bool wait_for_credits(const RankView& view, const Team& team, uint64_t epoch) {
   bool free = true;
   for (int peer = team.thread(); peer < view.num_ranks; peer += team.threads()) {
@@ -129,15 +118,13 @@ __device__ inline void store_chunk_flag(const RankView& view, uint64_t epoch, in
   store_relaxed_sys(flag, make_flag(epoch, view.signature));
 }
 
-// Raises the flag of a chunk at a peer, after the threads of the team have written its rows. All
-// threads of the team call it.
+// Raises a chunk's flag after the team has written its rows. All threads of the team call it.
 __device__ inline void raise_chunk(const RankView& view, const Team& team, uint64_t epoch,
                                    int destination, int chunk) {
   team.sync();
   if (team.thread() == 0) store_chunk_flag(view, epoch, destination, chunk);
 }
 
-// Raises the flag of a chunk at every peer, after the chunk has been written to all peers.
 __device__ inline void raise_chunk_everywhere(const RankView& view, const Team& team,
                                               uint64_t epoch, int chunk) {
   team.sync();
@@ -151,7 +138,7 @@ __device__ inline const uint64_t* chunk_flag(const RankView& view, uint64_t epoc
   return &header(view, view.rank)->chunk[ring_half(view, epoch)][source][chunk];
 }
 
-// Waits until a chunk of `source` has landed. All threads of the team call it.
+// All threads of the team call it.
 __device__ inline bool wait_for_chunk(const RankView& view, const Team& team, uint64_t epoch,
                                       int source, int chunk) {
   const bool landed =
@@ -161,8 +148,7 @@ __device__ inline bool wait_for_chunk(const RankView& view, const Team& team, ui
 }
 
 // Waits for the credits of all peers. Returns false if the block is not a sender, or if a wait
-// failed. `asked` is the result of ask_before_entering(), and becomes the request for the team's
-// first item.
+// failed. `asked`: the result of ask_before_entering(), then the request for the first item.
 __device__ __forceinline__ bool begin_sending(const RankView& view, const BlockState& block,
                                               const Roles& roles, const Team& team,
                                               uint32_t& asked) {
@@ -172,10 +158,8 @@ __device__ __forceinline__ bool begin_sending(const RankView& view, const BlockS
   return wait_for_credits(view, team, block.epoch);
 }
 
-// Sends work items until none is left. The credits of all peers must have arrived.
-// `send_item(item)` writes an item and raises its flags; `asked` is the request for the team's
-// first item. The heads are sent when all items have been taken. Receivers read heads only in long
-// waits and at the end, so this is early enough.
+// Sends work items until none is left, and then the heads, which receivers read only in long waits
+// and at the end. `send_item(item)` writes an item and raises its flags.
 template <typename SendItem>
 __device__ __forceinline__ void send_items(const RankView& view, const Team& team, uint64_t epoch,
                                            int num_items, uint32_t asked, SendItem&& send_item) {
@@ -187,8 +171,7 @@ __device__ __forceinline__ void send_items(const RankView& view, const Team& tea
   if (item == num_items) raise_heads(view, team, epoch);
 }
 
-// Sends the chunks for all peers, if this block is a sender. `send_chunk(destination, chunk)`
-// writes the rows, and `asked` is the result of ask_before_entering().
+// Sends chunks to all peers if the block is a sender. `send_chunk(destination, chunk)` writes rows.
 template <typename SendChunk>
 __device__ __forceinline__ void send_chunks(const RankView& view, const BlockState& block,
                                             const Roles& roles, const Team& team, int num_chunks,
@@ -215,18 +198,17 @@ static __device__ __noinline__ void fill_outputs(const FailureFill* fills, int n
   }
 }
 
-// Every exchange kernel ends with this function, on success and on failure. All threads of the
-// block call it. The last block out posts the credits of the ring half and advances the epoch.
-// After a failure, it overwrites the outputs, because no other block writes them any more.
+// Every exchange kernel ends with this function. All threads call it. The last block out posts the
+// credits of the ring half and advances the epoch. After a failure, it overwrites the outputs,
+// because no other block writes them any more.
 //
-// If another launch of this rank is under way, `arrived` counts the blocks of the other launch, but
-// not this block. This launch may then have no last block out, so every block that sees a failure
-// overwrites the outputs.
+// If another launch of this rank is under way, `arrived` does not count this block. Then this
+// launch may have no last block out, so every block that sees a failure overwrites outputs.
 __device__ inline void leave(const RankView& view, BlockState& block, const FailureFill* fills,
                              int num_fills, const FailureFill* more_fills = nullptr,
                              int num_more_fills = 0) {
-  // No launch succeeds before the heads of all peers agree, even if it expects no rows. The highest
-  // block waits for the heads, because this block has the least work if there are few work items.
+  // No launch succeeds before all heads agree, even if it expects no rows. If there are few work
+  // items, the highest block has the least work, so it waits for the heads.
   if (block_index() == num_blocks() - 1 && block.ok) {
     for (int peer = threadIdx.x; peer < view.num_ranks; peer += blockDim.x) {
       if (peer != view.rank) wait_for_head(view, block.epoch, peer);

@@ -1,5 +1,4 @@
-// Writes the arrays of a dispatch at the destination, as bytes: copies landed rows to their rows,
-// and zeroes rows without a token.
+// Writes rows at the destination: copies landed rows, and zeroes rows without a token.
 #pragma once
 
 #include "device/copy.cuh"
@@ -7,14 +6,13 @@
 
 namespace moe_a2a {
 
-// Returns whether an array goes through shared memory, which is true for whole rows of 16-byte
-// words.
+// Whole rows of 16-byte words go through shared memory.
 __device__ inline bool is_streamed(const MovedArray& array) {
   return array.choice_bytes == 0 && array.width == kVectorBytes;
 }
 
-// Copies the landed rows of a few slots of one array to their rows. Lane i * top_k + k holds choice
-// k of the i-th slot: `row` is its row, or negative, and `from` is the address of the landed row.
+// Copies landed rows of a few slots. Lane i * top_k + k holds choice k of the i-th slot: its `row`,
+// or a negative number, and the address `from` of the landed row.
 __device__ inline void expand_rows(const MovedArray& array, const Team& team, Stream& stream,
                                    int top_k, int row, const char* from) {
   if (array.choice_bytes > 0) {
@@ -50,15 +48,13 @@ __device__ inline void expand_rows(const MovedArray& array, const Team& team, St
   }
 }
 
-// Returns whether a row must be zeroed: it has no token, and is not in a tail that the dispatch
-// leaves as it is.
+// Returns whether a row has no token, and is not in a tail that the dispatch leaves as it is.
 __device__ inline bool is_zeroed(const DispatchParams& p, int64_t row) {
   const int slot = p.routing.row_slot[row];
   return p.leaves_tail ? slot == kPaddingRow : slot < 0;
 }
 
-// Zeroes row first + i of one array for each lane i with `is_empty`. `empty` is the mask of these
-// lanes.
+// Zeroes row first + i for each lane i with `is_empty`. `empty` is the mask of these lanes.
 __device__ inline void zero_rows_of(const MovedArray& array, const Team& team, const char* zeros,
                                     int first, bool is_empty, uint32_t empty) {
   if (array.choice_bytes > 0) {

@@ -1,12 +1,10 @@
-// Token formats: encodes numbers as narrow values with a scale for each group, and decodes them.
-// The results equal the definition in docs/formats.md bit for bit.
+// Encodes and decodes numbers in a token format, bit for bit as docs/formats.md defines it.
 //
 // A lane holds 16 neighbouring numbers. A group is the numbers of one lane or of a few neighbouring
 // lanes, which exchange only its largest magnitude.
 //
-// Floating-point arithmetic is limited to multiplications and conversions that the hardware rounds
-// as the definition does. The factor of each multiplication is a power of two, or the result is
-// rounded once. No addition follows a multiplication, because the compiler could fuse the two.
+// Arithmetic is limited to multiplications and conversions that the hardware rounds as the
+// definition does. No addition follows a multiplication, because the compiler could fuse the two.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -46,7 +44,6 @@ struct LaneNumbers {
   uint4 vectors[kLaneElements * sizeof(T) / kVectorBytes];
 };
 
-// The encoded values of neighbouring numbers.
 template <TokenFormat F, int kCount = kLaneElements>
 struct Values {
   uint32_t words[ceil_div(kCount * Format<F>::kValueBits, 32)];
@@ -81,7 +78,6 @@ __device__ __forceinline__ void each_word(const LaneNumbers<T>& lane, Body&& bod
   }
 }
 
-// Converts numbers to float32.
 template <typename T>
 __device__ __forceinline__ void widen(const LaneNumbers<T>& lane, float (&numbers)[kLaneElements]) {
   constexpr int kPerWord = sizeof(uint32_t) / sizeof(T);
@@ -99,7 +95,6 @@ __device__ __forceinline__ uint32_t largest_magnitude(const float (&numbers)[kCo
   return largest < kMinNormal ? 0 : largest;
 }
 
-// Returns the largest magnitude of numbers as in memory.
 template <typename T>
 __device__ __forceinline__ uint32_t largest_magnitude(const LaneNumbers<T>& lane) {
   uint32_t largest = 0;
@@ -154,8 +149,7 @@ struct GroupEncoding {
       const float sixth = multiply_flushed(y, __uint_as_float(0x3E2AAAAB));
       const uint32_t code = to_e4m3(fminf(sixth, kMaxE4M3), 0.f);
       scale = is_finite ? code : kNanE4M3;
-      // With a scale of 0, the bounds are infinite, and no finite number reaches a bound, so all
-      // values are zero.
+      // With a scale of 0, all bounds are infinite, so all values are zero.
       factor = code == 0 ? __uint_as_float(kInfinity) : from_e4m3(code).x;
     } else {
       int exponent = static_cast<int>(largest >> 23) - 127 - 8;
@@ -176,8 +170,8 @@ struct GroupEncoding {
   }
 };
 
-// Computes the code of y / scale as float4_e2m1fn. Bounds lie between neighbouring values, and the
-// code is the number of bounds that y passes. A tie goes to the even code.
+// Computes the code of y / scale as float4_e2m1fn: the number of bounds between neighbouring values
+// that y passes. A tie goes to the even code.
 struct Float4Bounds {
   float bounds[7];
 
@@ -192,12 +186,10 @@ struct Float4Bounds {
   }
 };
 
-// Encodes numbers of one group.
 template <TokenFormat F, int kCount>
 __device__ __forceinline__ Values<F, kCount> encode_numbers(const float (&x)[kCount],
                                                             const GroupEncoding<F>& group,
                                                             const GlobalScale& global) {
-  static_assert(kHasPowerOfTwoScales<F> || kHasGlobalScale<F>);
   constexpr int kWords = sizeof(Values<F, kCount>) / sizeof(uint32_t);
   Values<F, kCount> values;
   if constexpr (kHasGlobalScale<F>) {
@@ -248,16 +240,13 @@ __device__ __forceinline__ void from_e2m1(uint32_t codes, float* values) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const uint32_t code = codes >> 4 * i;
-    // The bits of a float16 that is 2**-14 times the value. For the value 0.5, this float16 is
-    // subnormal.
+    // The bits of a float16 that is 2**-14 times the value. For 0.5, it is subnormal.
     const uint32_t half = (code & 8) << 12 | (code & 7) << 9;
     values[i] = __half2float(__ushort_as_half(static_cast<uint16_t>(half))) * 0x1p14f;
   }
 }
 
-// Decodes values of one group to numbers, saturated to the range of T. The values must be finite,
-// like the values of encode_numbers(). The scale may be any number. Returns false if all numbers
-// are NaN.
+// Decodes finite values of one group, saturated to the range of T. Returns false if all are NaN.
 template <typename T, TokenFormat F, int kCount>
 __device__ __forceinline__ bool decode_numbers(const Values<F, kCount>& values,
                                                typename Format<F>::Scale scale,

@@ -6,7 +6,6 @@
 
 namespace moe_a2a {
 
-// Writes the token and the choice index of a row, and the rank and the slot of the token.
 __device__ inline void write_row(const RoutePlan& plan, int64_t row, int rank, int slot, int k,
                                  int token) {
   plan.row_rank[row] = rank;
@@ -15,13 +14,11 @@ __device__ inline void write_row(const RoutePlan& plan, int64_t row, int rank, i
   plan.row_token[row] = token;
 }
 
-// Writes that a row has no token.
 __device__ inline void write_empty_row(const RoutePlan& plan, int64_t row, bool is_tail) {
   write_row(plan, row, -1, is_tail ? kTailRow : kPaddingRow, -1, -1);
 }
 
-// The first choice that is dropped, in the order that docs/protocol.md, section 17, defines. All
-// choices before it are kept.
+// The first choice that is dropped (docs/protocol.md, section 17). All choices before it are kept.
 struct Threshold {
   int k;  // the choice index
   int token;
@@ -33,8 +30,7 @@ struct Threshold {
   }
 };
 
-// Returns the largest n below `high` for which fits(n) is true. fits(0) must be true. All threads
-// that fits() needs must call this function.
+// Returns the largest n below `high` for which fits(n) is true. fits(0) must be true.
 template <typename Fits>
 __device__ int last_that_fits(int high, Fits&& fits) {
   int low = 0;
@@ -45,9 +41,8 @@ __device__ int last_that_fits(int high, Fits&& fits) {
   return low;
 }
 
-// Takes a row for the choice of each lane, in the order of lanes, and returns the row. `next_row`
-// is a table of this warp with the next row of each expert. Returns -1 if the choice is not `here`.
-// All lanes call it.
+// Takes a row for each lane's choice, in the order of lanes, and returns the row, or -1 if the
+// choice is not `here`. `next_row` is a table of this warp. All lanes call it.
 __device__ inline int take_row(int32_t* next_row, int expert, bool here) {
   const uint32_t same = __match_any_sync(kAllLanes, here ? expert : -1 - lane_index());
   const int before = __popc(same & ((1u << lane_index()) - 1));
@@ -61,12 +56,8 @@ __device__ inline int take_row(int32_t* next_row, int expert, bool here) {
 // Returns whether a row has a token. `first_row` must ascend.
 __device__ inline bool carries_token(const int32_t* first_row, const int32_t* rows,
                                      int local_experts, int64_t row) {
-  int low = 0, high = local_experts;  // the last expert that begins at or before this row
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    (first_row[middle] <= row ? low : high) = middle;
-  }
-  return row < first_row[low] + rows[low];
+  const int expert = last_that_fits(local_experts, [&](int e) { return first_row[e] <= row; });
+  return row < first_row[expert] + rows[expert];
 }
 
 }  // namespace moe_a2a

@@ -1,9 +1,6 @@
-// The instructions that C++ cannot express, each as a function. The exchange kernels have no other
-// inline assembly.
-//
-// The functions have two implementations: this file for GPUs, and tests/emulation, which runs the
-// kernels on a CPU as ordinary C++ (MOE_A2A_EMULATION). All other code of these kernels is the same
-// for GPUs and for the emulator.
+// Each instruction that C++ cannot express, as a function. The exchange kernels have no other
+// inline assembly. tests/emulation has the same functions for a CPU (MOE_A2A_EMULATION), so all
+// other code of these kernels is the same for GPUs and for the emulator.
 #pragma once
 
 #ifdef MOE_A2A_EMULATION
@@ -12,21 +9,18 @@
 
 #include <cstdint>
 
-// Declares the block's dynamic shared memory as `name`.
 #define MOE_A2A_DYNAMIC_SHARED(alignment, type, name) \
   extern __shared__ __align__(alignment)              \
   type name[]
 
-// The emulator leaves out one barrier at a time, to check that a test fails. A function that is a
-// barrier has the parameter MOE_A2A_CALL_SITE, and MOE_A2A_IS_LEFT_OUT says whether this call is
-// left out.
+// The emulator leaves out one barrier at a time, to check that a test fails. A barrier function has
+// the parameter MOE_A2A_CALL_SITE, and does nothing if MOE_A2A_IS_LEFT_OUT.
 #define MOE_A2A_CALL_SITE
 #define MOE_A2A_IS_LEFT_OUT false
 
 namespace moe_a2a {
 
-// ---- Memory that other threads change. The name of a function says the order and the scope of the
-// access.
+// ---- Memory that other threads change. A name says the order and the scope of the access.
 
 __device__ inline uint64_t load_acquire_sys(const uint64_t* address) {
   uint64_t value;
@@ -76,8 +70,6 @@ __device__ inline uint4 load_no_allocate(const uint4* address) {
   return v;
 }
 
-// ---- Barriers.
-
 // Waits at barrier `index` for `num_threads` threads of the block. The threads must be whole warps.
 __device__ inline void sync_named(int index, int num_threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(index), "r"(num_threads) : "memory");
@@ -124,8 +116,7 @@ __device__ inline void wait_until_loaded(uint64_t* load_barrier, uint32_t parity
   }
 }
 
-// Order this thread's ordinary accesses, and all that it has acquired, before its later bulk
-// copies.
+// Order this thread's ordinary accesses and its acquires before its later bulk copies.
 __device__ inline void fence_global_for_bulk() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
@@ -133,8 +124,7 @@ __device__ inline void fence_shared_for_bulk() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Starts a bulk store. The thread that starts stores also ends a group of them, and waits for
-// groups.
+// The thread that starts bulk stores also ends a group of them, and waits for groups.
 __device__ inline void bulk_store(char* to, const char* shared_from, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
                "r"(shared_address(shared_from)), "r"(bytes)
@@ -152,8 +142,6 @@ __device__ inline void wait_until_read() {
 __device__ inline void wait_until_stored() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
-
-// ---- Other instructions.
 
 __device__ inline uint64_t global_time_ns() {
   uint64_t time;

@@ -1,17 +1,15 @@
-// The ranks of a launch: for which rank a block works, its index among the blocks of this rank, and
-// the parameters of this rank.
+// The ranks of a launch: the rank for which a block works, the index of the block among the blocks
+// of this rank, and the parameters of this rank.
 //
-// Usually a launch is for the only rank of its device. In a file that is compiled with
-// MOE_A2A_COLOCATED (cuda/colocated/) a launch is for all ranks of a domain, which share one GPU.
+// Usually a launch is for the only rank of its device. With MOE_A2A_COLOCATED (cuda/colocated/), a
+// launch is for all ranks of a domain, which share one GPU.
 //
-// Why the rank is the fastest grid dimension: blocks are issued in that order, so the first blocks
-// that become resident are one block of each rank. docs/protocol.md, section 6, needs only one
-// resident block per rank. With the rank in the slowest dimension, the last ranks would be missing
-// while the first ranks wait for them.
+// Why the rank is the fastest grid dimension: blocks are issued in that order, so the first
+// resident blocks are one block of each rank, which docs/protocol.md, section 6, needs. Otherwise
+// the first ranks would wait for ranks that have no resident block.
 //
 // Why parameters are not in a table in device memory: each call would need a copy of the table to
-// the device, and a captured graph would replay this copy. The parameters of ranks differ only in
-// pointers, by a constant distance, and in the number of the rank.
+// the device, and a captured graph would replay this copy.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -37,9 +35,8 @@ struct Launched {
   Params first, second;
 };
 
-// Writes the parameters of this block's rank to shared memory. Each 64-bit word is a linear
-// function of the rank: pointers advance by a constant distance, the number of the rank by one, and
-// other words are equal. All threads of the block call it.
+// Writes the parameters of this block's rank to shared memory. Each 64-bit word (a pointer, or the
+// rank) is a linear function of the rank. All threads of the block call it.
 template <typename Params>
 __device__ inline void write_own_params(const Launched<Params>& launched, Params& own) {
   static_assert(sizeof(Params) % sizeof(uint64_t) == 0 && alignof(Params) == alignof(uint64_t));
@@ -63,7 +60,6 @@ __device__ inline void write_own_params(const Launched<Params>& launched, Params
   write_own_params(launched, p##_of_rank);      \
   const Params& p = p##_of_rank
 
-// `ranks` has the parameters of ranks 0 and 1.
 template <typename Params>
 Launched<Params> launched(const Params* ranks) {
   return {ranks[0], ranks[1]};

@@ -19,8 +19,7 @@ __device__ inline int count_before(bool flag, int* warp_sums) {
   return before;
 }
 
-// Replaces `count` values in shared memory by their exclusive prefix sums. All threads of the block
-// call it.
+// Replaces `count` values by their exclusive prefix sums. All threads of the block call it.
 template <int kBlockThreads>
 __device__ void prefix_sum(int32_t* values, int count, int* warp_sums) {
   int carry = 0;

@@ -1,13 +1,8 @@
 // Writes flags between ranks, and has the only loops that wait for another rank.
 //
 // A flag is `epoch << 16 | low 16 bits of the call's signature`. Epochs start at 1 and only
-// increase, so flags are never reset, and no kernel argument changes from call to call. Flags are
-// compared for equality. A flag of the same epoch with a different signature means that the ranks
-// make different calls.
-//
-// Ordering: the writing threads store rows and meet at a barrier. One of these threads then
-// executes a system-scope fence and stores the flag. One reading thread acquires the flag. The
-// reading threads then meet at a barrier and load rows.
+// increase, so flags are never reset, and no kernel argument changes from call to call.
+// docs/protocol.md, section 5, describes how flags order memory.
 #pragma once
 
 #include "device/ptx.cuh"
@@ -25,8 +20,7 @@ __device__ inline Header* header(const RankView& view, int rank) {
 }
 
 #ifdef MOE_A2A_TEST_HOOKS
-// The rules that a test may break to see that its check fails. tests/gpu/hooks.py has the same
-// names and numbers.
+// The rules that a test may break to see that its check fails (also in tests/gpu/hooks.py).
 enum Mutation : uint32_t {
   kIgnoreCredit = 1,        // write without waiting for the reader
   kFlagBeforeRows = 2,      // raise a chunk's flag before its rows
@@ -66,18 +60,16 @@ __device__ inline bool is_poisoned(const RankView& view) {
   return load_acquire_sys(&header(view, view.rank)->control.poison) != 0;
 }
 
-// Returns the bound of a wait for `peer` in this epoch. A peer that has never announced a call to
-// this rank may still be compiling its program, so this wait has a longer bound. Such a peer exists
-// only in epoch 1, because no launch ends before the heads of all peers have arrived.
+// Returns the bound of a wait. A peer that has never announced a call may still be compiling. Such
+// a peer exists only in epoch 1, because no launch ends before all heads have arrived.
 __device__ inline uint64_t timeout_of(const RankView& view, uint64_t epoch, int peer) {
   if (epoch > 1) return view.timeout_ns;
   const Head& head = header(view, view.rank)->head[ring_half(view, epoch)][peer];
   return load_relaxed_sys(&head.flag) == 0 ? view.first_timeout_ns : view.timeout_ns;
 }
 
-// Records the first failure of this rank, and sets `poison`. Every wait reads the poison, so the
-// whole domain stops. Functions for failures and long waits are never inlined, so that kernels stay
-// small.
+// Records the first failure of this rank, and poisons all ranks, which ends every wait. Functions
+// for failures and long waits are never inlined, so that kernels stay small.
 static __device__ __noinline__ void fail(const RankView& view, ErrorKind kind, Phase phase,
                                          int awaited_rank, uint64_t epoch, uint64_t expected,
                                          uint64_t seen) {
@@ -103,18 +95,16 @@ static __device__ __noinline__ void fail(const RankView& view, ErrorKind kind, P
   }
 }
 
-// Bounds one wait.
 class Patience {
  public:
-  // Call this function between two polls. It returns true in every 64th call, and the caller must
-  // then check for failures.
+  // Call it between two polls. If it returns true (every 64th call), check for failures.
   __device__ bool is_long() {
     // Other warps of this multiprocessor have work to do.
     if (++polls_ > Tuning::kPollsWithoutPause) __nanosleep(Tuning::kPauseNs);
     return polls_ % 64 == 0;
   }
   // Returns whether `timeout_ns` have passed since the first call with this bound. A peer that
-  // appears after a long wait therefore has the whole timeout from then on.
+  // appears after a long wait therefore has the whole timeout.
   __device__ bool is_over(uint64_t timeout_ns) {
     const uint64_t now = global_time_ns();
     if (timeout_ns != timeout_ns_) start_ = now;
@@ -127,8 +117,7 @@ class Patience {
   uint32_t polls_ = 0;
 };
 
-// Returns false, and reports a failure, if the head of `source` for this epoch has arrived and
-// belongs to another call.
+// Returns false, and reports a failure, if the head of `source` for this epoch is of another call.
 static __device__ __noinline__ bool head_agrees(const RankView& view, uint64_t epoch, int source) {
   const Head& head = header(view, view.rank)->head[ring_half(view, epoch)][source];
   if (load_acquire_sys(&head.flag) >> kSignatureBits != epoch || breaks(view, kIgnoreSignature))
@@ -146,8 +135,7 @@ static __device__ __noinline__ bool head_agrees(const RankView& view, uint64_t e
   return true;
 }
 
-// Returns whether to continue a wait for a flag of `awaited_rank`. The flag's value is `seen`.
-// Reports the failures that it finds.
+// Returns whether to continue a wait for a flag with the value `seen`. Reports failures.
 static __device__ __noinline__ bool may_wait_on(const RankView& view, Patience& patience,
                                                 uint64_t epoch, Phase phase, int awaited_rank,
                                                 uint64_t seen) {
@@ -170,8 +158,7 @@ static __device__ __noinline__ bool may_wait_on(const RankView& view, Patience& 
   return false;
 }
 
-// Waits until `flag` says that `awaited_rank` has reached `epoch` with the same call. One thread
-// calls it, and a barrier must follow.
+// Waits until `awaited_rank` makes the same call. One thread calls it, and a barrier must follow.
 __device__ inline bool wait_for_flag(const RankView& view, const uint64_t* flag, uint64_t epoch,
                                      Phase phase, int awaited_rank) {
   const uint64_t expected = make_flag(epoch, view.signature);
@@ -210,8 +197,7 @@ __device__ inline bool wait_for_head(const RankView& view, uint64_t epoch, int s
          head_agrees(view, epoch, source);
 }
 
-// Returns whether to continue a wait for the credit of `destination`. The credit's value is `seen`.
-// Reports a timeout.
+// Returns whether to continue a wait for a credit with the value `seen`. Reports a timeout.
 static __device__ __noinline__ bool may_wait_for_credit(const RankView& view, Patience& patience,
                                                         uint64_t epoch, int destination,
                                                         uint64_t seen) {
@@ -222,8 +208,8 @@ static __device__ __noinline__ bool may_wait_for_credit(const RankView& view, Pa
   return false;
 }
 
-// Waits until `destination` has read the data that this rank wrote when the ring half was last
-// used, ring_depth() epochs ago. One thread calls it.
+// Waits until `destination` has read this rank's rows of ring_depth() epochs ago. One thread calls
+// it.
 __device__ inline bool wait_for_credit(const RankView& view, uint64_t epoch, int destination) {
   if (epoch <= ring_depth(view)) return true;
   const uint64_t* credit = &header(view, view.rank)->credit[ring_half(view, epoch)][destination];

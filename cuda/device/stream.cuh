@@ -1,12 +1,8 @@
-// Streams rows through shared memory by bulk copies, which keep many bytes in flight with few
-// warps.
+// Streams rows through shared memory by bulk copies: with few warps, many bytes are in flight.
 //
-// A warp owns kStages stages of kSegmentBytes. The first lane of the warp fills and empties the
-// stages in turn, and mbarriers say which loads have landed. A stage can be stored to any number of
-// destinations, so that a row is read once.
-//
-// Bulk copies use a separate proxy, so a fence is needed between the acquire of a flag or a credit
-// and the next copy. The stores must be complete before a flag says that their rows have landed.
+// The first lane of a warp fills and empties kStages stages in turn, and mbarriers say which loads
+// have landed. A stage can be stored to any number of destinations, so that a row is read once.
+// docs/protocol.md, section 5, lists the fences that bulk copies need.
 #pragma once
 
 #include "device/ptx.cuh"
@@ -19,10 +15,8 @@ namespace moe_a2a {
 constexpr int kStages = Tuning::kStages;
 constexpr int kLoadsAhead = Tuning::kLoadsAhead;  // how far loads run ahead of stores
 constexpr int kSegmentBytes = Tuning::kSegmentBytes;
-constexpr int kWarpsPerBlock = kThreads / kWarpThreads;
 static_assert(kLoadsAhead > 0 && kLoadsAhead < kStages);
-// Stages are adjacent and must be aligned for bulk copies. A phase of an mbarrier counts up to 2^20
-// - 1 bytes.
+// Bulk copies need aligned stages. A phase of an mbarrier counts up to 2^20 - 1 bytes.
 static_assert(kSegmentBytes % 128 == 0 && kSegmentBytes < 1 << 20);
 
 // The dynamic shared memory of one warp.
@@ -35,12 +29,9 @@ struct StreamShared {
   char* destinations[kWarpThreads];
 };
 
-constexpr int kStreamSharedBytes = kWarpsPerBlock * sizeof(StreamShared);
-// In addition, a dispatch has a segment of zeros and less than 16 KiB of other static shared
-// memory.
+constexpr int kStreamSharedBytes = kMaxTeams * sizeof(StreamShared);  // of all warps
+// A dispatch also has a segment of zeros and less than 16 KiB of other static shared memory.
 static_assert(kStreamSharedBytes + kSegmentBytes + (16 << 10) <= Tuning::kMaxSharedBytes);
-
-__device__ inline int wrap_stage(int stage) { return stage < kStages ? stage : stage - kStages; }
 
 // The state of a warp's first lane between rows, when no load is under way.
 struct Stream {
@@ -60,8 +51,7 @@ struct Stream {
     bulk_load(shared->stages[into], from, bytes, &shared->landed[into]);
   }
 
-  // Waits for the next stage and returns the stage's memory, which is valid until the stage is
-  // loaded again.
+  // Waits for the next stage, and returns its memory, which is valid until the stage's next load.
   __device__ const char* next() {
     wait_until_loaded(&shared->landed[stage], parity);
     const char* landed = shared->stages[stage];
@@ -88,9 +78,8 @@ struct Segments {
 
 // Does the work of stream_copy(). The first lane calls it.
 __device__ inline void copy_listed(Stream& stream, const Segments& segments, int num_rows) {
-  // Loads run ahead of the stores, even into the next row. The loads under way, and the stores that
-  // may still read their stages, together use all stages. A stage is loaded only after its stores
-  // have read it.
+  // Loads run ahead, even into the next row. A stage is loaded after its earlier stores have read
+  // it.
   const StreamShared& shared = *stream.shared;
   int load_row = 0;
   int into = stream.stage;
@@ -98,7 +87,7 @@ __device__ inline void copy_listed(Stream& stream, const Segments& segments, int
   const auto load_next = [&] {
     if (load_row >= num_rows) return;
     stream.load(into, shared.sources[load_row] + load_offset, segments.bytes(load_offset));
-    into = wrap_stage(into + 1);
+    into = into + 1 == kStages ? 0 : into + 1;
     load_offset += segments.step;
     if (load_offset < segments.row_bytes) return;
     load_offset = segments.first;
@@ -121,9 +110,8 @@ __device__ inline void copy_listed(Stream& stream, const Segments& segments, int
   }
 }
 
-// Copies the first `num_rows` of the warp's `sources`, each to its `destinations`. All lanes call
-// it after they have written the list, and may rewrite the list afterwards. When it returns, stores
-// may still be under way.
+// Copies the first `num_rows` rows of the warp's list. All lanes call it after they have written
+// the list, and may rewrite the list afterwards. Stores may still be under way when it returns.
 __device__ inline void stream_copy(Stream& stream, const Team& team, int num_rows,
                                    int64_t row_bytes) {
   const Segments segments(team, row_bytes);
@@ -133,8 +121,7 @@ __device__ inline void stream_copy(Stream& stream, const Team& team, int num_row
   __syncwarp();
 }
 
-// Zeroes a row from `zeros`, kSegmentBytes of zeros in shared memory. The first lane of each warp
-// works.
+// Zeroes a row from `zeros`, kSegmentBytes of shared memory. The first lane of each warp works.
 __device__ inline void stream_zeros(const Team& team, const char* zeros, char* to,
                                     int64_t row_bytes) {
   if (lane_index() != 0) return;

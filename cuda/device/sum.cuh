@@ -17,7 +17,7 @@ struct alignas(sizeof(T) * kCount) Pack {
 
 template <typename T, int kCount>
 __device__ __forceinline__ Pack<T, kCount> load_pack(const T* address) {
-  using W = typename Word<sizeof(T) * kCount>::Type;
+  using W = typename Word<sizeof(T) * kCount>::type;
   Pack<T, kCount> pack;
   *reinterpret_cast<W*>(&pack) = load_landed(reinterpret_cast<const W*>(address));
   return pack;
@@ -25,16 +25,14 @@ __device__ __forceinline__ Pack<T, kCount> load_pack(const T* address) {
 
 template <typename T, int kCount>
 __device__ __forceinline__ void store_pack(T* address, const Pack<T, kCount>& pack) {
-  using W = typename Word<sizeof(T) * kCount>::Type;
+  using W = typename Word<sizeof(T) * kCount>::type;
   *reinterpret_cast<W*>(address) = *reinterpret_cast<const W*>(&pack);
 }
 
-// The number of packs that a thread holds at a time. The packs of the team's other threads lie
-// between these packs.
+// The packs that a thread holds at a time. The packs of the team's other threads lie in between.
 constexpr int kSumUnroll = Tuning::kLoadsOfPacks;
 
-// Where the packs of a thread are in a row: pack u starts at element `first + u * stride`, if the
-// row has this element.
+// Pack u of a thread starts at element `first + u * stride`, if the row has this element.
 template <int kCount>
 struct PackOffsets {
   int64_t first, stride, elements;
@@ -140,8 +138,7 @@ __device__ __forceinline__ Accumulator<kCount> sum_rows(const CombineParams& p,
   while (choices != 0) {
     const int64_t first = __shfl_sync(kAllLanes, row, __ffs(choices) - 1);
     choices &= choices - 1;
-    // With several pairs, one choice is summed at a time. With one pair or none, two rows are
-    // loaded at a time.
+    // With several pairs, one choice is summed at a time; otherwise two rows are loaded at a time.
     const bool both = choices != 0 && p.num_pairs <= 1;
     const int64_t second = both ? __shfl_sync(kAllLanes, row, __ffs(choices) - 1) : 0;
     if (both) choices &= choices - 1;
@@ -159,13 +156,11 @@ __device__ __forceinline__ Accumulator<kCount> sum_rows(const CombineParams& p,
   return acc;
 }
 
-// ---- The fast path, for the common case: at most one weight per row or row segment, one type,
-// 16-byte words.
+// ---- The fast path: at most one weight per row or row segment, one type, 16-byte words.
 
-// The rows that a warp sums. The list is in the warp's shared memory: rows of this rank in the
-// order of choices, then landed rows in the order of ranks, then the addend of
-// Sum::kOutputPlusAddend. Each choice of a token adds one row at most: a row of this rank, or the
-// landed row of the choice's rank.
+// The rows that a warp sums, in its shared memory: this rank's rows in the order of choices, then
+// landed rows in the order of ranks, then an addend. Each choice of a token adds at most one row: a
+// row of this rank, or the landed row of the choice's rank.
 struct SourceList {
   const char* rows[kMaxTopK + 1];
   float factors[kMaxTopK];  // of this rank's rows; landed rows have none
@@ -177,12 +172,10 @@ struct SourceCounts {
   int landed_after;   // partial sums of higher ranks
 };
 
-constexpr int kPartWords =
-    Tuning::kPartWords;  // 16-byte words of a row that a thread holds at a time
+constexpr int kPartWords = Tuning::kPartWords;  // 16-byte words that a thread holds at a time
 
-// The parts of a row that a warp handles. In a part each lane has kPartWords words, at a distance
-// of `word_step` bytes. The first part is at byte `first`, and later parts follow every `step`
-// bytes, so all lanes iterate equally often.
+// The parts of a row that a warp handles. In a part, each lane has kPartWords words, `word_step`
+// bytes apart. The first part is at byte `first`, and a part follows every `step` bytes.
 struct RowParts {
   int64_t row_bytes, first, step, word_step;
 
@@ -192,8 +185,7 @@ struct RowParts {
         step(kPartWords * team.threads() * kVectorBytes),
         word_step(team.threads() * kVectorBytes) {}
 
-  // Calls body(index of the word, its byte in the row) for this lane's words of the part at
-  // `offset`.
+  // Calls body(index of the word, its byte in the row) for this lane's words of a part.
   template <typename Body>
   __device__ __forceinline__ void each_word(int64_t offset, Body&& body) const {
 #pragma unroll
@@ -204,8 +196,7 @@ struct RowParts {
   }
 };
 
-// This lane's words of a part, as in memory. Words past the row's end hold garbage, which no result
-// uses.
+// This lane's words of a part. Words past the row's end hold garbage, which no result uses.
 struct RowPart {
   uint4 words[kPartWords];
 
@@ -230,7 +221,6 @@ struct Float32Part {
   Float32Part() = default;
   __device__ __forceinline__ explicit Float32Part(const RowPart& part) { set(1.f, part); }
 
-  // Adds factor * part.
   __device__ __forceinline__ void add(float factor, const RowPart& part) {
     each(part, [factor](float& mine, float other) { mine += factor * other; });
   }
@@ -238,7 +228,6 @@ struct Float32Part {
   __device__ __forceinline__ void set(float factor, const RowPart& part) {
     each(part, [factor](float& mine, float other) { mine = factor * other; });
   }
-  // Calls body(element of this object, element of `part`) for each element.
   template <typename Body>
   __device__ __forceinline__ void each(const RowPart& part, Body&& body) {
 #pragma unroll
@@ -287,14 +276,12 @@ struct RoundedWire {
   }
 };
 
-// The result of a sum: a partial sum that travels, or the output row of a token, without or with an
-// addend.
+// What a sum is: a partial sum that travels, or a token's output row, without or with an addend.
 enum class Sum { kPartial, kOutput, kOutputPlusAddend };
 
-// Sums the listed rows, one of the warp's parts after the other. The loads of the next rows are
-// always under way, even those of the next part. With RoundedWire, a partial sum is computed like
-// the output row of a token without other partial sums, because rounding a second time changes
-// nothing.
+// Sums the listed rows, part by part. The loads of the next rows are always under way, even those
+// of the next part. With RoundedWire, a partial sum is computed like an output row, because
+// rounding a second time changes nothing.
 template <typename T, Sum kSum, typename Wire>
 __device__ __forceinline__ void sum_parts(const Team& team, const SourceList& list,
                                           const SourceCounts& counts, int64_t row_bytes, char* out,
@@ -327,7 +314,7 @@ __device__ __forceinline__ void sum_parts(const Team& team, const SourceList& li
   Float32Part<T> sum;
   int source = 0;
   int64_t offset = range.first;
-  // Adds a part and then loads another part into its registers. Returns false after the last part.
+  // Adds `part`, then loads another part into it. Returns false after the last part.
   const auto add_next = [&](RowPart& part) {
     if (is_plain(source)) {
       sum.add(source < counts.own ? list.factors[source] : 1.f, part);
@@ -364,10 +351,9 @@ __device__ __forceinline__ void sum_parts(const Team& team, const SourceList& li
 }
 
 // Computes out = landed partial sums of lower ranks + this rank's partial sum + landed partial sums
-// of higher ranks + addend, added in this order. This rank's partial sum is the sum of factor *
-// row, rounded or encoded like the landed partial sums. For Sum::kPartial, out is this rank's
-// partial sum as it travels. If the list is empty, out is zero. All lanes call it after they have
-// written the list, and may rewrite the list afterwards.
+// of higher ranks + addend, in this order. This rank's partial sum is the sum of factor * row,
+// rounded or encoded like landed ones. For Sum::kPartial, out is this rank's partial sum as it
+// travels. All lanes call it after they have written the list, and may rewrite the list afterwards.
 template <typename T, Sum kSum, typename Wire>
 __device__ __forceinline__ void sum_listed(const Team& team, const SourceList& list,
                                            const SourceCounts& counts, int64_t row_bytes, char* out,

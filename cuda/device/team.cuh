@@ -1,5 +1,4 @@
-// A team is the threads that share a work item. It is one warp, or several warps if rows are few or
-// large.
+// A team is the threads that share a work item. It has several warps if rows are few or large.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +12,7 @@ constexpr uint32_t kAllLanes = 0xFFFFFFFFu;
 
 __device__ inline int lane_index() { return threadIdx.x % kWarpThreads; }
 
-// A block is divided evenly into teams, each of whole warps. Teams work independently of each
-// other.
+// A block is divided evenly into teams of whole warps, which work independently.
 class Team {
  public:
   // `mailboxes` has a word of shared memory for each team.
@@ -24,7 +22,6 @@ class Team {
         thread_(threadIdx.x % threads_),
         mailbox_(mailboxes + index_) {}
 
-  __device__ int index() const { return index_; }      // of the team in its block
   __device__ int thread() const { return thread_; }    // of this thread in its team
   __device__ int threads() const { return threads_; }  // of the team
   __device__ bool is_first_warp() const { return thread_ < kWarpThreads; }
@@ -53,8 +50,7 @@ class Team {
     return *mailbox_;
   }
 
-  // Returns whether `ok` is true in all threads. Orders the acquires of all these threads before
-  // the later accesses of the team.
+  // Returns whether `ok` is true in all threads, and orders their acquires before later accesses.
   __device__ bool all(bool ok) const {
     if (threads_ == kWarpThreads) {
       ok = __all_sync(kAllLanes, ok);

@@ -1,8 +1,6 @@
-// Writes and reads partial sums that travel in a token format, for sum_parts() in device/sum.cuh.
-//
-// A slot holds the values of a row and then its scales (encoded_stride() in token_format.h). The
-// lane that holds a 16-byte word of sums also holds the word's values. A group is the words of a
-// few neighbouring lanes.
+// Writes and reads partial sums that travel in a token format, for sum_parts() in device/sum.cuh. A
+// slot holds the values of a row and then its scales. The lane that holds a 16-byte word of sums
+// also holds the word's values. A group is the words of a few neighbouring lanes.
 #pragma once
 
 #include "device/format.cuh"
@@ -12,7 +10,9 @@ namespace moe_a2a {
 
 // Replaces the wire dtype in templates if partial sums travel in a format.
 template <TokenFormat F>
-struct Encoded {};
+struct Encoded {
+  static constexpr TokenFormat kFormat = F;
+};
 
 template <typename Wire>
 constexpr bool kIsEncoded = false;
@@ -39,8 +39,7 @@ class EncodedWire {
     return part;
   }
 
-  // Loads the values and scales of the part at byte `offset` of the sums. `row` is where the
-  // encoded row landed.
+  // Loads the values and scales of the part at byte `offset` of the sums, from the landed `row`.
   __device__ __forceinline__ void load(RowPart& part, const RowParts& range, const char* row,
                                        int64_t offset) const {
     range.each_word(offset, [&](int u, int64_t at) {
@@ -53,7 +52,6 @@ class EncodedWire {
     });
   }
 
-  // Decodes a part and adds it.
   __device__ __forceinline__ void add(Float32Part<T>& sum, const RowPart& part) const {
 #pragma unroll
     for (int u = 0; u < kPartWords; ++u) {
@@ -70,9 +68,8 @@ class EncodedWire {
     }
   }
 
-  // Stores an encoded part to `row`. To make fewer stores to a peer, keeps scales in registers
-  // until each lane has a scale, or until the next scales are not adjacent. All lanes call it, in
-  // the order of offsets.
+  // Stores an encoded part. To make fewer stores to a peer, keeps scales until each lane has one,
+  // or until the next scales are not adjacent. All lanes call it, in the order of offsets.
   __device__ __forceinline__ void store(const RowPart& part, const RowParts& range, char* row,
                                         int64_t offset) {
     range.each_word(offset, [&](int u, int64_t at) {
@@ -104,7 +101,7 @@ class EncodedWire {
   static constexpr int kNumbers = Float32Part<T>::kNumbers;    // of a word
   static constexpr int kLanes = Format<F>::kGroup / kNumbers;  // that share a group
   static constexpr int kGroups = kWarpThreads / kLanes;        // of a warp's words
-  using Vector = typename Word<kNumbers * Format<F>::kValueBits / 8>::Type;
+  using Vector = typename Word<kNumbers * Format<F>::kValueBits / 8>::type;
   static constexpr int kWords = sizeof(Values<F, kNumbers>) / sizeof(uint32_t);
   static_assert(kLanes * kGroups == kWarpThreads && kWords <= 2);
 

@@ -23,12 +23,11 @@ struct CallAttributes {
   bool raise_failures;  // false: a failure shows only in the outputs
   int64_t scopes;       // a hash of the name scopes around the call in the program
 
-  // Returns true if all ranks are on the device that runs the call, so that the call names no
-  // device.
+  // All ranks are on the device that runs the call, so the call names no device.
   bool is_on_one_device() const { return topology.devices.empty(); }
 };
 
-// Reads attributes into variables. Returns false if an attribute is missing or has another type.
+// Returns false if an attribute is missing or has another type.
 class AttributeReader {
  public:
   explicit AttributeReader(const ffi::Dictionary& attributes) : attributes_(attributes) {}
@@ -45,7 +44,6 @@ class AttributeReader {
   const ffi::Dictionary& attributes_;
 };
 
-// Returns the problem of a call that lacks an attribute.
 inline Problem LacksAttribute() {
   return Invalid(
       "the call lacks an attribute. Another version of jax_moe_a2a lowered it; lower it again");

@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <sstream>
 #include <string>
-#include <vector>
 
 #include "calls/array.h"
 #include "calls/routing.h"
@@ -15,11 +14,9 @@
 
 namespace moe_a2a {
 
-// The alignment of decoded arrays: 16 bytes, as in most executions, or the alignment of the
-// addresses of this execution.
+// The alignment of decoded arrays: 16 bytes, as usual, or that of this execution's addresses.
 enum class Alignment { kVector, kOfThisExecution };
 
-// Returns the buffer of an operand or of a result.
 inline ffi::AnyBuffer BufferOf(ffi::AnyBuffer buffer) { return buffer; }
 inline ffi::AnyBuffer BufferOf(ffi::Result<ffi::AnyBuffer> buffer) { return *buffer; }
 
@@ -74,7 +71,7 @@ Problem DecodeArrays(const Buffers& buffers, size_t first_index, int64_t ranks_o
 // The addresses of the operands and then the results of one execution.
 class AddressList {
  public:
-  // Adds buffers. Returns false if an argument is not a buffer, or if a call cannot have so many.
+  // Returns false if an argument is not a buffer, or if a call cannot have so many.
   template <typename Buffers>
   bool Read(const Buffers& buffers) {
     for (size_t i = 0; i < buffers.size(); ++i) {
@@ -87,8 +84,7 @@ class AddressList {
   }
 
   Addresses addresses() const { return {list_, count_}; }
-  // Returns the bitwise or of all addresses.
-  uintptr_t bits() const { return bits_; }
+  uintptr_t bits() const { return bits_; }  // the bitwise or of all addresses
 
  private:
   static constexpr size_t kMost = 96;

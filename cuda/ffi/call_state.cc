@@ -61,8 +61,8 @@ Problem CallState::Execute(const Execution& execution) {
   Problem problem = Prepare(*workspace);
   if (problem.empty()) problem = ExecuteIn(*workspace, execution);
   if (problem.empty()) return {};
-  // After an error, the execution ends, and XLA reuses the memory of the execution in the order of
-  // XLA's stream. XLA's stream must therefore wait for all work of the side stream.
+  // After an error, XLA reuses the memory of the execution in the order of its stream, which must
+  // therefore wait for all work of the side stream.
   if (SideStream* side = workspace->Side(execution.ordinal)) side->JoinAll(execution.stream);
   return problem;
 }
@@ -70,8 +70,7 @@ Problem CallState::Execute(const Execution& execution) {
 Problem CallState::ExecuteIn(Workspace& workspace, const Execution& execution) {
   const DeviceState* state = states_.Find(execution.ordinal);
 #ifdef MOE_A2A_TEST_HOOKS
-  // If a test has switched the limit on the number of blocks, the state is made again, because it
-  // depends on this limit.
+  // The state depends on the limit on the number of blocks, which a test may have switched.
   if (state != nullptr && state->is_uncapped != workspace.is_uncapped()) state = nullptr;
 #endif
   if (state == nullptr) {

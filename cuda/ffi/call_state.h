@@ -1,14 +1,10 @@
 // The state of a call of a program: everything that does not change between executions.
 //
-// XLA makes a state when it loads the program, keeps the state as long as the program, and passes
-// the state to every later stage. All devices of the process, and all threads that execute the
-// program, share one state, so published parts of the state never change. The state has a
-// DeviceState for each device. The first execution on a device makes its DeviceState, because a
-// call's arrays and device are not known earlier.
-//
-// A DeviceState stays valid when the workspace is closed and opened again, because a workspace
-// keeps its addresses for the life of the process (runtime/workspace.h). Every call checks whether
-// the workspace is open.
+// XLA makes a state when it loads the program, and passes it to every later stage. All devices of
+// the process, and all threads that execute the program, share one state, so published parts of it
+// never change. The first execution on a device makes the DeviceState, because a call's arrays and
+// device are not known earlier. A DeviceState stays valid when the workspace is closed and opened
+// again, because a workspace keeps its addresses (runtime/workspace.h).
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -25,7 +21,6 @@
 
 namespace moe_a2a {
 
-// One execution of a call.
 struct Execution {
   cudaStream_t stream;
   int32_t ordinal;
@@ -35,7 +30,6 @@ struct Execution {
   const ffi::RemainingRets& outputs;
 };
 
-// The part of a call's state that belongs to one device.
 struct DeviceState {
   DeviceState(Workspace& workspace, int32_t ordinal)
       : workspace(workspace), side(workspace.Side(ordinal)) {}
@@ -57,16 +51,15 @@ class CallState {
   virtual ~CallState() = default;
 
   // Reserves the workspace when a program is loaded, before any of its calls runs on any device. If
-  // all ranks share a device, Initialize() reserves the workspace, because the device is known only
-  // when the program runs.
+  // all ranks share a device, Initialize() does so, because the device is not known yet.
   Problem Load();
 
   // Opens a closed workspace again, and reports a failure. XLA calls this before every execution,
-  // including executions that replay a CUDA graph and never call Execute().
+  // even if a CUDA graph is replayed, without Execute().
   Problem Initialize(int32_t ordinal);
 
-  // Launches the exchange, or joins a split exchange. After the first execution on a device,
-  // Execute() does not allocate and takes no process-wide lock.
+  // Launches the exchange, or joins a split exchange. After the first execution on a device, does
+  // not allocate and takes no process-wide lock.
   Problem Execute(const Execution& execution);
 
  protected:
@@ -74,13 +67,11 @@ class CallState {
 
   const CallAttributes& attributes() const { return attributes_; }
 
-  // Sets the view of the first rank of device `ordinal`. Its signature covers the attributes that
-  // all calls have.
+  // Sets the view of a device's first rank. Its signature covers the common attributes.
   Problem SetView(const Workspace& workspace, Operation operation, int32_t ordinal,
                   RankView* view) const;
 
-  // Sets how many blocks a launch may have for each rank of a device: the number that the call
-  // requests, limited by the device's multiprocessors.
+  // Sets the blocks of each rank: as many as the call requests and the multiprocessors allow.
   Problem SetBlocksOfRank(const Workspace& workspace, int32_t ordinal, int64_t* num_blocks) const;
 
  private:
@@ -90,7 +81,6 @@ class CallState {
   virtual Problem Run(const Execution& execution, const DeviceState& state) const = 0;
 
   Problem ExecuteIn(Workspace& workspace, const Execution& execution);
-  // Finds the workspace of the ranks that `ordinal` runs.
   Problem FindWorkspace(int32_t ordinal, Workspace** workspace) const;
   // Opens or grows the workspace. Reports an earlier failure if the call has `raise_failures`;
   // otherwise the kernels run, and return NaN at once.

@@ -110,8 +110,7 @@ class CallStateOf final : public CallState {
       view.rank += i;
       view.error += i;
       view.run = run;
-      // Launches that overlap have different results, so the address of a result identifies a
-      // launch.
+      // Launches that overlap have different results, whose addresses identify the launches.
       view.launch =
           state.name < arrays.size() ? reinterpret_cast<uint64_t>(address_of(state.name)) : 1;
     }
@@ -122,10 +121,8 @@ class CallStateOf final : public CallState {
     return state.side == nullptr ? Problem() : state.side->Started(execution.run, arrays);
   }
 
-  // An execution has the same id on all devices, so kernels detect two threads that interleave
-  // their programs. A captured call has no id, because a replay has the arguments of the capture.
-  // The id travels next to the signature and is not part of it, because XLA decides on each device
-  // whether to replay.
+  // A captured call has no id, because a replay has the arguments of the capture (docs/protocol.md,
+  // section 9).
   static bool IsCaptured(const Execution& execution) {
     if (!execution.may_be_captured) return false;
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -136,8 +133,8 @@ class CallStateOf final : public CallState {
   const Call call_;
 };
 
-// The state of the done of a split exchange. Operands: the operands of its start, then the results
-// of its start. The results of the done are the results of the start (aliased).
+// The done of a split exchange. Operands: the operands and then the results of its start. Results:
+// the results of the start (aliased).
 class Done final : public CallState {
  public:
   explicit Done(CallAttributes attributes) : CallState(std::move(attributes)) {}
@@ -159,8 +156,7 @@ class Done final : public CallState {
     const Addresses args = {list.addresses().begin(), execution.operands.size()};
     if (!std::equal(args.end() - num_results, args.end(), args.end())) {
       return "XLA has moved the results of a start before its done. Call start and done in the "
-             "same "
-             "function";
+             "same function";
     }
     return state.side->Join(execution.stream, execution.run, args);
   }

@@ -17,8 +17,6 @@ inline ffi::Error ToError(const Problem& problem) {
   return ffi::Error(code, "jax_moe_a2a: " + problem);
 }
 
-// Makes the handler of an execution. If `kMayBeCaptured`, XLA may capture its calls in a CUDA
-// graph.
 template <bool kMayBeCaptured, typename Binding, typename Function>
 auto* MakeHandler(Binding binding, Function function) {
   return kMayBeCaptured ? binding.To(function, {ffi::Traits::kCmdBufferCompatible}).release()

@@ -20,7 +20,7 @@
 namespace moe_a2a {
 namespace {
 
-// Launches at most `num_sms` blocks. Kernels with one block for each work item have no such limit.
+// Kernels with one block for each work item have no limit on their blocks.
 template <typename Call, typename Params>
 Problem Launch(Params& params, int num_sms, cudaStream_t stream) {
   if constexpr (std::is_invocable_v<decltype(Call::kLaunch), Params&, int, cudaStream_t>) {
@@ -94,8 +94,7 @@ ffi::Error Load(int32_t ordinal, ffi::Dictionary) {
 
 template <typename Call>
 XLA_FFI_Error* ExecuteHandler(XLA_FFI_CallFrame* frame) {
-  // A graph must not capture a call of cuBLASLt, because the library loads a kernel when it first
-  // launches this kernel.
+  // A graph must not capture cuBLASLt, which loads a kernel when it first launches this kernel.
   constexpr bool kMayBeCaptured = !std::is_same_v<Call, LibraryGemmCall>;
   static const auto* handler =
       MakeHandler<kMayBeCaptured>(ffi::Ffi::Bind()

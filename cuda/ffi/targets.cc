@@ -33,7 +33,6 @@ Problem MakeDone(const ffi::Dictionary&, CallAttributes common, NewState* made) 
   return {};
 }
 
-// Makes the state of a call and opens its workspace.
 template <auto kMake>
 ffi::ErrorOr<NewState> Load(ffi::Dictionary attributes) {
   CallAttributes common;
@@ -84,9 +83,8 @@ XLA_FFI_Error* ExecuteHandler(XLA_FFI_CallFrame* frame) {
   return handler->Call(frame);
 }
 
-// Adds the targets of a call. A whole call has a second target, with the suffix "_in_graph", which
-// may be captured in a CUDA graph. Start and done are not captured, because a graph must join each
-// fork that it contains, and because the host must see every start.
+// A CUDA graph may capture the target "_in_graph" of a whole call. It must not capture start and
+// done, because it must join each fork that it contains, and the host must see every start.
 template <typename Call>
 void AddTargets(std::vector<Target>& targets) {
   const std::string name = Call::kTarget;

@@ -11,7 +11,6 @@ namespace moe_a2a {
 
 using Handler = XLA_FFI_Error*(XLA_FFI_CallFrame*);
 
-// A target of custom calls.
 struct Target {
   std::string name;
   Handler* instantiate;  // called when a program is loaded; may be null

@@ -1,14 +1,15 @@
 // The passes between two products in FP8. act_encode applies the activation to the first product,
 // multiplies the activations by router weights, rounds them to the dtype of the product, and
-// encodes them in BlockwiseFp8. Without router weights, act_encode encodes rows as they are.
-// act_grad computes the gradients of act_encode.
-// Result: the kernels write the results of all rows of groups. Other rows are neither read nor
-// written. A lane reads its numbers before it overwrites them with results. Layout: a group of 128
-// columns belongs to 8 neighbouring lanes. Their loads are 128 contiguous bytes each, so the 16
-// numbers of a lane are not neighbours: vector v of lane l starts at byte 16 (8 v + l) of the
-// group. A warp of act_grad has a whole row, and sums the row's dot. Launch: one block on a
-// multiprocessor. A thread loads 64 bytes or more at a time, so a block has 64 KiB or more in
-// flight. Fewer bytes in flight would be enough to use the full bandwidth of the memory.
+// encodes them in BlockwiseFp8. act_grad computes the gradients of act_encode.
+//
+// Holds afterwards: the results of all rows of groups. Other rows are neither read nor written.
+//
+// Layout: a group of 128 columns belongs to 8 neighbouring lanes. Each of their loads is 128
+// contiguous bytes: vector v of lane l starts at byte 16 (8 v + l) of the group. A warp of act_grad
+// has a row.
+//
+// Launch: one block on a multiprocessor. A thread loads 64 bytes or more at a time, so enough bytes
+// are in flight for the full bandwidth of the memory.
 #include "gemm/act_encode.h"
 
 #include <algorithm>
@@ -31,8 +32,8 @@ constexpr TokenFormat kFormat = TokenFormat::kBlockwiseFp8;
 constexpr int kGroup = Format<kFormat>::kGroup, kLanes = kGroupLanes<kFormat>;
 constexpr int kGroupsOfWarp = kWarpThreads / kLanes;
 
-// Loads the numbers of a lane. `from` is the lane's first vector. The product is read only once, by
-// streaming loads, so that other arrays stay in the cache for the next product.
+// `from` is the lane's first vector. The product is read only once, by streaming loads, so that
+// other arrays stay in the cache for the next product.
 template <typename T>
 __device__ __forceinline__ LaneNumbers<T> load_lane(const T* from) {
   LaneNumbers<T> lane;
@@ -43,7 +44,6 @@ __device__ __forceinline__ LaneNumbers<T> load_lane(const T* from) {
   return lane;
 }
 
-// Stores the numbers of a lane. `to` is the place of its first vector.
 template <typename T>
 __device__ __forceinline__ void store_lane(T* to, const LaneNumbers<T>& lane) {
 #pragma unroll
@@ -52,8 +52,7 @@ __device__ __forceinline__ void store_lane(T* to, const LaneNumbers<T>& lane) {
   }
 }
 
-// Encodes and stores the numbers of a lane. All lanes of a warp call it. `to` is the place of the
-// lane's first values, and `scale` is the place of the group's scale.
+// Encodes and stores a lane's numbers; `to` is its first value. All lanes of a warp call it.
 template <typename T>
 __device__ __forceinline__ void store_encoded(const LaneNumbers<T>& numbers, bool stores,
                                               uint32_t member, uint8_t* to, uint32_t* scale) {
@@ -73,8 +72,7 @@ __device__ __forceinline__ void store_encoded(const LaneNumbers<T>& numbers, boo
   if (member == 0) *scale = encoding.scale;
 }
 
-// Returns the weighted activations of the numbers of a word, rounded to T. Activations with a
-// weight of 0 are zeros.
+// Returns a word of weighted activations, rounded to T. With a weight of 0, they are zeros.
 template <Activation kFunction, typename T, bool kIsGated>
 __device__ __forceinline__ uint32_t activate_word(uint32_t gate_word, uint32_t up_word,
                                                   float weight, const ActEncode& p) {
@@ -111,8 +109,7 @@ __global__ void __launch_bounds__(kActThreads<T>, 1) act_encode(const ActEncode 
     const uint32_t end = static_cast<uint32_t>(end_row - first_row) * groups_of_row;
 #pragma unroll 1
     for (uint32_t base = warp * kGroupsOfWarp; base < end; base += stride) {
-      // All lanes shuffle. Lanes after the end repeat the work of the last item, and write the same
-      // bytes.
+      // All lanes shuffle, so lanes after the end repeat the last item, and write the same bytes.
       const uint32_t item = min(base + lane / kLanes, end - 1);
       const int32_t row = first_row + static_cast<int32_t>(item / groups_of_row);
       const uint32_t group = item % groups_of_row;
@@ -133,23 +130,21 @@ __global__ void __launch_bounds__(kActThreads<T>, 1) act_encode(const ActEncode 
           };
 #pragma unroll
           for (int v = 0; v < kVectors; ++v) {
-            __syncwarp();  // With the numbers of two vectors at a time, erfc() would spill
-                           // registers.
+            __syncwarp();  // With two vectors at a time, erfc() would spill registers.
             const uint4 a = gate.vectors[v], b = up.vectors[v];
             h.vectors[v] = {word(a.x, b.x), word(a.y, b.y), word(a.z, b.z), word(a.w, b.w)};
           }
         });
       }
-
       store_encoded(h, true, member, p.values + int64_t{row} * p.columns + column,
                     p.scales + int64_t{row} * groups_of_row + group);
     }
   }
 }
 
-// Replaces the words of the pre-activations by the words of their gradients, and the word of the
-// gradient of the activations by the weighted activations. For a weight of 0, all results are
-// zeros. Adds the products of the gradient and the activations to the dot.
+// Replaces a word of pre-activations by their gradients, and a word of the gradient of activations
+// by weighted activations. For a weight of 0, both results are zeros. Adds gradient * activation to
+// the dot.
 template <Activation kFunction, typename T, bool kIsGated>
 __device__ __forceinline__ void grad_word(uint32_t* gate_word, uint32_t* up_word, uint32_t* ct_word,
                                           float weight, const ActGrad& p, float* dot) {
@@ -260,7 +255,6 @@ void each_kernel(Body&& body) {
   });
 }
 
-// Launches at most as many blocks as warps have work.
 template <typename Call>
 Problem Launch(const Call& call, int64_t warps, int num_sms, cudaStream_t stream) {
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(num_sms, warps));

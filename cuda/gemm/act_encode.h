@@ -1,5 +1,4 @@
-// Launches the passes between two products in FP8: activation, router weight and quantization, and
-// their gradients.
+// Launches the passes between two products in FP8 (gemm/act_encode.cu).
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -12,29 +11,26 @@
 
 namespace moe_a2a {
 
-// Arrays of B batch elements with C rows each. P = I, or P = 2 I for a gated activation: gate, then
-// up.
+// Arrays of B batch elements of C rows. P = I, or P = 2 I for a gated activation: gate, then up.
 struct ActEncode {
   ElementType type;     // of the product: kBFloat16 or kFloat32
   const void* product;  // [B, C, P]
-  // [B, C]; the results of a row of weight 0 are zeros. If null, the product itself is encoded,
-  // without activation and weights.
+  // [B, C]; a weight of 0 gives zeros. Null: the product itself is encoded, without activation.
   const float* row_weights;
-  const int32_t *starts,
-      *sizes;  // [B, L] first row, and number of rows, of each group; adjacent within an element
-  uint8_t* values;            // [B, C, I], float8_e4m3fn
-  uint32_t* scales;           // [B, C, I / 128], bits of float32
-  int64_t num_rows;           // B * C
-  int32_t batch, num_groups;  // B, L: at least 1
-  int32_t columns;            // I, a multiple of 128
+  const int32_t *starts, *sizes;  // [B, L] of groups: the first row, and the number of rows
+  uint8_t* values;                // [B, C, I], float8_e4m3fn
+  uint32_t* scales;               // [B, C, I / 128], bits of float32
+  int64_t num_rows;               // B * C
+  int32_t batch, num_groups;      // B, L: at least 1
+  int32_t columns;                // I, a multiple of 128
   Activation function;
   bool is_gated;
   float alpha, limit;  // of kClampedSwiglu
 };
 
-// The gradients of the same arrays. `values` [B, C, P] and `scales` [B, C, P / 128] encode the
-// gradient of the product, rounded to the type of the product. For a row of weight 0, all results
-// except the dot are zeros. row_weights must not be null.
+// The arrays of act_grad. `values` [B, C, P] and `scales` [B, C, P / 128] encode the gradient of
+// the product. row_weights must not be null. For a weight of 0, all results except the dot are
+// zeros.
 struct ActGrad : ActEncode {
   const void* ct;    // [B, C, I]: the gradient of the activations before their weights
   void* d_pre;       // [B, C, P]: the gradient of the product
@@ -42,10 +38,8 @@ struct ActGrad : ActEncode {
   float* d_weights;  // [B, C]: the dots of ct and the activations
 };
 
-// Loads the kernels on the current device, so that no later call does.
 cudaError_t LoadActEncode();
-
-// Launch at most `num_sms` blocks, one on each multiprocessor. No allocation, no synchronization.
+// At most `num_sms` blocks are launched, one on each multiprocessor.
 Problem LaunchActEncode(const ActEncode& call, int num_sms, cudaStream_t stream);
 Problem LaunchActGrad(const ActGrad& call, int num_sms, cudaStream_t stream);
 

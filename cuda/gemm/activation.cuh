@@ -2,11 +2,11 @@
 #pragma once
 
 #include "gemm/form.h"
+#include "lists.h"
 
 namespace moe_a2a::gemm {
 
-// Returns e to the x, without a special case for subnormal numbers, which would cost four more
-// instructions.
+// Returns e to the x. A special case for subnormal numbers would cost four more instructions.
 __device__ inline float fast_exp(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1.44269504f * x));
@@ -19,7 +19,6 @@ __device__ inline float sigmoid(float x) {
   return y;
 }
 
-// The value and the derivative of an activation at x.
 struct Activated {
   float value, slope;
 };
@@ -47,7 +46,6 @@ __device__ inline Activated activate(float x, float alpha) {
   }
 }
 
-// A gated activation, and its derivatives.
 struct Gated {
   float value, d_gate, d_up;
 };
@@ -65,22 +63,17 @@ __device__ inline Gated activate_gated(float gate, float up, float alpha, float 
   }
 }
 
-// Calls body(std::integral_constant<Activation, A>) for the activation `a`, so code in the body
-// need not branch again.
+// Calls body(Constant<A>) for the activation `a`, so that the body need not branch again.
 template <bool kIsGated, typename Body>
 __device__ inline void for_activation(Activation a, Body&& body) {
   switch (a) {
-    case Activation::kSilu: return body(std::integral_constant<Activation, Activation::kSilu>{});
-    case Activation::kGelu: return body(std::integral_constant<Activation, Activation::kGelu>{});
-    case Activation::kGeluTanh:
-      return body(std::integral_constant<Activation, Activation::kGeluTanh>{});
-    case Activation::kRelu: return body(std::integral_constant<Activation, Activation::kRelu>{});
-    case Activation::kSquaredRelu:
-      return body(std::integral_constant<Activation, Activation::kSquaredRelu>{});
+    case Activation::kSilu: return body(Constant<Activation::kSilu>{});
+    case Activation::kGelu: return body(Constant<Activation::kGelu>{});
+    case Activation::kGeluTanh: return body(Constant<Activation::kGeluTanh>{});
+    case Activation::kRelu: return body(Constant<Activation::kRelu>{});
+    case Activation::kSquaredRelu: return body(Constant<Activation::kSquaredRelu>{});
     case Activation::kClampedSwiglu:
-      if constexpr (kIsGated) {
-        body(std::integral_constant<Activation, Activation::kClampedSwiglu>{});
-      }
+      if constexpr (kIsGated) body(Constant<Activation::kClampedSwiglu>{});
       return;
     case Activation::kScaledBias: return;
   }

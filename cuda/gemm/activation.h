@@ -12,8 +12,7 @@ enum class Activation : int32_t {
   kGeluTanh,       // its approximation with tanh
   kRelu,           // max(x, 0)
   kSquaredRelu,    // max(x, 0)^2
-  kClampedSwiglu,  // gated: x sigmoid(alpha x) (up + 1), with x <= limit and |up| <= limit
-                   // (GPT-OSS)
+  kClampedSwiglu,  // gated (GPT-OSS): x sigmoid(alpha x) (up + 1), x <= limit, |up| <= limit
   kScaledBias,     // no activation: router weights multiply the bias instead of the result
 };
 

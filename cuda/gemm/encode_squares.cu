@@ -1,12 +1,13 @@
-// Quantizes weights to BlockwiseFp8: reads each square of 128 x 128 numbers once, and writes the
-// square and its transpose.
+// Quantizes weights to BlockwiseFp8: reads each square of 128 x 128 numbers once, and writes its
+// values and their transpose.
 //
 // Layout: a thread holds 16 bytes of each of several neighbouring rows, and transposes its values
 // in blocks of 4 x 4 bytes. Afterwards, shared memory has the transposed square in rows of 128
-// bytes. A unit is the bytes that a thread stores at once. Its place in a row is xored with the
-// number of the 16-byte column, so that neither stores nor loads have bank conflicts. Launch: one
-// block for each square. Several blocks share a multiprocessor, so that one block loads while
-// others wait.
+// bytes. The place of a unit (the bytes that a thread stores at once) is xored with the number of
+// the 16-byte column, so that neither stores nor loads have bank conflicts.
+//
+// Launch: a block for each square. Blocks share a multiprocessor, so that one loads while others
+// wait.
 #include "gemm/encode_squares.h"
 
 #include "device/element.cuh"
@@ -20,7 +21,7 @@ constexpr TokenFormat kFormat = TokenFormat::kBlockwiseFp8;
 constexpr int kSide = Format<kFormat>::kGroup, kSquareThreads = 256;
 constexpr int kSquareWarps = kSquareThreads / kWarpThreads;
 
-// Transposes a block of 4 x 4 bytes. A word is a row.
+// Transposes a block of 4 x 4 bytes. Each word is a row of the block.
 __device__ __forceinline__ void transpose_bytes(const uint32_t (&from)[4], uint32_t (&to)[4]) {
   const uint32_t low01 = __byte_perm(from[0], from[1], 0x5140),
                  low23 = __byte_perm(from[2], from[3], 0x5140),

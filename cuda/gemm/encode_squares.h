@@ -20,10 +20,7 @@ struct EncodeSquares {
   int64_t num_matrices, k, n;
 };
 
-// Loads the kernels on the current device, so that no later call does.
 cudaError_t LoadEncodeSquares();
-
-// Launches a block for each square. No allocation, no synchronization.
 Problem LaunchEncodeSquares(const EncodeSquares& call, cudaStream_t stream);
 
 }  // namespace moe_a2a

@@ -1,11 +1,9 @@
 // Handles the results of a tile in a warp: applies an activation or its derivative if there is one,
-// and then rounds and stores the results.
+// rounds the results and stores them.
 //
-// A warp has the results of 16 rows of m and all n. For every 8 of n, four neighbouring lanes share
-// two rows. In its registers d, lane q of these four lanes holds the elements 2 q and 2 q + 1 of
-// the row lane / 4, and then the same elements of the row that is 8 rows below:
+// A warp has the results of 16 rows of m and all n. Four neighbouring lanes share two rows, which
+// are 8 rows apart. A lane has two neighbouring elements of every 8 of n, which become one word:
 //   d[4 j + 2 r + i]  is  (m = lane / 4 + 8 r, n = 8 j + 2 (lane % 4) + i).
-// Two registers in a row are rounded into a word.
 #pragma once
 
 #include "gemm/activation.cuh"
@@ -14,7 +12,7 @@
 
 namespace moe_a2a::gemm {
 
-// Where the rows of a tensor are in its map: the rows of a group, or of a matrix of weights.
+// Locates the rows of a group, or of a matrix of weights, in the map of their tensor.
 struct Plane {
   int32_t first, c2, c3;
 
@@ -43,8 +41,7 @@ class BoxWriter {
     __syncwarp();
     char* buffer = buffers_[next_];
     next_ = (next_ + 1) % kStoreBuffers;
-    // store_matrices() stores 16 rows of m by 16 of n: the upper and the lower 8 rows for the first
-    // 8 of n, then for the other 8.
+    // Matrices 0 and 1 are the halves of 16 rows for the first 8 of n, 2 and 3 for the next 8.
     const int matrix = lane / 8, row = lane % 8;
 #pragma unroll
     for (int n = 0; n < 4 * kWords; n += 16) {
@@ -66,7 +63,6 @@ class BoxWriter {
     }
   }
 
-  // Rounds d[first], d[first + 1], ... and stores them.
   template <typename T, int kSize>
   __device__ void write(const CUtensorMap& map, const Box& box, const float (&d)[kSize],
                         int first) {
@@ -87,13 +83,11 @@ struct Nothing {
   __device__ explicit Nothing(const Args&...) {}
 };
 
-// The router weights of a lane's two rows, for rows along m. They are read before the products, so
-// that nothing waits for them.
+// The router weights of a lane's two rows, for rows along m, read before the products.
 template <typename F>
 struct WeightsAlongM {
   float of[2];
 
-  // `m` is the warp's first row.
   __device__ WeightsAlongM(const GemmParams& p, const Work& work, const Tile<F>&, int32_t m) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -101,12 +95,11 @@ struct WeightsAlongM {
       of[r] = row < work.size ? __ldg(p.activation.row_weights + work.start + row) : 0.f;
     }
   }
-  // Returns the weight for d[i].
   __device__ float at(int i) const { return of[i / 2 % 2]; }
 };
 
-// The router weights of a tile's rows, for rows along n. Each lane of a warp reads the weights of
-// different rows before the products.
+// The router weights of a tile's rows, for rows along n, read before the products. Each lane of a
+// warp reads the weights of different rows.
 template <typename F>
 class WeightsAlongN {
  public:
@@ -118,8 +111,7 @@ class WeightsAlongN {
     }
   }
 
-  // Returns the weights of this lane's rows among the 8 rows of the tile from `first` on: the rows
-  // of d[first / 2] and d[first / 2 + 1].
+  // Returns the weights of d[first / 2] and d[first / 2 + 1].
   __device__ float2 at(int first) const {
     const int lane = first % kWarpThreads + lane_index() % 4 * 2;
     const float of = of_lane_[first / kWarpThreads];
@@ -134,8 +126,7 @@ class WeightsAlongN {
 template <typename F>
 using RowWeights = std::conditional_t<F::kIsTurned, WeightsAlongN<F>, WeightsAlongM<F>>;
 
-// Calls body(first, n) for each box of rows in a transposed tile: d[first], ... are the results
-// from row n of the tile on.
+// Calls body(first, n) for each box of a transposed tile, which begins at d[first] and row n.
 template <typename F, typename Body>
 __device__ inline void each_box(const Tile<F>& tile, Body&& body) {
 #pragma unroll
@@ -144,8 +135,7 @@ __device__ inline void each_box(const Tile<F>& tile, Body&& body) {
   }
 }
 
-// Stores 16 rows of m of all products of a warp in a transposed tile. The products of a warp are 64
-// of m apart.
+// Stores 16 rows of m of all products of a warp, which are 64 of m apart, in a transposed tile.
 template <typename T, typename F, int kProducts, int kSize>
 __device__ inline void store_products(const GemmParams& p, BoxWriter<F>& writer,
                                       const Tile<F>& tile, const Plane& plane, int32_t m,
@@ -161,12 +151,11 @@ __device__ inline void store_products(const GemmParams& p, BoxWriter<F>& writer,
 }
 
 // The rounded results of a warp's last tile, 16 rows of m by all n. The warp stores them while the
-// products of its next tile run, so the next products wait only for the rounding.
+// products of its next tile run, so that these products wait only for the rounding.
 template <typename F>
 class Rounded {
  public:
   static constexpr int kBoxes = F::kTileN / kBoxElements;
-  static constexpr int kParts = kBoxes;  // a box is stored with each of the first steps
 
   template <typename T, int kSize>
   __device__ void take(const Tile<F>& tile, const Plane& plane, int32_t m,
@@ -179,15 +168,14 @@ class Rounded {
     columns_ = tile.end_n - tile.n;
   }
 
-  // Stores the part with the number `part`, if it exists. Call it for all parts in turn before the
-  // next take().
-  __device__ void store(const CUtensorMap& map, BoxWriter<F>& writer, int part) {
+  // Stores box number `box`, if it exists. Call it for all boxes in turn before the next take().
+  __device__ void store(const CUtensorMap& map, BoxWriter<F>& writer, int box) {
 #pragma unroll
     for (int i = 0; i < kBoxes; ++i) {
-      if (i != part || i * kBoxElements >= columns_) continue;
+      if (i != box || i * kBoxElements >= columns_) continue;
       writer.write(map, {box_.c0 + i * kBoxElements, box_.c1, box_.c2, box_.c3}, words_[i]);
     }
-    if (part == kParts - 1) columns_ = 0;
+    if (box == kBoxes - 1) columns_ = 0;
   }
 
  private:
@@ -196,7 +184,7 @@ class Rounded {
   int32_t columns_ = 0;  // from the first of the tile to the end; 0: nothing is left to store
 };
 
-// Applies biases, activation and router weights, and stores the activations. Also stores the
+// Applies biases, activation and router weights, and stores the activations, and the
 // pre-activations if they are kept. A gated tile has gate and up in the two halves of its columns.
 template <typename T, typename F, int kSize>
 __device__ inline void store_activations_along_m(const GemmParams& p, BoxWriter<F>& writer,
@@ -250,9 +238,9 @@ __device__ inline void store_activations_along_m(const GemmParams& p, BoxWriter<
   store(p.d, 0);
 }
 
-// The same for rows along n. A gated tile has gate and up in two products. The products of other
-// tiles are 64 columns apart. Results are computed in other registers than the products, because
-// otherwise the compiler would not let products of any step overlap.
+// The same for rows along n. A gated tile has gate and up in two products; the products of other
+// tiles are 64 columns apart. Results have other registers than products, because otherwise the
+// compiler would not let products of any step overlap.
 template <typename T, typename F, int kSize>
 __device__ inline void store_activations_along_n(const GemmParams& p, BoxWriter<F>& writer,
                                                  const Work& work, const Tile<F>& tile,
@@ -317,19 +305,17 @@ __device__ inline void store_activations_along_n(const GemmParams& p, BoxWriter<
   });
 }
 
-// The memory of a stage for operands.
 struct Operands {
   char *a, *b;
 };
 
 // Turns d, the gradients of weighted activations, into gradients of pre-activations. Stores these
-// gradients and the weighted activations. Adds up the partial dots of the gradients with the
-// unweighted activations.
+// gradients, the weighted activations, and partial dots of d with the unweighted activations.
 //
 // Pre-activations come through the stages of the operands, so the loader loads them while the last
-// products run. A stage has 64 columns of a tile: the gate columns (or the columns of an activation
-// that is not gated) in place of operand a, and the up columns in place of operand b. A warp
-// overwrites the rows that it reads with their gradients, and stores the gradients from there.
+// products run. A stage has 64 columns of a tile: gate columns (or columns of an activation that is
+// not gated) in place of operand a, and up columns in place of operand b. A warp overwrites the
+// rows that it reads with their gradients, and stores the gradients from there.
 template <typename T, typename F>
 class Derivative {
  public:
@@ -339,7 +325,7 @@ class Derivative {
   static_assert(kBytes <= F::kBytesA && 2 * kBytes <= F::kBytesB);
   static_assert(F::kTileM == 16 * kConsumerWarps);
 
-  // Loads 64 columns of pre-activations into a stage; one lane calls it.
+  // Loads 64 columns of pre-activations into a stage. One lane calls it.
   static __device__ void load(const GemmParams& p, const Tile<F>& tile, const Plane& plane, int n,
                               char* a, char* b, uint64_t* loaded) {
     expect_bytes(loaded, kHalves * kBytes);
@@ -351,12 +337,10 @@ class Derivative {
     }
   }
 
-  // `m` is the warp's first row in the group.
   __device__ Derivative(const GemmParams& p, const Work& work, const Tile<F>& tile, int32_t m)
       : p_(p), work_(work), tile_(tile), m_(m), weights_(p, work, tile, m) {}
 
-  // `take()` waits for the next stage and returns its Operands. `give()` releases the stage after
-  // the last group of stores has read the stage.
+  // `take()` waits for the next stage. `give()` releases it after its stores have read it.
   template <int kSize, typename Take, typename Give>
   __device__ void store(const Plane& plane, float (&d)[kSize], Take&& take, Give&& give) {
     for_activation<kIsGated>(p_.activation.function, [&](auto function) {
@@ -390,8 +374,7 @@ class Derivative {
   }
 
  private:
-  // Computes 32 of the 64 columns in shared memory, beginning with column `column`, from d[first],
-  // d[first + 1], ...
+  // Computes 32 columns in shared memory, from column `column` on, with d[first], d[first + 1], ...
   template <Activation kFunction, int kSize>
   __device__ void derive(char* gate, char* up, char* act, int column, const float (&d)[kSize],
                          int first, float (&dots)[2]) {
@@ -443,7 +426,6 @@ class Derivative {
     }
   }
 
-  // Stores the partial dots of this tile's columns.
   __device__ void store_dots(float (&dots)[2]) const {
     const int lane = lane_index();
 #pragma unroll
@@ -466,12 +448,11 @@ class Derivative {
   const WeightsAlongM<F> weights_;
 };
 
-// Adds products to a tile of float32 totals, and stores the sums in their place.
+// Adds products to a tile of float32 totals in place.
 //
 // Totals come through the stages of the operands. A stage has 64 columns of a tile: 32 in place of
-// operand a, and 32 in place of operand b. A warp adds its results to these rows in shared memory,
-// and stores the sums from there. Bulk reductions would need no load, but would be slower, because
-// the L2 cache adds more slowly than it stores.
+// operand a, and 32 in place of operand b. A warp adds its results in shared memory, and stores the
+// sums from there. Bulk reductions would need no load, but the L2 cache adds slower than it stores.
 template <typename F>
 class AddToTotals {
  public:
@@ -480,7 +461,6 @@ class AddToTotals {
   static_assert(kBytes <= F::kBytesA && kBytes <= F::kBytesB && 2 * kColumns == kBoxElements);
   static_assert(F::kTileM == 16 * kConsumerWarps);
 
-  // Loads 64 columns of totals into a stage; one lane calls it.
   static __device__ void load(const GemmParams& p, const Tile<F>& tile, const Plane& plane, int n,
                               char* a, char* b, uint64_t* loaded) {
     expect_bytes(loaded, 2 * kBytes);
@@ -492,11 +472,9 @@ class AddToTotals {
     }
   }
 
-  // `m` is the warp's first row in the matrix of weights.
   __device__ AddToTotals(const GemmParams& p, const Work&, const Tile<F>& tile, int32_t m)
       : p_(p), tile_(tile), m_(m) {}
 
-  // `take` and `give` are as in Derivative::store().
   template <int kSize, typename Take, typename Give>
   __device__ void store(const Plane& plane, const float (&d)[kSize], Take&& take, Give&& give) {
 #pragma unroll
@@ -522,9 +500,8 @@ class AddToTotals {
   }
 
  private:
-  // Adds d[first], d[first + 1], ... to 16 swizzled rows of 128 bytes. At any time, lanes of odd
-  // rows and lanes of even rows add to different columns, because in equal columns they would use
-  // the same banks.
+  // Adds d[first], d[first + 1], ... to 16 swizzled rows of 128 bytes. At any time, odd rows and
+  // even rows add to different columns, because equal columns use the same banks.
   template <int kSize>
   static __device__ void add(char* rows, const float (&d)[kSize], int first) {
     const int lane = lane_index(), row = lane / 4;

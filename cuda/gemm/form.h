@@ -1,6 +1,5 @@
-// The forms of a grouped GEMM. Its products are matrix products d[m, n] = sum over k of a[m, k]
-// b[k, n]. A form says how a product is divided into tiles. Rows of groups lie along one of the
-// three axes.
+// The forms of a grouped GEMM: how a product d[m, n] = sum over k of a[m, k] b[k, n] is divided
+// into tiles. Rows of groups lie along one of the three axes.
 #pragma once
 
 #include <cuda.h>
@@ -17,8 +16,8 @@ enum class Axis { kM, kN, kK };
 // The contiguous axis of an operand: the axis that the product sums over, or the other axis.
 enum class Major { kK, kMN };
 
-// A tile of an operand is in shared memory as boxes of 64 elements (128 bytes, swizzled) by up to
-// 64 rows. K-major: elements are along k, rows along m or n. MN-major: elements are along m or n,
+// A tile of an operand is in shared memory as boxes of up to 64 rows of 64 elements (128 bytes,
+// swizzled). K-major: elements are along k, rows along m or n. MN-major: elements are along m or n,
 // rows along k; the next 64 of m or n are the next box.
 constexpr int kBoxElements = 64;
 constexpr int kTileK = 64;
@@ -29,8 +28,7 @@ constexpr int kConsumerGroups = 2;  // warp groups that multiply; each has half 
 constexpr int kConsumerWarps = 4 * kConsumerGroups;
 constexpr int kGemmThreads = 128 * (kConsumerGroups + 1);  // the last warp group loads
 constexpr int kStoreBuffers = 2;                           // of each warp, for results
-// Tiles are ordered in bands of this many rows of tiles, so that tiles that are computed at the
-// same time need few different rows and columns.
+// Rows of tiles in a band. Tiles that are computed at the same time share rows and columns.
 constexpr int kBand = Tuning::kGemmBand;
 
 // Work::tile has 16 bits for the position of a tile along m, and 15 along n.
@@ -57,22 +55,23 @@ struct Form {
   static constexpr int kBlocks = kBlocks_;  // of a cluster, which take tiles together
   static constexpr int kStages = kStages_;
   static constexpr Epilogue kEpilogue = kEpilogue_;
-  // Tiles have different numbers of rows, along n, up to kTileN (RowTiles).
-  static constexpr bool kVaries = kVaries_;
-  // The axis along which the two blocks of a cluster have neighbouring tiles.
+  static constexpr bool kVaries = kVaries_;  // tiles have different numbers of rows (RowTiles)
+  // Clusters take tiles in turn, and not from a counter. With few rows, all tiles take about the
+  // same time, and a counter would have to be set to 0 before the launch.
+  static constexpr bool kTakesInTurn = kRows == Axis::kN;
+  // The two blocks of a cluster have neighbouring tiles along this axis.
   static constexpr Axis kPaired = kVaries ? Axis::kN : Axis::kM;
   static constexpr int kStepK = kTileK;  // elements of k in a tile of an operand
   // An empty sum has a step of zeros, because the first products overwrite the results.
   static constexpr int kLeastSteps = 1;
 
-  // Weights [L, K, 2 I] have the I gate columns and then the I up columns. A tile has some gate
-  // columns and the up columns that belong to them, so it has half as many results.
+  // Weights [L, K, 2 I] have the I gate columns and then the I up columns. A tile has gate columns
+  // and their up columns, so it has half as many results.
   static constexpr bool kIsGated = kEpilogue == Epilogue::kActivateGated;
   static constexpr bool kDerives =
       kEpilogue == Epilogue::kDerive || kEpilogue == Epilogue::kDeriveGated;
   static constexpr bool kAdds = kEpilogue == Epilogue::kAdd;
-  // The epilogue reads an array through stages that come after a tile's operands, 64 columns in
-  // each.
+  // The epilogue reads an array through stages after a tile's operands, 64 columns in each.
   static constexpr bool kReads = kDerives || kAdds;
   static constexpr int kReadStages = kReads ? kTileN / kBoxElements : 0;
   static constexpr int kResultM = kIsGated && kRows == Axis::kN ? kTileM / 2 : kTileM;
@@ -114,9 +113,8 @@ struct Form {
 template <Epilogue E>
 using Forward = Form<Axis::kM, Major::kK, Major::kMN, Tuning::kForward.m, Tuning::kForward.n,
                      Tuning::kForward.blocks, Tuning::kForward.stages, E>;
-// The same product if each group has few rows. Weights are operand a, because the instructions
-// accept any multiple of 8 as the extent along n. A tile therefore has as many rows as its group
-// needs.
+// The same for groups of few rows. Weights are operand a, because instructions accept any multiple
+// of 8 as the extent along n. A tile therefore has only as many rows as its group needs.
 template <Epilogue E>
 using ForwardFew =
     Form<Axis::kN, Major::kMN, Major::kK, Tuning::kForwardFew.m, Tuning::kForwardFew.n,
@@ -132,30 +130,28 @@ using WeightGradient =
     Form<Axis::kK, Major::kMN, Major::kMN, Tuning::kWeightGradient.m, Tuning::kWeightGradient.n,
          Tuning::kWeightGradient.blocks, Tuning::kWeightGradient.stages, E>;
 
-// A ragged tensor is rows [C, columns] whose groups the hardware must distinguish: outside of a
-// group, the hardware loads zeros and stores nothing. For this purpose, the map of the tensor has
-// an axis of kRaggedRows rows, whose last rows are the rows of a group. Two more axes move these
-// rows to the place of the group. A step along the first axis is one row. A step along the second
-// axis is kRaggedWrap bytes minus one row, so kRaggedRows steps are -kRaggedRows rows modulo 2^64.
+// A ragged tensor is rows [C, columns] whose groups the hardware distinguishes: outside of a group,
+// it loads zeros and stores nothing. The map of the tensor has an axis of kRaggedRows rows, whose
+// last rows are the rows of a group, and two axes that move these rows to the group. A step along
+// the first of the two is one row. A step along the second is kRaggedWrap bytes minus one row, so
+// kRaggedRows steps are -kRaggedRows rows modulo 2^64.
 constexpr int32_t kRaggedRows = 1 << 30;
 constexpr int64_t kRaggedWrap = int64_t{1} << 35;
 constexpr int32_t kRaggedEnds = 0x7fff0000;  // the size of the two other axes
 static_assert(static_cast<uint64_t>(kRaggedRows) * static_cast<uint64_t>(kRaggedWrap) == 0);
 
-// The activation of an epilogue, and the arrays that only an epilogue uses. Pre-activations are [C,
-// P], with P = I, or P = 2 I for a gated activation.
+// The activation and the arrays of an epilogue. P = I, or P = 2 I for a gated activation.
 struct ActivationParams {
   Activation function;
   float alpha, limit;        // of kClampedSwiglu
   const float* row_weights;  // [C]
-  const void* bias;          // [L, P], for all weights including the spare ones, or null; kActivate
+  const void* bias;          // [L, P] with spare weights, or null; kActivate
   float* partial_dots;       // [tiles of I, C]; kDerive
   int32_t num_columns;       // I
   int32_t keeps;             // kActivate: store the pre-activations
   int64_t num_rows;          // C
 };
 
-// The parameters of a launch.
 struct GemmParams {
   CUtensorMap a, b, d;
   // The gate and up columns of an array [C, P] that the epilogue stores: pre-activations, or their
@@ -164,10 +160,9 @@ struct GemmParams {
   CUtensorMap read[2];  // pre-activations for kDerive; read[0]: totals for kAdd
   CUtensorMap spare;    // the weights whose indices are at least first_spare
   CUtensorMap last_b;   // b, with boxes of kRowsOfLastBoxB rows
-  int32_t m, n,
-      k;  // 0 for the axis of the rows; the axis of results has I columns if they are gated
+  int32_t m, n, k;      // 0 for the axis of the rows; gated results have I columns
   ActivationParams activation;
-  // For each group: its first row, its number of rows, and its matrix of weights (GroupedGemm).
+  // [groups]: the first row, the number of rows, and the matrix of weights (GroupedGemm).
   const int32_t *starts, *sizes, *weights;
   int32_t num_groups;
   int32_t first_spare;

@@ -10,8 +10,7 @@ template <bool kWholeTurns>
 using Fp8Forward = gemm::Fp8Form<gemm::Axis::kM, 128, 192, 2, 4, kWholeTurns>;
 using Fp8ForwardFew = gemm::Fp8Form<gemm::Axis::kN, 256, 64, 1, 4>;
 
-// Calls body(product, Type<element of results>, Type<form>) for every kernel, to load it or to
-// launch it.
+// Calls body(product, Type<element of results>, Type<form>) for every kernel.
 template <typename Body>
 void each_fp8_kernel(Body&& body) {
   for_each(Fp8Results{}, [&](auto element) {

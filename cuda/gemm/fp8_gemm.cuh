@@ -1,30 +1,25 @@
 // A grouped GEMM of FP8 numbers (E4M3) with blockwise scales.
 //
-// Holds afterwards: for every group, d[m, n] = sum over blocks i of k of s[m, n, i] t[m, n, i],
-// where t is the sum of the products of the 128 values of a block, and s is the rounded product of
-// the two scales. The hardware sums t with fewer bits than float32 has; the sum over blocks is in
-// float32 in the order of k. d is rounded once. Loader, schedule, roles and waits are the same as
-// in gemm/grouped_gemm.cuh.
+// Holds afterwards: for every group, d[m, n] = sum over blocks i of k of s[m, n, i] t[m, n, i]. t
+// is the sum of the products of the 128 values of a block, which the hardware sums with fewer bits
+// than float32 has. s is the rounded product of the two scales. The sum over blocks is in float32
+// in the order of k, and is rounded once. All else is as in gemm/grouped_gemm.cuh.
 //
 // Parts: a warp group has kParts products, each of 64 of m by the n of the tile. It multiplies a
-// block of k for one part into temporary registers, multiplies these results by their scales, and
-// adds them to the part's results. If a warp group waits for products and reads their results, the
-// compiler does not let other products of this warp group run during the wait. A part therefore
-// starts after the wait for the previous part. Meanwhile the products of the other warp group keep
-// the hardware busy.
+// block of k for one part into temporary registers, and adds these results times their scales to
+// the part's results. While a warp group reads results, the compiler lets none of its products run.
+// A part therefore starts after the wait for the previous part. Meanwhile the other warp group's
+// products run.
 //
-// Rows along m: one part and one temporary. The products of both warp groups run at the same time
-// and end together, so the time from their end to the start of the next products matters. This time
-// is shortest if the number of steps of a tile is a multiple of kStages (kWholeTurns). In this
-// case, the places of stages are constants, their descriptors are in uniform registers, and the
-// wait for a step begins while the previous step is added.
+// Rows along m: one part and one temporary. The products of both warp groups end together, so the
+// time from their end to the next products matters. It is shortest if the number of steps of a tile
+// is a multiple of kStages (kWholeTurns): then stages have constant places, their descriptors are
+// in uniform registers, and the wait for a step begins while the previous step is added.
 //
-// Rows along n: two parts and two temporaries, so that a part is added while the next part is
-// multiplied.
+// Rows along n: two parts and two temporaries. A part is added while the next is multiplied.
 //
-// Scales: a lane reads scales from global memory into registers, some steps ahead. Through shared
-// memory (rows along m) or by shuffles (rows along n), the lane gets the scales that other lanes of
-// its warp have read. No copy of the scales is made, so they may lie in any order in global memory.
+// Scales: a lane reads scales from global memory into registers, some steps ahead, and gets other
+// lanes' scales through shared memory (rows along m) or by shuffles (rows along n).
 //
 // Launch: kGemmThreads threads, clusters of kBlocks blocks, `*next_tile` 0.
 #pragma once
@@ -34,8 +29,7 @@
 
 namespace moe_a2a::gemm {
 
-// A box of 64 rows has 128 values in a row. These values have as many bytes as 64 16-bit elements,
-// so Form's numbers of bytes also apply to FP8.
+// A row of a box has 128 values, as many bytes as Form's 64 16-bit elements.
 template <Axis kRows_, int kTileM_, int kTileN_, int kBlocks_, int kStages_,
           bool kWholeTurns_ = false>
 struct Fp8Form : Form<kRows_, Major::kK, Major::kK, kTileM_, kTileN_, kBlocks_, kStages_> {
@@ -45,8 +39,7 @@ struct Fp8Form : Form<kRows_, Major::kK, Major::kK, kTileM_, kTileN_, kBlocks_, 
   static constexpr bool kWholeTurns = kWholeTurns_;  // k is a multiple of kStages steps
   static constexpr int kParts = kTileM_ / (64 * kConsumerGroups);
   static constexpr int kPartSize = kTileN_ / 2;  // registers of a part
-  // From a part to the next one, in shared memory.
-  static constexpr int kStepOfPart = kBoxBytes;
+  static constexpr int kStepOfPart = kBoxBytes;  // to the next part, in shared memory
   static_assert(kFp8Block == kBoxElements * 2);
   // The results of a warp group have the scales of one block of weights, or of at most two.
   static_assert(kTileM_ == (kIsTurned ? kFp8Block : 64) * kConsumerGroups);
@@ -61,9 +54,8 @@ struct Fp8Params : GemmParams {
 };
 
 // The scales of a lane's results, for rows along m. The four lanes of a quad have the same rows.
-// Each of them reads the scales of a different step, and leaves these scales for the other three in
-// shared memory. Rows and columns beyond the last may have any scales, because their results are
-// not stored.
+// Each of them reads the scales of a different step, and leaves them for the other three in shared
+// memory. Results of rows and columns beyond the last are not stored, so any scales do.
 template <typename F>
 class ScalesAlongM {
  public:
@@ -72,8 +64,7 @@ class ScalesAlongM {
   static constexpr int kSize = F::kTileN / kColumns * 2;
   static constexpr int kLanes = 4;
   static_assert(F::kTileN == 3 * kColumns, "a tile has columns of two blocks of weights");
-  // For kLanes steps and each quad: the scales of the quad's two rows with the first block, and
-  // with the second block.
+  // [step][quad]: the scales of the quad's two rows with the first and with the second block.
   using Shared = float4[kLanes][kWarpThreads / kLanes];
 
   __device__ explicit ScalesAlongM(Shared& of_steps) : of_steps_(of_steps) {}
@@ -92,8 +83,7 @@ class ScalesAlongM {
     load(p, 0, steps);
   }
 
-  // Returns the scales of step `first + next`, in the order that index() defines. Steps come in
-  // order, and `first` is a multiple of kLanes.
+  // Returns the scales of step `first + next`, in index() order; `first` is a multiple of kLanes.
   __device__ void get(const Fp8Params& p, int first, int next, int steps, float (&scales)[kSize]) {
     if (next % kLanes == 0) {
       __syncwarp();
@@ -104,8 +94,7 @@ class ScalesAlongM {
       load(p, first + next + kLanes, steps);
     }
     const float4 of_step = of_steps_[next % kLanes][lane_index() / kLanes];
-    // A tile consists of halves of 64 columns. Half h is in block h / 2 of the tile, or in block (h
-    // + 1) / 2 if the tile begins within a block.
+    // Half h of 64 columns is in block h / 2, or (h + 1) / 2 if the tile begins within a block.
     const bool second[] = {false, begins_within_block_, true};
 #pragma unroll
     for (int i = 0; i < kSize / 2; ++i) {
@@ -133,8 +122,7 @@ class ScalesAlongM {
   float of_row_[2], of_block_[2];                           // of the next steps
 };
 
-// The scales of a lane's results, for rows along n. Each lane of a warp reads the scales of
-// different rows.
+// The scales for rows along n. Each lane of a warp reads the scales of different rows.
 template <typename F>
 class ScalesAlongN {
  public:
@@ -144,7 +132,6 @@ class ScalesAlongN {
 
   __device__ explicit ScalesAlongN(Shared&) {}
 
-  // Loads the scales of the first step. `m` is the warp's first row of weights.
   __device__ void start(const Fp8Params& p, const Work& work, const Tile<F>& tile, int32_t m) {
     const int32_t row = tile.n + lane_index(), blocks_m = (p.m + kFp8Block - 1) / kFp8Block;
     const int steps = tile.steps();
@@ -191,13 +178,12 @@ using Scales = std::conditional_t<F::kIsTurned, ScalesAlongN<F>, ScalesAlongM<F>
 
 template <typename F>
 struct Fp8Shared : GemmShared<F> {
-  // The work of each warp. The work is in shared memory, so that the warp does not need registers
-  // for it while it multiplies.
+  // The work of each warp is in shared memory, because products need the warp's registers.
   Work current[kConsumerWarps];
   typename Scales<F>::Shared scales[kConsumerWarps];
 };
 
-// Stores boxes of float32 results through a warp's buffers in turn: 16 rows of m by 32 of n.
+// Stores boxes of float32 results, 16 rows of m by 32 of n, through a warp's buffers in turn.
 template <typename F>
 class FloatWriter {
  public:
@@ -246,7 +232,6 @@ class FloatWriter {
 template <typename T, typename F>
 using WriterOf = std::conditional_t<std::is_same_v<T, float>, FloatWriter<F>, BoxWriter<F>>;
 
-// Stores the results of a warp; `warp_m` is its first row of the tile.
 template <typename T, typename F>
 __device__ inline void store_results(const Fp8Params& p, WriterOf<T, F>& writer,
                                      const Tile<F>& tile, const Plane& plane, int32_t warp_m,
@@ -274,7 +259,6 @@ __device__ inline void store_results(const Fp8Params& p, WriterOf<T, F>& writer,
 // Tells the compiler that a value is the same in all lanes.
 __device__ inline uint32_t uniform(uint32_t value) { return __shfl_sync(kAllLanes, value, 0); }
 
-// Multiplies and stores this warp group's part of all tiles.
 template <typename T, typename F>
 __device__ inline void multiply_fp8_tiles(const Fp8Params& p, Fp8Shared<F>& shared, uint32_t rank) {
   constexpr int kWarpGroupM = F::kTileM / kConsumerGroups;
@@ -311,7 +295,6 @@ __device__ inline void multiply_fp8_tiles(const Fp8Params& p, Fp8Shared<F>& shar
     for (float& x : d) x = 0;
     if (tile.n < tile.end_n && tile.m + first_m < tile.end_m) {
       float t[F::kParts][F::kPartSize], scale[Scales<F>::kSize];
-      // Starts the products of a part of the stage.
       const auto start = [&](int place, int part) {
         float (&of)[F::kPartSize] = t[part];
         const uint32_t a = descriptor_a + place * (F::kBytesA >> 4) + part * (F::kStepOfPart >> 4);
@@ -367,7 +350,7 @@ __device__ inline void multiply_fp8_tiles(const Fp8Params& p, Fp8Shared<F>& shar
       } else {
         // Multiplies the step `first + next`, from the stage at `place`.
         const auto multiply = [&](int first, int next, int place) {
-          wait_for_lane(&shared.loaded[place], stage.parity);
+          wait_until_loaded(&shared.loaded[place], stage.parity);  // products wait for all lanes
           start(place, 0);
           scales.get(p, first, next, steps, scale);
           wait_for_products<0>();

@@ -10,8 +10,7 @@
 
 namespace moe_a2a {
 
-// One scale is for this many numbers of a row, or for this many rows and columns of a matrix of
-// weights.
+// The numbers of a row, or the rows and columns of a matrix of weights, that share a scale.
 constexpr int kFp8Block = 128;
 
 enum class Fp8Product : int32_t {
@@ -37,15 +36,11 @@ struct Fp8Gemm {
   int64_t num_spare = 0;
 };
 
-// Returns why the kernels cannot compute every product of this many rows and groups with weights of
-// k by n elements, or an empty string. Does not check for compute capability 9.0, which the kernels
-// need.
+// Returns why the kernels cannot compute every product of these sizes, or an empty string. Does not
+// check for compute capability 9.0.
 Problem WhyNotFp8Gemm(int64_t num_rows, int64_t num_groups, int64_t k, int64_t n);
 
-// Loads the kernels on the current device, so that no later call does.
 cudaError_t LoadFp8Gemm();
-
-// Launches only: no allocation, no synchronization.
 Problem LaunchFp8Gemm(const Fp8Gemm& gemm, cudaStream_t stream);
 
 }  // namespace moe_a2a

@@ -21,7 +21,6 @@ Problem LaunchFp8(const Fp8Gemm& gemm, cudaStream_t stream) {
     return TensorMap{1, data, gemm.k, false, gemm.n, num, kFp8Block, kColumnsOfBox};
   };
   const TensorMap matrices = matrices_of(gemm.matrices, gemm.num_weights);
-  // A writer stores one box of results at once.
   constexpr bool kIsFloat = std::is_same_v<T, float>;
   constexpr int kAlongM = 16, kAlongN = kIsFloat       ? FloatWriter<F>::kColumns
                                         : F::kIsTurned ? F::kStoreRows

@@ -9,8 +9,7 @@ using Elements = Types<__nv_bfloat16, __half>;
 
 using gemm::Epilogue;
 
-// Calls body(product, epilogue, Type<element>, Type<form>) for every kernel, to load it or to
-// launch it.
+// Calls body(product, epilogue, Type<element>, Type<form>) for every kernel.
 template <typename Body>
 void each_kernel(Body&& body) {
   const auto of = [&](GroupedProduct product, auto epilogues, auto form_of) {

@@ -1,23 +1,20 @@
-// A grouped GEMM: multiplies each group of rows by the group's matrix of weights, or computes the
-// gradient of that matrix.
+// A grouped GEMM: multiplies groups of rows by their matrices of weights, or computes the gradient.
 //
 // Holds afterwards: for every group, d[m, n] = sum over k of a[m, k] b[k, n], in float32 and
 // rounded once; zeros for groups with a negative weight. With Epilogue::kAdd, d has increased by
-// these products, in float32, and no element of d is touched for a group without rows. Rows that
-// belong to no group are neither read nor written. An empty sum is zero.
+// these sums, in float32, and is untouched for a group without rows. Rows that belong to no group
+// are neither read nor written. An empty sum is zero.
 //
-// Layout: gemm/form.h says how the products lie along m, n and k, and how a tile lies in shared
-// memory.
+// Layout: gemm/form.h says how products lie along m, n and k, and tiles lie in shared memory.
 //
 // Roles: in the last warp group of a block, one warp takes tiles, and another loads tiles of a and
 // b through kStages stages. The two other warp groups multiply, each for half of the tile's rows,
 // and store. Without an activation, they store while the products of the next tile run. The first
-// block of a cluster takes the next tile from a counter and tells the other block. A block that
-// starts late therefore only takes fewer tiles, and any number of blocks completes the work.
+// block of a cluster takes the next tile from a counter and tells the other block, so any number of
+// blocks completes the work, even if some start late.
 //
-// An epilogue may also read an array, such as pre-activations for a derivative. After a tile's
-// operands, this array comes through kReadStages more stages. Both blocks of a cluster use all of
-// these stages, even if a tile has fewer columns.
+// An epilogue may read an array, such as pre-activations for a derivative, through kReadStages
+// stages after a tile's operands. Both blocks of a cluster use them all, even for fewer columns.
 //
 // Waits: the loading warp waits until the consumers of both blocks have released a stage, because
 // its loads may be for both. Consumers wait for the loads. They release a stage that an epilogue
@@ -41,8 +38,7 @@ struct alignas(1024) GemmShared {
   char b[F::kStages][F::kBytesB];
   char results[kConsumerWarps][kStoreBuffers][F::kStoreBytes];
   uint64_t loaded[F::kStages], released[F::kStages];
-  // work_read: all warps of this block have read the entry. In the first block of a cluster: all
-  // warps of both blocks have read it.
+  // work_read: all warps of this block (in a cluster's first block: of both blocks) have read it.
   uint64_t work_sent[kWorkEntries], work_read[kWorkEntries];
   Work work[kWorkEntries];
 };
@@ -67,15 +63,14 @@ __device__ inline Box box_of(const Plane& plane, int32_t mn, int32_t k) {
 }
 
 // Returns the first column of weights in a box of a gated tile, whose results begin at column
-// `first` of I. Operand b has two boxes of gate columns, then two boxes of up columns. Operand a
-// has one box of each kind for each warp group.
+// `first` of I. Operand b has two boxes of gate columns, then two of up columns. Operand a has one
+// of each per warp group.
 template <bool kIsA>
 __device__ inline int32_t gated_column(int32_t first, int box, int32_t num_columns) {
   const int half = kIsA ? box % 2 : box / 2, of_half = kIsA ? box / 2 : box % 2;
   return first + of_half * kBoxElements + half * num_columns;
 }
 
-// Returns the end of a tile's rows in its group, or the group's size if tiles do not vary.
 template <typename F>
 __device__ inline int32_t end_of_rows(const Work& work, const Tile<F>& tile) {
   return F::kVaries ? tile.end_n : work.size;
@@ -99,15 +94,14 @@ __device__ inline void with_extent(const Tile<F>& tile, Body&& body) {
   }
 }
 
-// Reads an entry of work. Another block may overwrite it as soon as all lanes have read it.
+// Another block may overwrite the entry as soon as all lanes have read it.
 __device__ inline Work read_work(const volatile Work& from) {
   const Work work = {from.start, from.size, from.weight, from.tile};
   __syncwarp();
   return work;
 }
 
-// The class that reads what an epilogue needs: an array through stages, or row weights before the
-// products.
+// Reads what an epilogue needs: an array through stages, or row weights before the products.
 template <typename T, typename F>
 using Reader = std::conditional_t<F::kDerives, Derivative<T, F>, AddToTotals<F>>;
 template <typename T, typename F>
@@ -118,23 +112,28 @@ using Before = std::conditional_t<
 // Takes tiles, and tells all warps of the cluster. One warp of each block calls it and does nothing
 // else, so the next tile is known as soon as the loader needs it.
 //
-// The first block writes entries of work in both blocks, and may reuse an entry after all warps
-// have read this entry. If the second block's warps arrived at a barrier of the first block, they
-// would need the order of the cluster. This order needs a fence, which would cost consumers time in
-// each tile. The second block's warps therefore arrive at a barrier of their own block. The warp of
-// the second block that calls this function has no other work. It waits at this barrier, and then
-// arrives at the first block, once per tile.
+// The first block writes entries of work in both blocks, and reuses an entry after all warps have
+// read it. If the second block's warps arrived at a barrier of the first block, they would need the
+// order of the cluster: a fence, which would cost consumers time in each tile. They therefore
+// arrive at a barrier of their own block. This function waits at that barrier, and then arrives at
+// the first block, once per tile.
 template <typename F>
 __device__ inline void take_tiles(const GemmParams& p, GemmShared<F>& shared, uint32_t rank) {
   constexpr bool kIsCluster = F::kBlocks > 1;
   Cursor<kWorkEntries> entry;
   if (rank == 0) {
     Walk<F> walk(p);
-    while (true) {
-      wait_for<kIsCluster>(&shared.work_read[entry.place], entry.parity ^ 1);
+    const auto take = [&] {
       int taken = 0;
       if (lane_index() == 0) taken = atomicAdd(p.next_tile, 1);
-      const Work work = walk.at(__shfl_sync(kAllLanes, taken, 0));
+      return __shfl_sync(kAllLanes, taken, 0);
+    };
+    int position = blockIdx.x / F::kBlocks;
+    while (true) {
+      if constexpr (!F::kTakesInTurn) position = take();
+      const Work work = walk.at(position);
+      position += gridDim.x / F::kBlocks;
+      wait_for<kIsCluster>(&shared.work_read[entry.place], entry.parity ^ 1);
       if (lane_index() < F::kBlocks) {
         const int4 words = {work.start, work.size, work.weight, static_cast<int>(work.tile)};
         send(reinterpret_cast<int4*>(&shared.work[entry.place]), &shared.work_sent[entry.place],
@@ -155,7 +154,6 @@ __device__ inline void take_tiles(const GemmParams& p, GemmShared<F>& shared, ui
   }
 }
 
-// Waits for the next work and reads it.
 template <typename F>
 __device__ inline Work receive_work(GemmShared<F>& shared, uint32_t rank,
                                     Cursor<kWorkEntries>& entry) {
@@ -166,7 +164,7 @@ __device__ inline Work receive_work(GemmShared<F>& shared, uint32_t rank,
   return work;
 }
 
-// Loads all tiles; one warp calls it.
+// Loads all tiles. One warp calls it.
 template <typename T, typename F>
 __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, uint32_t rank) {
   constexpr bool kIsCluster = F::kBlocks > 1;
@@ -176,7 +174,6 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
   while (true) {
     Work work = receive_work(shared, rank, entry);
     if (work.is_end()) return;
-
     const Tile<F> tile(p, work, rank);
     // Only the loader distinguishes the two arrays of weights.
     const bool is_spare = F::kHasRaggedD && work.weight >= p.first_spare;
@@ -187,8 +184,7 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
     constexpr int kBytesOfRowB = F::kBytesB / F::kTileN;
     const int rows_b = tile.loaded_rows();
     const int products = tile.steps(), steps = products + F::kReadStages;
-    // If the group has no weights, its only step is after the end of k, where the hardware loads
-    // zeros.
+    // Without weights, the only step is after the end of k, where the hardware loads zeros.
     const int32_t first_k = F::kRows != Axis::kK && work.weight < 0 ? p.k : 0;
     for (int step = 0; step < steps; ++step) {
       wait_for(&shared.released[stage.place], stage.parity ^ 1);
@@ -203,8 +199,7 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
       } else if (is_first_lane) {
         const int32_t k = first_k + step * F::kStepK;
         expect_bytes(loaded, F::kBytesA + rows_b * kBytesOfRowB);
-        // Branches choose the array, because an address that is chosen at run time needs registers
-        // that the loader does not have.
+        // Branches choose the array: a chosen address would need registers that the loader lacks.
         const auto load_from = [&](const CUtensorMap& map, bool has_weights, char* to,
                                    const Box& box, auto&& load) {
           if (has_weights && is_spare) {
@@ -259,7 +254,6 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
   }
 }
 
-// Multiplies and stores this warp group's half of all tiles.
 template <typename T, typename F>
 __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared, uint32_t rank) {
   constexpr int kWarpGroupM = F::kTileM / kConsumerGroups;
@@ -278,8 +272,7 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
     if (lane_index() < F::kBlocks) arrive_at(&shared.released[place], lane_index());
   };
   int held = -1;  // a stage that the epilogue has read and that this warp must still release
-  // Releases the held stage after all groups of stores except the last kPending have read their
-  // stages.
+  // Releases the held stage after all groups of stores except the last kPending have read theirs.
   const auto release_held = [&](auto pending) {
     if (held < 0) return;
     if (lane_index() == 0) wait_until_read<decltype(pending)::value>();
@@ -313,9 +306,9 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
     Before<T, F> before(p, work, tile, warp_m);
     float d[F::kProducts][F::kTileN / 2];
     int previous = 0;
-    // If rows lie along k, a group's last rows may fill only part of a step. These rows are
-    // multiplied 16 at a time. A wait follows each 16 rows, because otherwise the compiler would
-    // not let products of any step overlap.
+    // If rows lie along k, a group's last rows may fill only part of a step, and are multiplied 16
+    // at a time. Without a wait after each product, the compiler would not let products of any step
+    // overlap.
     const int whole = F::kRows == Axis::kK ? tile.whole_steps() : steps;
     with_extent(tile, [&](auto extent) {
       constexpr int kExtent = decltype(extent)::value;
@@ -344,9 +337,9 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
         } else if constexpr (F::kReads) {
           release_held(kNone);
         }
-        // Store after the release, because a store may wait until memory has taken earlier stores.
+        // Store after the release, because a store may wait for earlier stores.
         if constexpr (kStoresLate) {
-          if (step < rounded.kParts) rounded.store(p.d, writer, step);
+          if (step < rounded.kBoxes) rounded.store(p.d, writer, step);
         }
         previous = stage.place;
         stage.advance();
@@ -403,7 +396,7 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
     } else if (warp_m >= tile.end_m) {
       continue;
     } else if constexpr (kStoresLate) {
-      for (int part = whole; part < rounded.kParts; ++part) rounded.store(p.d, writer, part);
+      for (int box = whole; box < rounded.kBoxes; ++box) rounded.store(p.d, writer, box);
       rounded.template take<T>(tile, plane, warp_m, d[0]);
     } else if constexpr (F::kEpilogue == Epilogue::kStore) {
       store_products<T, F>(p, writer, tile, plane, warp_m, d);
@@ -416,12 +409,11 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
     }
   }
   if constexpr (kStoresLate) {
-    for (int part = 0; part < rounded.kParts; ++part) rounded.store(p.d, writer, part);
+    for (int box = 0; box < rounded.kBoxes; ++box) rounded.store(p.d, writer, box);
   }
   if (lane_index() == 0) wait_until_stored();
 }
 
-// Initializes the barriers of a block, and waits for the cluster's other block.
 template <typename F>
 __device__ inline void start_block(const GemmParams& p, GemmShared<F>& shared, uint32_t rank) {
   if (threadIdx.x == 0) {
@@ -434,8 +426,7 @@ __device__ inline void start_block(const GemmParams& p, GemmShared<F>& shared, u
     }
     for (int i = 0; i < kWorkEntries; ++i) {
       init_barrier(&shared.work_sent[i], 1);
-      // These warps arrive: the consumers, the loader, and the warp of the second block that takes
-      // tiles.
+      // The consumers, the loader, and the second block's warp that takes tiles arrive.
       init_barrier(&shared.work_read[i], kConsumerWarps + F::kBlocks);
     }
     fence_load_barriers();

@@ -46,31 +46,25 @@ struct GroupedGemm {
   const void *a, *b;
   void* d;
   int64_t num_rows, num_weights, k, n;  // C, L, K, N
-  // For each group: its first row, its number of rows, and its matrix of weights. If the index of
-  // the matrix is negative, the results are zeros, except in kWeightGradient, which then has no
-  // results. The arrays are in device memory.
+  // [groups] in device memory: the first row, the number of rows, and the matrix of weights. If the
+  // index of the matrix is negative, the results are zeros, except that kWeightGradient has none.
   const int32_t *starts, *sizes, *weights;
   int32_t num_groups;
   int32_t* counter;   // device memory; the launch sets it to zero
   int num_sms;        // the most blocks to launch
   bool adds = false;  // kWeightGradient: d is float32, and increases by the products
   const ActivatedProduct* activated = nullptr;
-  // More matrices [num_spare, K, N], or null. The first of these matrices has the index after the
-  // last matrix of b. kWeightGradient has no such matrices.
+  // More matrices [num_spare, K, N], whose indices follow those of b, or null.
   const void* spare = nullptr;
   int64_t num_spare = 0;
 };
 
-// Loads the kernels on the current device, so that no later call does.
 cudaError_t LoadGroupedGemm();
-
-// Returns why the kernels cannot compute every product of this many rows and groups with weights of
-// k by n elements, or an empty string. Does not check for compute capability 9.0, which they need.
-// `type`: the name of the elements' type in Python.
+// Returns why the kernels cannot compute every product of these sizes, or an empty string. Does not
+// check for compute capability 9.0. `type`: the name of the elements' type in Python.
 Problem WhyNotGroupedGemm(std::string_view type, int64_t num_rows, int64_t num_groups, int64_t k,
                           int64_t n);
 
-// Launches only: no allocation, no synchronization.
 Problem LaunchGroupedGemm(const GroupedGemm& gemm, cudaStream_t stream);
 
 }  // namespace moe_a2a

@@ -1,6 +1,5 @@
-// Instructions of compute capability 9.0 for the grouped GEMM, each as a function: matrix products
-// of a warp group, copies of tensor boxes, and barriers of a cluster. device/ptx.cuh has the
-// instructions that other kernels share.
+// Instructions of compute capability 9.0 for grouped GEMMs; see device/ptx.cuh for other
+// instructions.
 #pragma once
 
 #include <cuda.h>
@@ -15,21 +14,17 @@
 
 namespace moe_a2a::gemm {
 
-// ---- Clusters.
-
 __device__ inline uint32_t cluster_rank() {
   uint32_t rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
 
-// Waits for all threads of the cluster.
 __device__ inline void sync_cluster() {
   asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
-// Returns the address of `pointer` in block `rank` of the cluster; `pointer` is in this block's
-// shared memory.
+// Returns the address of `pointer` in the shared memory of block `rank` of the cluster.
 __device__ inline uint32_t shared_address_of(const void* pointer, uint32_t rank) {
   uint32_t address;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
@@ -38,27 +33,23 @@ __device__ inline uint32_t shared_address_of(const void* pointer, uint32_t rank)
   return address;
 }
 
-// ---- Barriers in shared memory.
-
 __device__ inline void init_barrier(uint64_t* barrier, int num_arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
                "r"(num_arrivals)
                : "memory");
 }
 
-// Arrives at `barrier` of the block `rank`, in the order of a block. The order of a cluster would
-// compile to a fence of all global memory, which takes as long as a step of products. The order of
-// a block is enough. Before it arrives, the warp has the results of its reads of shared memory.
-// After the arrival, only the bytes that were read are overwritten.
+// Arrives at `barrier` of the block `rank`. The order of a block is enough: the warp has the
+// results of its reads, and only the bytes that it has read are overwritten next. The order of a
+// cluster would compile to a fence of all global memory, which takes as long as a step of products.
 __device__ inline void arrive_at(uint64_t* barrier, uint32_t rank) {
   asm volatile(
       "mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(shared_address_of(barrier, rank))
       : "memory");
 }
 
-// Arrives in the order of the cluster: the reads of this thread, and reads that this thread has
-// synchronized with, come before the accesses of a thread of the block `rank` after its
-// `wait_for<true>`. This arrival is slow, so use it at most once per tile.
+// Arrives in the order of the cluster: the reads of this thread, and reads that it has synchronized
+// with, come before accesses of block `rank` after its `wait_for<true>`. This is slow.
 __device__ inline void arrive_in_cluster_order(uint64_t* barrier, uint32_t rank) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(
                    shared_address_of(barrier, rank))
@@ -96,11 +87,10 @@ __device__ inline bool try_wait(uint64_t* barrier, uint32_t parity) {
   return done != 0;
 }
 
-// Waits for the phase of this block's barrier with this parity; a whole warp calls it. All lanes
-// see the phase before any lane continues, because a lane that continues lets the next phase begin.
-// With kInClusterOrder, this thread's later accesses come after all accesses that another block
-// made before it sent, or before it arrived in the order of the cluster. A wait with
-// kInClusterOrder is also slow.
+// Waits for the phase of this block's barrier with this parity. A whole warp calls it, and all
+// lanes see the phase before any lane continues and lets the next phase begin. With
+// kInClusterOrder, later accesses come after all accesses that another block made before it sent,
+// or before it arrived in the order of the cluster. Such a wait is slow.
 template <bool kInClusterOrder = false>
 __device__ inline void wait_for(uint64_t* barrier, uint32_t parity) {
   while (!try_wait<kInClusterOrder>(barrier, parity)) {
@@ -108,14 +98,6 @@ __device__ inline void wait_for(uint64_t* barrier, uint32_t parity) {
   __syncwarp();
 }
 
-// Waits until this lane sees the phase. Use it only before products, because products wait for all
-// lanes of the warp.
-__device__ inline void wait_for_lane(uint64_t* barrier, uint32_t parity) {
-  while (!try_wait<false>(barrier, parity)) {
-  }
-}
-
-// Sends `value` to `to` of the block `rank`, and completes a phase of its `barrier`.
 __device__ inline void send(int4* to, uint64_t* barrier, uint32_t rank, int4 value) {
   const uint32_t barrier_address = shared_address_of(barrier, rank);
   asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], 16;" ::"r"(barrier_address)
@@ -137,7 +119,6 @@ __device__ inline void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// Starts a load. A phase of `barrier` waits for its bytes.
 __device__ inline void load_box(void* to, const CUtensorMap* map, const Box& box,
                                 uint64_t* barrier) {
   asm volatile(
@@ -147,8 +128,7 @@ __device__ inline void load_box(void* to, const CUtensorMap* map, const Box& box
       : "memory");
 }
 
-// Starts a load into both blocks of the cluster, at the same address in each block. In each block,
-// the barrier at the same address waits for the bytes.
+// Loads into both blocks of the cluster, with the same address and the same barrier in each block.
 __device__ inline void load_box_for_both(void* to, const CUtensorMap* map, const Box& box,
                                          uint64_t* barrier) {
   constexpr uint16_t kBoth = 3;
@@ -177,8 +157,7 @@ constexpr uint64_t kHigh = kSwizzle128 | kEightRows;
 // Returns the lower word of an operand's descriptor. kHigh has the other bits.
 __device__ inline uint32_t operand_descriptor(const void* shared, Major major) {
   const uint32_t leading = major == Major::kK ? 1 : kBoxBytes >> 4;
-  // The descriptor must not contain the higher bits of an address, which are the block's rank in
-  // its cluster.
+  // The higher bits of the address are the block's rank in its cluster.
   const uint32_t address = shared_address(shared) & 0x3FFFF;
   return leading << 16 | address >> 4;
 }
@@ -195,15 +174,13 @@ template <int kPending>
 __device__ inline void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
-// Keeps the compiler from reading the first kFirst numbers of `d` before the wait that precedes
-// this call.
+// Keeps the compiler from reading the first kFirst numbers before the wait that precedes this call.
 template <int kFirst, int kSize>
 __device__ inline void fence_registers(float (&d)[kSize]) {
 #pragma unroll
   for (int i = 0; i < kFirst; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// The names of this many registers in an instruction.
 #define MOE_A2A_REGISTERS_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define MOE_A2A_REGISTERS_32 \
   MOE_A2A_REGISTERS_16       \
@@ -244,8 +221,7 @@ __device__ inline void fence_registers(float (&d)[kSize]) {
                : "l"(kHigh | a), "l"(kHigh | b), "r"(static_cast<int32_t>(adds)),            \
                  "n"(static_cast<int>(kA == Major::kMN)), "n"(static_cast<int>(kB == Major::kMN)))
 
-// Starts a product with the first kN / 2 numbers of `d`; if `adds` is false, they are overwritten.
-// `a` and `b` are operand_descriptor()s.
+// Starts a product of operand_descriptor()s. If `adds` is false, overwrites kN / 2 numbers of `d`.
 template <typename T, Major kA, Major kB, int kN, int kSize>
 __device__ inline void multiply(float (&d)[kSize], uint32_t a, uint32_t b, bool adds) {
   constexpr bool kIsBf16 = std::is_same_v<T, __nv_bfloat16>;
@@ -285,8 +261,7 @@ __device__ inline void multiply(float (&d)[kSize], uint32_t a, uint32_t b, bool 
                : outputs                                                                       \
                : "l"(kHigh | a), "l"(kHigh | b), "r"(static_cast<int32_t>(adds)))
 
-// Starts a product of FP8 numbers (E4M3), d[64, n] += a[64, 32] b[32, n]. Both operands are
-// K-major.
+// Starts a product of FP8 numbers (E4M3), d[64, n] += a[64, 32] b[32, n]. Operands are K-major.
 template <int kSize>
 __device__ inline void multiply_fp8(float (&d)[kSize], uint32_t a, uint32_t b, bool adds) {
   static_assert(kSize == 16 || kSize == 32 || kSize == 96);
@@ -300,11 +275,9 @@ __device__ inline void multiply_fp8(float (&d)[kSize], uint32_t a, uint32_t b, b
 }
 #undef MOE_A2A_PRODUCT
 
-// ---- Results.
-
-// Stores four matrices of 8 x 8 elements to shared memory. `row` is the address of a row of 16
-// bytes: lane i has row i % 8 of matrix i / 8. Registers have the layout of a product's results. If
-// kTransposed, each row that is stored is a column of the matrix in registers.
+// Stores four matrices of 8 x 8 elements to shared memory. `row` of lane i: the 16 bytes of row i %
+// 8 of matrix i / 8. Registers have the layout of a product's results (kTransposed: of its
+// transpose).
 template <bool kTransposed>
 __device__ inline void store_matrices(void* row, const uint4& r) {
   if constexpr (kTransposed) {
@@ -320,7 +293,6 @@ __device__ inline void store_matrices(void* row, const uint4& r) {
   }
 }
 
-// Loads what store_matrices<false>() stores.
 __device__ inline void load_matrices(const void* row, uint32_t (&r)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -340,7 +312,6 @@ __device__ inline uint32_t pack(float low, float high) {
   return bits;
 }
 
-// Returns the two numbers of a word.
 template <typename T>
 __device__ inline float2 unpack(uint32_t word) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
@@ -361,8 +332,7 @@ __device__ inline float load_if(bool loads, const float* from) {
   return x;
 }
 
-// ---- Registers of a warp group. At first, each thread has the registers that the launch bounds
-// allow.
+// ---- Registers of a warp group. A thread starts with the registers of the launch bounds.
 
 template <int kRegisters>
 __device__ inline void take_registers() {

@@ -13,7 +13,6 @@ inline Problem ProblemOf(cudaError_t error) {
   return error == cudaSuccess ? "" : cudaGetErrorString(error);
 }
 
-// Writes the parameters of `gemm` in the form F.
 template <typename F>
 Problem MakeParams(const GroupedGemm& gemm, GemmParams* p) {
   const int bytes = element_bytes(gemm.type);
@@ -101,11 +100,12 @@ cudaError_t Load() {
                               sizeof(GemmShared<F>));
 }
 
-// Launches a kernel with the form F on at most `num_sms` blocks.
 template <typename F, typename Shared, typename Params>
 Problem LaunchForm(void (*kernel)(Params), const Params& params, int num_sms, cudaStream_t stream) {
-  Problem problem = ProblemOf(cudaMemsetAsync(params.next_tile, 0, sizeof(int32_t), stream));
-  if (!problem.empty()) return problem;
+  if (!F::kTakesInTurn) {
+    Problem problem = ProblemOf(cudaMemsetAsync(params.next_tile, 0, sizeof(int32_t), stream));
+    if (!problem.empty()) return problem;
+  }
   cudaLaunchAttribute cluster = {};
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim = {F::kBlocks, 1, 1};

@@ -13,7 +13,6 @@ std::string WeightsOf(int64_t k, int64_t n) {
   return "weights of " + std::to_string(k) + " by " + std::to_string(n);
 }
 
-// Returns the reason why the tiles of such a product are too many to count, or an empty string.
 Problem WhyTooLarge(int64_t num_rows, int64_t num_groups, int64_t k, int64_t n) {
   using gemm::kMaxTiles;
   constexpr int64_t kMaxAllTiles = 1 << 30;

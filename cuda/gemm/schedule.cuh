@@ -11,9 +11,9 @@ namespace moe_a2a::gemm {
 
 // The next work of a cluster: a tile of results for each of its blocks.
 //
-// The two blocks of a cluster have neighbouring tiles along the axis F::kPaired. If a group has an
-// odd number of tiles along this axis, the blocks share the last of them: they have neighbouring
-// tiles along the other axis. In both cases the blocks share the loads of an operand.
+// The two blocks have neighbouring tiles along the axis F::kPaired. If a group has an odd number of
+// tiles along this axis, the blocks have neighbouring tiles along the other axis in the last row of
+// tiles. In both cases they share the loads of an operand.
 struct alignas(16) Work {
   int32_t start, size;  // rows of the group; the size is negative if no work is left
   int32_t weight;
@@ -23,7 +23,7 @@ struct alignas(16) Work {
   __device__ bool is_odd() const { return (tile & 1) != 0; }
 };
 
-// Returns true if the blocks share loads of operand a, and false if they share loads of operand b.
+// Returns false if the blocks share loads of operand b.
 template <typename F>
 __device__ inline bool shares_a(const Work& work) {
   return (F::kPaired == Axis::kN) != work.is_odd();
@@ -32,7 +32,7 @@ __device__ inline bool shares_a(const Work& work) {
 // The tiles of a group's rows if their extents vary.
 //
 // Loads limit a tile of few rows, and an odd tile shares fewer loads than a pair. A group therefore
-// has pairs of tiles of kBase rows, and then up to four last tiles for the remaining rows. The last
+// has pairs of tiles of kBase rows, and then up to four tiles for the remaining rows. These last
 // tiles have equal extents, for which products exist (with_extent()).
 struct RowTiles {
   static constexpr int kBase = 128, kMost = Tuning::kForwardFew.n;
@@ -81,15 +81,14 @@ struct Tile {
   }
 
   __device__ int steps() const { return max(F::kLeastSteps, (end_k + F::kStepK - 1) / F::kStepK); }
-  // Returns the number of rows of operand b that are loaded in a step.
   __device__ int loaded_rows() const {
     if constexpr (!F::kVaries) return F::kTileN;
     return extent <= F::kRowsOfBoxB                ? F::kRowsOfBoxB
            : extent <= F::kBoxesB * F::kRowsOfBoxB ? F::kBoxesB * F::kRowsOfBoxB
                                                    : F::kTileN;
   }
-  // Returns the number of steps in which all products, each over 16 of k, have elements. If rows
-  // lie along k, another step may follow.
+  // Returns the steps of whole products, each over 16 of k. If rows lie along k, another may
+  // follow.
   __device__ int whole_steps() const { return (end_k + 15) / F::kStepK; }
 };
 
@@ -99,7 +98,6 @@ class Walk {
  public:
   __device__ explicit Walk(const GemmParams& p) : p_(p) { read_groups(); }
 
-  // Returns the work at `position`.
   __device__ Work at(int position) {
     int count = __shfl_sync(kAllLanes, end_, kWarpThreads - 1);
     while (position - before_ >= count) {
@@ -124,7 +122,6 @@ class Walk {
     if constexpr (F::kVaries) return RowTiles(size).count();
     return ((F::kRows == Axis::kN ? size : p_.n) + F::kResultN - 1) / F::kResultN;
   }
-  // Returns the number of tiles along the paired axis, and along the other axis.
   __device__ int paired(int size) const {
     return F::kPaired == Axis::kM ? tiles_m(size) : tiles_n(size);
   }

@@ -20,7 +20,7 @@ struct TensorMap {
   int64_t row_elements = 0;  // from a row to the next; 0: the number of columns
 };
 
-// Writes the driver's form of `map`. Boxes with rows of 128 bytes are swizzled.
+// Boxes with rows of 128 bytes are swizzled.
 Problem EncodeTensorMap(const TensorMap& map, CUtensorMap* encoded);
 
 }  // namespace moe_a2a::gemm

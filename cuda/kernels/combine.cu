@@ -1,29 +1,21 @@
 // combine: sum every token's rows at its source rank. It is the transpose of dispatch.
 //
 // Holds afterwards: out[token] = sum over ranks, in rank order, of round_to_wire(sum over the
-// token's rows on that rank, in order of choice, of weight * row), plus addend[token] if there are
-// addends, all sums in float32. Ranks that have no slot for the token are skipped. Choice arrays
-// are not summed: out[token, k] is the entry of the row of choice k, or zero if the choice has no
-// row. If partial sums travel in a token format, round_to_wire(x) is decode(encode(x)), as
-// docs/formats.md defines it for float32.
+// token's rows on that rank, in the order of choices, of weight * row), plus addend[token] if there
+// are addends. All sums are in float32. Ranks that have no slot for the token are skipped. Choice
+// arrays are not summed: out[token, k] is the entry of the row of choice k, or zero if the choice
+// has no row. In a token format, round_to_wire(x) is decode(encode(x)) (docs/formats.md).
 //
-// Layout: a zone holds, for each summed array, [num_tokens slots, row_stride] of partial sums in
-// the wire dtype, or of values followed by their scales; and for each choice array [num_tokens
-// slots, top_k]. If a token had slot s at an expert's rank in dispatch, the token's partial sum
-// lands in slot s of the expert rank's zone at the source rank.
+// Layout: a zone has, for each summed array, [num_tokens slots, row_stride] of partial sums in the
+// wire dtype, or of values and then their scales; and for each choice array [num_tokens slots,
+// top_k]. A token's partial sum lands in the slot that the token had at the rank in dispatch.
 //
 // Waits: senders wait only for credits of an earlier epoch. Receivers wait, for each token, for the
-// chunks that hold its partial sums. The highest block waits for the head of every rank
-// before the launch ends. This rank's partial sum never enters a zone, but is rounded like the
-// partial sums of other ranks.
+// chunks that hold its partial sums. The highest block waits for the head of every rank. This
+// rank's partial sum never enters a zone, but is rounded like all partial sums. A rank that has
+// dropped all rows of a token still sends zeros, because the source rank waits for that slot.
 //
-// If a rank has dropped all rows of a token, it still sends a row of zeros, because the source rank
-// waits for that slot and adds it.
-//
-// Launch: any number of blocks. The first `send_blocks` blocks that start are the blocks that send
-// first.
-#include <type_traits>
-
+// Launch: any number of blocks.
 #include "device/exchange.cuh"
 #include "device/sum.cuh"
 #include "device/wire.cuh"
@@ -33,23 +25,20 @@
 namespace moe_a2a {
 namespace {
 
-// How rows are summed. kGeneral accepts any rows and weights. kRows and kSegments use a warp's list
-// (device/sum.cuh). kRows sums whole rows with at most one weight each. kSegments sums one row
-// segment at a time. A segment is the elements that one weight covers, or the whole row if there
-// are no weights. Sums in a token format use kSegments.
+// How rows are summed. kGeneral accepts any rows and weights. The other two use a warp's list
+// (device/sum.cuh): kRows sums whole rows with at most one weight each. kSegments sums one row
+// segment at a time: the elements of one weight, or the whole row.
 enum class Sums { kGeneral, kRows, kSegments };
 
 constexpr int kNoChoice = -1;  // in slot_rows: no row on this rank; -2: the row was dropped
 
-// Choices of a few consecutive slots or tokens. A lane of the warp holds one choice: lane i * top_k
-// + k has choice k of the i-th slot. The lanes load them together, because each load costs a
-// latency.
+// Choices of a few consecutive slots or tokens: lane i * top_k + k holds choice k of the i-th slot.
+// The lanes load them together, because each load costs a latency.
 struct WarpChoices {
   int row;  // negative: the choice has no row here
   float weight;
 
-  // `slot` is the slot of the choice's token in the zone of `source`, or negative if the token has
-  // no slot.
+  // `slot`: of the choice's token in the zone of `source`; negative if the token has no slot.
   __device__ WarpChoices(const CombineParams& p, int source, int slot, int k, uint64_t epoch)
       : row(kNoChoice), weight(1.f) {
     const RoutingView& routing = p.routing;
@@ -79,7 +68,6 @@ struct WarpChoices {
 template <typename T, typename Wire>
 constexpr int kVector = kVectorBytes / (sizeof(T) > sizeof(Wire) ? sizeof(T) : sizeof(Wire));
 
-// Sums the rows of one slot, rounds the partial sum and stores it.
 template <typename T, typename Wire, int kCount>
 __device__ __forceinline__ void send_sum(const CombineParams& p, const SummedArray& array,
                                          const Team& team, int row, uint32_t choices, Wire* to) {
@@ -94,13 +82,11 @@ struct ListedSegment {
   int64_t row_bytes, first, bytes;
 };
 
-// Returns true if a row is summed as a single segment.
 template <Sums kSums, typename Wire>
 __device__ __forceinline__ bool has_one_segment(const CombineParams& p) {
   return kSums == Sums::kRows || (kIsEncoded<Wire> && p.weights_per_row <= 1);
 }
 
-// Calls body(ListedSegment) for each row segment of an array.
 template <typename T, typename Wire, Sums kSums, typename Body>
 __device__ __forceinline__ void for_each_listed_segment(const CombineParams& p,
                                                         const SummedArray& array, Body&& body) {
@@ -117,16 +103,15 @@ __device__ __forceinline__ void for_each_listed_segment(const CombineParams& p,
 
 // Returns the bytes of a row of `elements` partial sums in a slot.
 template <typename Wire>
-struct WireRow {
-  static __device__ int64_t bytes(int64_t elements) { return elements * sizeof(Wire); }
-};
-template <TokenFormat F>
-struct WireRow<Encoded<F>> {
-  static __device__ int64_t bytes(int64_t elements) { return encoded_stride(F, elements); }
-};
+__device__ int64_t wire_bytes(int64_t elements) {
+  if constexpr (kIsEncoded<Wire>) {
+    return encoded_stride(Wire::kFormat, elements);
+  } else {
+    return elements * sizeof(Wire);
+  }
+}
 
-// The form in which a row segment of type T travels, and the byte of the slot's row at which the
-// segment begins.
+// How a row segment of type T travels, and its first byte in the slot's row.
 template <typename T, typename Wire>
 struct SegmentOnWire {
   RoundedWire<T> wire;
@@ -169,8 +154,7 @@ __device__ __forceinline__ int list_own_rows(const CombineParams& p, const Summe
   return __popc(all);
 }
 
-// Writes the choice arrays of choice k of a slot into the zone at the source rank. One thread calls
-// it.
+// Writes choice k of a slot's choice arrays. One thread calls it.
 __device__ inline void send_choice(const CombineParams& p, char* to_zone, int slot, int k,
                                    int row) {
   for (int a = 0; a < p.num_moved; ++a) {
@@ -181,7 +165,6 @@ __device__ inline void send_choice(const CombineParams& p, char* to_zone, int sl
   }
 }
 
-// Writes the partial sums and choice arrays of one slot into the zone at the source rank.
 template <typename T, typename Wire, Sums kSums>
 __device__ __forceinline__ void send_slot(const CombineParams& p, const Team& team,
                                           SourceList& list, const WarpChoices& choices, int slot,
@@ -189,7 +172,7 @@ __device__ __forceinline__ void send_slot(const CombineParams& p, const Team& te
   for (int a = 0; a < p.num_summed; ++a) {
     const SummedArray& array = p.summed[a];
     char* to_row =
-        to_zone + array.zone_offset + slot * row_stride(WireRow<Wire>::bytes(array.elements));
+        to_zone + array.zone_offset + slot * row_stride(wire_bytes<Wire>(array.elements));
     if constexpr (kSums != Sums::kGeneral) {
       for_each_listed_segment<T, Wire, kSums>(p, array, [&](const ListedSegment& segment) {
         const int rows = list_own_rows<Wire, kSums>(p, array, list, choices, segment);
@@ -214,7 +197,6 @@ __device__ __forceinline__ void send_slot(const CombineParams& p, const Team& te
 // The number of slots that a warp looks up at a time, with one lane for each choice.
 __device__ int slots_per_look(const CombineParams& p) { return kWarpThreads / p.routing.top_k; }
 
-// Writes the partial sums of one chunk of slots into the zone at the source rank.
 template <typename T, typename Wire, Sums kSums>
 __device__ __forceinline__ void send_chunk(const CombineParams& p, const Team& team,
                                            SourceList& list, uint64_t epoch, int source_rank,
@@ -237,9 +219,8 @@ __device__ __forceinline__ void send_chunk(const CombineParams& p, const Team& t
   }
 }
 
-// Writes the choice arrays of choice k of a token. One thread calls it when the token's chunks have
-// landed. `slots` are the token's slots [num_ranks], and `own_row` is the row of the choice if the
-// choice is on this rank.
+// Writes choice k of a token's choice arrays, when the token's chunks have landed. One thread calls
+// it. `slots`: [num_ranks]. `own_row`: the row of the choice if the choice is on this rank.
 __device__ inline void receive_choice(const CombineParams& p, uint64_t epoch, int token, int k,
                                       int own_row, const int* slots) {
   const RankView& view = p.view;
@@ -264,16 +245,14 @@ struct TokenSlots {
   int ranks[kMaxTopK];     // the ranks at which the token has a slot, in ascending order
 };
 
-// A token at its source rank.
 struct SourceToken {
   const TokenSlots& slots;
   int num_ranks;  // at which the token has a slot
   uint64_t epoch;
-  WarpChoices own;  // its choices on this rank
+  WarpChoices own;  // the choices on this rank
 };
 
-// Reads the slots of a token. Returns the number of ranks at which the token has a slot. All lanes
-// call it.
+// Returns the number of ranks at which the token has a slot. All lanes call it.
 __device__ int read_slots(const CombineParams& p, int token_index, TokenSlots& slots) {
   const int num_ranks = p.view.num_ranks, top_k = p.routing.top_k;
   int count = 0;
@@ -293,8 +272,7 @@ __device__ int read_slots(const CombineParams& p, int token_index, TokenSlots& s
   return count;
 }
 
-// Returns whether the lists have room for a token: a slot at another rank, and a row on this rank,
-// each need a choice. Reports a routing that violates this. All lanes call it.
+// Checks that slots at other ranks and rows on this rank are at most top_k. All lanes call it.
 __device__ bool fits_lists(const CombineParams& p, const SourceToken& token) {
   const int own_rows = __popc(__ballot_sync(kAllLanes, token.own.row >= 0));
   // Own rows replace this rank's slot in the count.
@@ -307,8 +285,7 @@ __device__ bool fits_lists(const CombineParams& p, const SourceToken& token) {
   return fits;
 }
 
-// Waits until all partial sums of the token have landed. Each warp of a team waits independently.
-// Lane i waits for the i-th rank.
+// Waits for the partial sums of a token: lane i for the i-th rank. Each warp of a team waits alone.
 __device__ bool wait_for_token(const CombineParams& p, const SourceToken& token) {
   const RankView& view = p.view;
   bool landed = true;
@@ -335,8 +312,7 @@ __device__ const char* landed_at(const CombineParams& p, const SourceToken& toke
          token.slots.of_rank[rank] * row_stride(row_bytes);
 }
 
-// Adds the partial sums of one token in rank order, and then the addend. Two partial sums are
-// loaded at a time.
+// Adds a token's partial sums in rank order, loaded two at a time, and then the addend.
 template <typename T, typename Wire, bool kAdds, int kCount>
 __device__ __forceinline__ void sum_token(const CombineParams& p, const SummedArray& array,
                                           const Team& team, const SourceToken& token,
@@ -394,7 +370,7 @@ __device__ __forceinline__ void sum_listed_token(const CombineParams& p, const S
       const uint32_t earlier = (1u << lane) - 1;
       const int place = counts.own + __popc((before | after) & earlier);
       list.rows[place] =
-          landed_at(p, token, rank, array.zone_offset, WireRow<Wire>::bytes(array.elements)) +
+          landed_at(p, token, rank, array.zone_offset, wire_bytes<Wire>(array.elements)) +
           on_wire.first;
     }
     if (kAdds && lane == 0) {
@@ -407,7 +383,6 @@ __device__ __forceinline__ void sum_listed_token(const CombineParams& p, const S
   });
 }
 
-// Writes the results of one token.
 template <typename T, typename Wire, Sums kSums, bool kAdds>
 __device__ __forceinline__ void write_token(const CombineParams& p, const Team& team,
                                             SourceList& list, const SourceToken& token,
@@ -472,18 +447,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 }
 
 struct CombineKernels {
-  struct Key {
-    ElementType type;
-    TokenFormat wire_format;
-    WireType wire;
-    Sums sums;
-    bool adds;
-
-    bool operator==(const Key& other) const {
-      return type == other.type && wire_format == other.wire_format && wire == other.wire &&
-             sums == other.sums && adds == other.adds;
-    }
-  };
+  using Key = std::tuple<ElementType, TokenFormat, WireType, Sums, bool /* has addends */>;
   using Kernel = void (*)(Launched<CombineParams>);
 
   template <typename Add>
@@ -496,8 +460,7 @@ struct CombineKernels {
   }
 
  private:
-  // Lists the kernels for sums with addends or without. Sums with addends are a separate form,
-  // because addends need registers.
+  // Addends need registers, so sums with and without addends have separate kernels.
   template <typename T, bool kAdds, typename Add>
   static void list_forms(Add&& add) {
     constexpr ElementType kType = Element<T>::kType;
@@ -525,14 +488,11 @@ CombineKernels::Key key_of(const CombineParams& p) {
 
 }  // namespace
 
-inline namespace MOE_A2A_FORM {
-
-cudaError_t LaunchCombine(const CombineParams* ranks, int num_blocks, cudaStream_t stream) {
+cudaError_t MOE_A2A_FORM::LaunchCombine(const CombineParams* ranks, int num_blocks,
+                                        cudaStream_t stream) {
   return LaunchListed<CombineKernels>(key_of(*ranks), ranks, num_blocks, kThreads, 0, stream);
 }
 
-cudaError_t LoadCombine() { return LoadListed<CombineKernels>(); }
-
-}  // namespace MOE_A2A_FORM
+cudaError_t MOE_A2A_FORM::LoadCombine() { return LoadListed<CombineKernels>(); }
 
 }  // namespace moe_a2a

@@ -1,24 +1,20 @@
-// dispatch: send every token to the ranks of its experts, and write the rows of this rank's
-// experts.
+// dispatch: send each token to the ranks of its experts, and write the rows of this rank's experts.
 //
 // Holds afterwards: out[row] is the row's token if row_slot[row] >= 0, and zero otherwise. In
-// choice arrays, out[row] is the entry of the row's choice. The order of rows follows from the
-// routing, not from the order of arrival. With `leaves_tail`, rows after the last group are not
-// written.
+// choice arrays, out[row] is the entry of the row's choice. The routing defines the order of rows.
+// With `leaves_tail`, rows after the last group are not written.
 //
 // Layout: a zone holds, for each payload array, [num_tokens slots, row_stride]. Slot s of a
 // source's zone at a destination holds the token slot_token[destination][s] of the source. A token
 // has one slot at a rank, even if the rank has several of its experts.
 //
 // Waits: senders wait only for credits of an earlier epoch. Receivers wait for the flag of a chunk
-// of slots before they read the chunk. The highest block waits for the head of every
-// source before the launch ends. This rank's tokens never enter a zone. Rows without a token are
-// zeroed while the first chunks travel.
+// of slots before they read the chunk. The highest block waits for all heads. This rank's tokens
+// never enter a zone.
 //
 // Why push: with few blocks, stores to peers reach the link limit, but loads from peers do not.
 //
-// Launch: any number of blocks. The first `send_blocks` blocks that start are the blocks that send
-// first.
+// Launch: any number of blocks.
 #include <type_traits>
 
 #include "device/copy.cuh"
@@ -32,7 +28,6 @@
 namespace moe_a2a {
 namespace {
 
-// The number of slots that a warp looks up at a time, with one lane for each choice.
 __device__ int slots_per_look(const DispatchParams& p) { return kWarpThreads / p.routing.top_k; }
 
 // Copies rows of one array. Each lane with `has_row` has a row's `source` and `destination`.
@@ -60,7 +55,6 @@ __device__ void copy_rows(const MovedArray& array, const Team& team, Stream& str
   stream_copy(stream, team, __popc(all), array.row_bytes);
 }
 
-// Writes the tokens of one chunk of slots into the zone at `destination`.
 __device__ void send_chunk(const DispatchParams& p, const Team& team, Stream& stream,
                            uint64_t epoch, int destination, int chunk) {
   const RankView& view = p.view;
@@ -82,8 +76,7 @@ __device__ void send_chunk(const DispatchParams& p, const Team& team, Stream& st
                 to_zone + array.zone_offset + slot * row_stride(array.row_bytes));
     }
   }
-  // A group of stores belongs to the thread that issued it. Each thread waits for its groups before
-  // the flag.
+  // Each thread waits for the stores that it has issued.
   if (breaks(view, kFlagBeforeStored)) {
     wait_until_read<0>();
   } else {
@@ -91,8 +84,7 @@ __device__ void send_chunk(const DispatchParams& p, const Team& team, Stream& st
   }
 }
 
-// Replaces expand_rows() in a weighted dispatch: stores the scaled row, its inner product with the
-// row of `w.rows`, or both. `partials` has a word of shared memory for each warp of the block.
+// Replaces expand_rows() in a weighted dispatch. `partials` has a word of shared memory per warp.
 template <typename T>
 __device__ void weigh_rows(const DispatchParams& p, const Team& team, float* partials, int row,
                            const char* from) {
@@ -124,8 +116,7 @@ __device__ void weigh_rows(const DispatchParams& p, const Team& team, float* par
   }
 }
 
-// Writes the rows of one chunk of slots of `source` when the chunk has landed. This rank's tokens
-// come directly from the operand. `T` is the element type of a weighted dispatch, otherwise void.
+// Writes the rows of a chunk after it has landed. This rank's tokens come from the operand.
 template <typename T>
 __device__ void expand_chunk(const DispatchParams& p, const Team& team, Stream& stream,
                              float* partials, uint64_t epoch, int source, int chunk) {
@@ -169,8 +160,7 @@ __device__ void expand_chunk(const DispatchParams& p, const Team& team, Stream& 
   }
 }
 
-// Zeroes the rows without a token among `count` rows from `first`. With `leaves_tail`, zeroes only
-// padding.
+// Zeroes the rows without a token among `count` rows from `first`.
 template <typename T>
 __device__ void zero_rows(const DispatchParams& p, const Team& team, const char* zeros, int first,
                           int count) {
@@ -203,8 +193,7 @@ __device__ void receive(const DispatchParams& p, const Team& team, Stream& strea
     } else if (item < local_items) {
       zero_rows<T>(p, team, zeros, (item - num_chunks) * zero_count, zero_count);
     } else {
-      // Each source sends to its next rank first, so this order receives chunks in the order of
-      // arrival.
+      // Each source sends to its next rank first, so chunks arrive in this order.
       const int remote = item - local_items;
       const int source = (view.rank + view.num_ranks - 1 - remote % peers) % view.num_ranks;
       expand_chunk<T>(p, team, stream, partials, epoch, source, remote / peers);
@@ -220,7 +209,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   MOE_A2A_DYNAMIC_SHARED(128, char, dynamic_shared);
   __shared__ __align__(128) char zeros[kSegmentBytes];
   __shared__ BlockState block;
-  __shared__ float partials[std::is_void_v<T> ? 1 : kWarpsPerBlock];
+  __shared__ float partials[std::is_void_v<T> ? 1 : kMaxTeams];  // by warp
   Stream stream(dynamic_shared);
   for (int i = threadIdx.x; i < kSegmentBytes; i += kThreads) zeros[i] = 0;
   fence_shared_for_bulk();
@@ -242,14 +231,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 }
 
 struct DispatchKernels {
-  struct Key {
-    bool is_weighted;
-    ElementType type;  // of a weighted dispatch
-
-    bool operator==(const Key& other) const {
-      return is_weighted == other.is_weighted && (!is_weighted || type == other.type);
-    }
-  };
+  using Key = std::tuple<bool /* is weighted */, ElementType>;
   using Kernel = void (*)(Launched<DispatchParams>);
 
   template <typename Add>
@@ -264,16 +246,14 @@ struct DispatchKernels {
 
 }  // namespace
 
-inline namespace MOE_A2A_FORM {
-
-cudaError_t LaunchDispatch(const DispatchParams* ranks, int num_blocks, cudaStream_t stream) {
+cudaError_t MOE_A2A_FORM::LaunchDispatch(const DispatchParams* ranks, int num_blocks,
+                                         cudaStream_t stream) {
   const Weighting& weighting = ranks->weighting;
-  return LaunchListed<DispatchKernels>({is_weighted(weighting), weighting.type}, ranks, num_blocks,
-                                       kThreads, kStreamSharedBytes, stream);
+  const bool weighs = weighting.weights != nullptr || weighting.rows != nullptr;
+  return LaunchListed<DispatchKernels>({weighs, weighs ? weighting.type : ElementType{}}, ranks,
+                                       num_blocks, kThreads, kStreamSharedBytes, stream);
 }
 
-cudaError_t LoadDispatch() { return LoadListed<DispatchKernels>(); }
-
-}  // namespace MOE_A2A_FORM
+cudaError_t MOE_A2A_FORM::LoadDispatch() { return LoadListed<DispatchKernels>(); }
 
 }  // namespace moe_a2a

@@ -1,26 +1,22 @@
-// format_dispatch: a dispatch that quantizes tokens before they travel, and decodes them on arrival
-// if `decode` is set.
+// format_dispatch: a dispatch that quantizes tokens, and with `decode` decodes them on arrival.
 //
-// Holds afterwards: for every leaf, each row has the values and scales of its token, as
-// docs/formats.md defines them, or the decoded numbers, or both. All else is as in dispatch.cu.
+// Holds afterwards: as in dispatch.cu, but the row of a leaf is its token's values and scales
+// (docs/formats.md), or the decoded numbers, or both.
 //
 // Layout: a zone as in dispatch. Values and scales of a leaf are two arrays of the zone.
 //
-// Senders: a team reads a token once, encodes it in shared memory, and stores the result to every
-// rank that needs it, including this rank. This rank's tokens also land in a zone, so that they are
-// encoded only once. If there are more tokens than flags, several slots share a flag. In this case
-// a team takes a chunk of slots of one rank, and a token is encoded once for each of its ranks.
+// Senders: a team encodes a token once in shared memory, and stores it to every rank that needs it.
+// This rank's tokens also land in a zone, so that they are encoded only once. If slots share a
+// flag, a team takes a chunk of slots of one rank instead, and encodes a token once per rank.
 //
-// Waits: as in dispatch, with two differences. A receiver does not wait for slots without a row on
-// this rank, because their flags may never be stored. A receiver also waits for senders of this
-// rank. These senders wait only for credits, and they have started before any block that only
-// receives, so one resident block is still enough.
+// Waits: as in dispatch, except that receivers do not wait for slots without a row on this rank,
+// because their flags may never be stored, and that receivers also wait for senders of this rank.
+// These senders wait only for credits, and start before any block that only receives.
 //
-// Why bulk stores: a warp encodes its next segment while the stores of its previous segment are in
-// flight.
+// Why bulk stores: a warp encodes its next segment while stores of its previous segment run.
 //
-// This file and dispatch.cu are not one template, because with a common template, formats took 4 to
-// 8 % longer with 8 and 128 tokens, and only 7 lines were saved
+// This file and dispatch.cu are separate, because with a common template, a dispatch in a format
+// took 4 to 8 % longer with 8 and 128 tokens
 // (benchmarks/results/2026-11-26-1xH200-one-dispatch-source.txt).
 #include "device/encode.cuh"
 #include "device/exchange.cuh"
@@ -31,8 +27,7 @@
 namespace moe_a2a {
 namespace {
 
-// Lists where a token lands: zones in the warp's `destinations`, and the slots in these zones in
-// `destinations_end`. Returns the number of zones. A lane without a destination has a null `zone`.
+// Lists the zones in which a token lands, and its slots there. Returns their number.
 __device__ int list_destinations(StreamShared& shared, char* zone, int slot) {
   const uint32_t all = __ballot_sync(kAllLanes, zone != nullptr);
   if (zone != nullptr) {
@@ -44,8 +39,7 @@ __device__ int list_destinations(StreamShared& shared, char* zone, int slot) {
   return __popc(all);
 }
 
-// Sends one token to the `destination` of each lane, into `slot` of the zone at this destination. A
-// lane with a negative `destination` sends nothing.
+// Sends a token into `slot` of the zone at each lane's `destination`, unless this is negative.
 template <TokenFormat F, typename T>
 __device__ void send_token(const FormatDispatchParams& p, const Team& team, Stream& stream,
                            BulkSegments& segments, uint64_t epoch, int token, int destination,
@@ -104,7 +98,6 @@ __device__ void send_everywhere(const FormatDispatchParams& p, const Team& team,
   raise_flags();
 }
 
-// Sends the tokens of one chunk of slots at `destination`.
 template <TokenFormat F, typename T>
 __device__ void send_chunk(const FormatDispatchParams& p, const Team& team, Stream& stream,
                            BulkSegments& segments, uint64_t epoch, int destination, int chunk) {
@@ -128,8 +121,7 @@ __device__ void send_chunk(const FormatDispatchParams& p, const Team& team, Stre
   raise_chunk(view, team, epoch, destination, chunk);
 }
 
-// Decodes the landed rows of one leaf. Lanes are as in expand_rows(); `slot` is the lane's slot in
-// the zone at `from_zone`.
+// Decodes the landed rows of one leaf. The lanes hold `row` and `slot` as in expand_rows().
 template <TokenFormat F, typename T>
 __device__ void decode_rows(const FormatDispatchParams& p, int leaf, const Team& team,
                             Stream& stream, BulkSegments& segments, int row, int slot,
@@ -144,7 +136,6 @@ __device__ void decode_rows(const FormatDispatchParams& p, int leaf, const Team&
   }
 }
 
-// Writes the rows of one chunk of slots of `source` when the chunk has landed.
 template <TokenFormat F, typename T>
 __device__ void expand_chunk(const FormatDispatchParams& p, const Team& team, Stream& stream,
                              BulkSegments& segments, uint64_t epoch, int source, int chunk) {
@@ -189,8 +180,6 @@ __device__ void expand_chunk(const FormatDispatchParams& p, const Team& team, St
   }
 }
 
-// Zeroes the rows without a token among `count` rows from `first`. With `leaves_tail`, zeroes only
-// padding.
 template <TokenFormat F, typename T>
 __device__ void zero_rows(const FormatDispatchParams& p, const Team& team, const char* zeros,
                           int first, int count) {
@@ -278,12 +267,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 }
 
 struct FormatDispatchKernels {
-  struct Key {
-    TokenFormat format;
-    ElementType type;
-
-    bool operator==(const Key& other) const { return format == other.format && type == other.type; }
-  };
+  using Key = std::tuple<TokenFormat, ElementType>;
   using Kernel = void (*)(Launched<FormatDispatchParams>);
 
   template <typename Add>
@@ -299,17 +283,13 @@ struct FormatDispatchKernels {
 
 }  // namespace
 
-inline namespace MOE_A2A_FORM {
-
-cudaError_t LaunchFormatDispatch(const FormatDispatchParams* ranks, int num_blocks,
-                                 cudaStream_t stream) {
+cudaError_t MOE_A2A_FORM::LaunchFormatDispatch(const FormatDispatchParams* ranks, int num_blocks,
+                                               cudaStream_t stream) {
   const Encoding& encoding = ranks->encoding;
   return LaunchListed<FormatDispatchKernels>({encoding.format, encoding.type}, ranks, num_blocks,
                                              kThreads, kStreamSharedBytes, stream);
 }
 
-cudaError_t LoadFormatDispatch() { return LoadListed<FormatDispatchKernels>(); }
-
-}  // namespace MOE_A2A_FORM
+cudaError_t MOE_A2A_FORM::LoadFormatDispatch() { return LoadListed<FormatDispatchKernels>(); }
 
 }  // namespace moe_a2a

@@ -13,28 +13,25 @@ struct Grid {
   Roles roles;
 };
 
-// Returns how many blocks each of `num_ranks` ranks on one device may have in a launch, or 0 if the
-// ranks do not fit. Ranks wait for each other. Therefore the blocks of all ranks must be resident
-// at the same time, one on each multiprocessor, in a whole and in a split exchange that run
-// together.
+// Returns how many blocks each of `num_ranks` ranks on one device may have, or 0 if the ranks do
+// not fit. Ranks wait for each other, so all blocks of a whole and a split exchange must be
+// resident at the same time, one on each multiprocessor.
 constexpr int64_t colocated_blocks(int64_t num_ranks, int64_t num_sms, bool is_split) {
   const int64_t share = num_sms / num_ranks;
   const int64_t of_split = share < 2 ? 0 : std::max<int64_t>(1, share / 5);
   return is_split ? of_split : share - of_split;
 }
 
-// Returns how many blocks a launch may have if no other rank uses the device, or 0 if the device
-// has too few multiprocessors. A launch of several ranks leaves one multiprocessor free. If a whole
-// exchange filled one rank's device and a split exchange filled another's, they would wait for each
-// other forever (docs/protocol_split.md). A single rank waits for no other rank.
+// Returns how many blocks a launch may have on the device of one rank; 0: none. If there are peers,
+// one multiprocessor stays free, because a whole exchange that fills one device and a split
+// exchange that fills another would wait for each other forever (docs/protocol_split.md).
 constexpr int64_t launch_blocks(int64_t num_ranks, int64_t num_sms) {
   return num_ranks == 1 ? num_sms : num_sms - 1;
 }
 
-// Returns how many teams a block divides into if all blocks together have `items` work items of one
-// row each. If rows are few or large, each row gets many warps, so that the last rows of a launch
-// delay its end only a little. If there are enough items, at least `least` teams of a block work at
-// a time.
+// Returns how many teams a block has for `items` rows. If rows are few or large, each row gets many
+// warps, so that the last rows delay the end little. With enough rows, there are at least `least`
+// teams.
 inline int teams_for(int64_t items, int64_t blocks, int64_t row_bytes, int least) {
   int teams = 1;
   while (teams < kMaxTeams &&
@@ -45,19 +42,17 @@ inline int teams_for(int64_t items, int64_t blocks, int64_t row_bytes, int least
   return teams;
 }
 
-// Says which blocks send before they receive: all blocks if a block has at most `few` items to
-// send, otherwise a `share` of the blocks.
+// All blocks send before they receive if each has at most `few` send items; otherwise a `share`
+// sends.
 struct Senders {
   int64_t few;
   double share;
 };
 
-// Returns how many blocks have a work item.
 inline int64_t blocks_for(int64_t num_sms, int64_t items) {
   return std::max<int64_t>(1, std::min(num_sms, items));
 }
 
-// Returns the grid of a launch whose teams take work items one at a time.
 inline Grid make_grid(int64_t num_sms, int64_t send_items, int64_t receive_items, int64_t row_bytes,
                       const Senders& senders) {
   const int64_t blocks = blocks_for(num_sms, send_items + receive_items);
@@ -94,8 +89,7 @@ inline Grid grid_of(const RouteParams& p, int64_t num_sms) {
   return {blocks, {blocks, 1, 1}};
 }
 
-// Returns how many rows a rank writes: all rows, or about a balanced load if the tail is left
-// unwritten.
+// Returns how many rows a rank writes: all, or about a balanced load if it leaves the tail.
 inline double num_written_rows(const DispatchParams& p) {
   const int64_t balanced = int64_t{p.routing.num_tokens} * p.routing.top_k;
   return static_cast<double>(p.leaves_tail ? std::min<int64_t>(p.routing.capacity, balanced)
@@ -131,9 +125,8 @@ inline Grid grid_of(const FormatDispatchParams& p, int64_t num_sms) {
 }
 
 inline Grid grid_of(const RoutedDispatchParams& p, int64_t num_sms) {
-  // If each token has a team, few blocks are enough to fill the links. More senders would only
-  // start later to compute the routing. Encoding a token also needs arithmetic, so an encoded token
-  // gets a whole block, as long as there are enough blocks.
+  // Few teams fill the links, and more senders would compute the routing late. Encoding also needs
+  // arithmetic, so an encoded token gets a whole block while there are enough blocks.
   const int32_t least_teams =
       p.encoding.format == kNoFormat ? Tuning::kRoutedTeams : Tuning::kRoutedEncodedTeams;
   const RoutingView& routing = p.exchange.routing;
@@ -141,7 +134,6 @@ inline Grid grid_of(const RoutedDispatchParams& p, int64_t num_sms) {
       num_sms, routing.num_tokens,
       int64_t{p.exchange.view.num_ranks} * routing.num_tokens + num_zero_items(routing, num_sms),
       largest_row(p.exchange), {0, Tuning::kRoutedSenders});
-  // The first block to start also sends the ids.
   const int64_t enough =
       std::max<int64_t>(Tuning::kRoutedLeastSenders, ceil_div(routing.num_tokens, least_teams));
   Roles& roles = grid.roles;
@@ -156,9 +148,8 @@ inline Grid grid_of(const RoutedDispatchParams& p, int64_t num_sms) {
 }
 
 inline Grid grid_of(const CombineParams& p, int64_t num_sms) {
-  // A rank has no other work while sums travel, and most of its work is to compute the sums that it
-  // sends, so many blocks send. Sums in a format use the links for half the time, but need more
-  // work at the source rank.
+  // Most work is to compute the sums that are sent, so many blocks send. Sums in a format use the
+  // links for half the time, but need more work at the source rank.
   const bool is_encoded = p.wire_format != kNoFormat;
   // A rank sums rows for each peer and for itself. With two ranks, it sends half of its sums.
   const bool sends_half =

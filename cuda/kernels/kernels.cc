@@ -2,8 +2,6 @@
 #include "kernels/launch.h"
 
 namespace moe_a2a {
-namespace {
-
 constexpr Kernels kKernels = {{
     Launcher<RouteParams>{LoadRoute, LaunchRoute},
     Launcher<DispatchParams>{LoadDispatch, LaunchDispatch},
@@ -11,8 +9,6 @@ constexpr Kernels kKernels = {{
     Launcher<RoutedDispatchParams>{LoadRoutedDispatch, LaunchRoutedDispatch},
     Launcher<CombineParams>{LoadCombine, LaunchCombine},
 }};
-
-}  // namespace
 
 #ifdef MOE_A2A_COLOCATED
 const Kernels& ColocatedKernels() { return kKernels; }

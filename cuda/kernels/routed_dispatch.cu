@@ -1,26 +1,22 @@
 // routed_dispatch: route and dispatch in one launch, for few tokens. With few tokens, most time is
 // spent on launches and on waits for other ranks.
 //
-// Holds afterwards: the same bits that route and then dispatch (with a format: route and then
-// format_dispatch) would have written.
+// Holds afterwards: the bits that route and then dispatch (or format_dispatch) would have written.
 //
 // Layout: as in route, dispatch and format_dispatch, with one slot in each chunk. Ids land in the
-// header. Each id shares a word with its epoch, so a word with the current epoch is complete, and
-// no fence makes ids wait for rows.
+// header. Each id shares a word with its epoch, so a word with the current epoch is complete.
 //
-// A sender needs nothing from other ranks, because this rank's ids determine the slots of its
-// tokens. Rows therefore travel while every block computes the whole routing in shared memory, from
-// the ids of all ranks (plan_rows). After this plan, the block waits for rows, token by token.
+// A sender needs only this rank's ids, which determine the slots of its tokens. While rows travel,
+// every block computes the whole routing in shared memory from the ids of all ranks (plan_rows).
+// Then the block waits for rows, token by token.
 //
 // Waits: as in dispatch, and receivers wait for the ids of every rank. The first block to start
-// sends the ids before any rows. A sender receives only if the number of remaining items exceeds
-// the number of teams of the other blocks. With a format, receivers also wait for this rank's
-// tokens, which land in a zone, as in format_dispatch.
+// sends the ids before any rows. A sender receives only if more items remain than the other blocks
+// have teams. With a format, receivers also wait for this rank's tokens, which land in a zone.
 //
 // Why ordinary accesses, even for encoded tokens: with few rows, a bulk copy takes longer.
 //
-// Launch: any number of blocks. The first `send_blocks` blocks that start are the blocks that send
-// first.
+// Launch: any number of blocks.
 #include "device/copy.cuh"
 #include "device/encode.cuh"
 #include "device/exchange.cuh"
@@ -38,8 +34,7 @@ static_assert(kMaxFusedTokens % kGroupTokens == 0);
 constexpr int kMaskBits = 64;               // ranks that fit a mask
 constexpr int kLoads = Tuning::kPlanLoads;  // loads of a thread in flight
 static_assert(kMaxTeams % kLoads == 0);
-// An id travels in the bits of a flag that do not hold the epoch. If all of these bits are set, the
-// word has no id.
+// An id travels in the signature bits of a flag. If all are set, the word has no id.
 static_assert(kMaxFusedIds <= kSignatureMask);
 
 // The form in which leaves travel: unchanged, or as numbers of type T in a format.
@@ -60,7 +55,6 @@ struct TokenSet {
   __device__ bool has(int token) const {
     return bits[token / kGroupTokens] >> token % kGroupTokens & 1;
   }
-  // Returns the slot of a token of the set.
   __device__ int slot(int token) const {
     return before(token / kGroupTokens) +
            __popc(bits[token / kGroupTokens] & ((1u << token % kGroupTokens) - 1));
@@ -72,8 +66,7 @@ struct TokenSet {
   }
 };
 
-// The shared memory whose size does not depend on the call. Workbench and Tables hold the other
-// shared memory.
+// The shared memory whose size does not depend on the call.
 struct Shared {
   BlockState block;
   TokenSet sent[kMaxRanks];    // this rank's tokens, by destination
@@ -94,8 +87,7 @@ struct Tables {
   int32_t* first_row;  // [local_experts]
   int32_t* rows;       // [local_experts]: real rows
   int32_t* next_row;   // [kMaxTeams, local_experts], by warp
-  int32_t* row;        // [num_ranks, num_tokens, top_k]: first the expert id, then the row on this
-                       // rank: -1 if it is on another rank, -2 if it was dropped
+  int32_t* row;        // [num_ranks, num_tokens, top_k]: ids, then rows (-1: not here, -2: dropped)
 };
 
 __device__ int local_experts(const RoutedDispatchParams& p) {
@@ -111,9 +103,9 @@ __device__ int choices_per_source(const RoutedDispatchParams& p) {
   return p.exchange.routing.num_tokens * p.exchange.routing.top_k;
 }
 
-// Looks at the tokens of `num_sources` sources from `first_source` on, 32 at a time. For each group
-// of 32, lane l calls store(source, group, named) for token group * 32 + l, where `named` is the
-// bitwise or of name(id) over the token's ids; name(-1) is 0. The warps share the groups.
+// Looks at the tokens of `num_sources` sources from `first_source` on, in groups of 32, which the
+// warps share. For each group, lane l calls store(source, group, named) for token group * 32 + l.
+// `named` is the bitwise or of name(id) over the token's ids; name(-1) is 0.
 template <typename Name, typename Store>
 __device__ void find_tokens(const RoutedDispatchParams& p, const Tables& t, int first_source,
                             int num_sources, Name&& name, Store&& store) {
@@ -134,8 +126,8 @@ __device__ void find_tokens(const RoutedDispatchParams& p, const Tables& t, int 
   }
 }
 
-// The last warp reads the credits while the block enters. The epoch is not known yet, so the warp
-// reads the credits of both ring halves: each lane has the credit of one ring half and one peer.
+// While the block enters, the last warp reads the credits. The epoch is not known yet, so each lane
+// reads the credit of one peer for one ring half.
 constexpr int kSeenPeers = kWarpThreads / kRingDepth;
 static_assert(kWarpThreads % kRingDepth == 0);
 constexpr int kCreditWarp = kMaxTeams - 1;
@@ -158,17 +150,15 @@ __device__ bool has_credits(const RankView& view, uint64_t epoch, uint64_t seen)
   return __all_sync(kAllLanes, is_there) && view.num_ranks <= kSeenPeers;
 }
 
-// Computes the slots of this rank's tokens at every rank, from their ids. The last warp, which has
-// the least to plan, waits for the credits that it has not seen yet. Returns false if the credits
-// did not arrive.
+// Computes the slots of this rank's tokens at every rank. The last warp, which has the least to
+// plan, waits for the credits that it has not seen. Returns false if a credit did not arrive.
 __device__ bool plan_sends(const RoutedDispatchParams& p, uint64_t epoch, uint64_t seen_credit,
                            Shared& shared, const Tables& t) {
   const RankView& view = p.exchange.view;
   const Team warp(kMaxTeams, shared.block.mailboxes);
   const bool is_free = !is_credit_warp() || has_credits(view, epoch, seen_credit) ||
                        wait_for_credits(view, warp, epoch);
-  // Computes id / local_experts. The added half of an expert is far larger than the rounding error
-  // of a 16-bit id.
+  // Computes id / local_experts: the added 0.5 is far larger than the rounding error of 16-bit ids.
   const float ranks_per_expert = __frcp_rn(static_cast<float>(local_experts(p)));
   // The ranks of a token are a mask of 64 bits, so more ranks need another look at the ids.
   for (int first = 0; first < view.num_ranks; first += kMaskBits) {
@@ -187,8 +177,7 @@ __device__ bool plan_sends(const RoutedDispatchParams& p, uint64_t epoch, uint64
   return __syncthreads_and(is_free);
 }
 
-// Copies this rank's ids to shared memory, with -1 in place of invalid ids. Meanwhile the first
-// warp enters, and the last warp reads credits.
+// Copies valid ids, and -1 for others. Meanwhile the first warp enters, and the last reads credits.
 __device__ void load_own_ids(const RoutedDispatchParams& p, int32_t* own_ids) {
   if (threadIdx.x < kWarpThreads || is_credit_warp()) return;
 #pragma unroll 4
@@ -217,14 +206,12 @@ __device__ void send_ids(const RoutedDispatchParams& p, uint64_t epoch, const in
   }
 }
 
-// Returns true if a token lands in a zone at `rank`. This rank's tokens land only if they are
-// encoded.
+// This rank's tokens land in a zone only if they are encoded.
 template <typename Form>
 __device__ bool lands_at(const RankView& view, const Shared& shared, int token, int rank) {
   return (Form::kEncodes || rank != view.rank) && shared.sent[rank].has(token);
 }
 
-// Raises the flags of a token that has been written to all its ranks.
 template <typename Form>
 __device__ void raise_token(const RankView& view, const Team& team, uint64_t epoch,
                             const Shared& shared, int token) {
@@ -235,8 +222,7 @@ __device__ void raise_token(const RankView& view, const Team& team, uint64_t epo
   }
 }
 
-// Encodes the leaves of one token and stores them at all its ranks, beginning with the next rank
-// and ending with this rank.
+// Encodes a token's leaves and stores them at all its ranks, from the next rank to this rank.
 template <typename Form>
 __device__ void send_leaves(const RoutedDispatchParams& p, const Team& team, uint64_t epoch,
                             const Shared& shared, Workbench& bench, int token) {
@@ -277,7 +263,7 @@ __device__ void send_token(const RoutedDispatchParams& params, const Team& team,
   for (; a < p.num_arrays; ++a) {
     const MovedArray& array = p.arrays[a];
     with_width(array.width, [&](auto word) {
-      using W = typename decltype(word)::Type;
+      using W = typename decltype(word)::type;
       read_row<W>(team, array.in + token * array.row_bytes, array.row_bytes, [&](auto&& write) {
         // Begin with the next rank, so that different ranks send to different ranks first.
         for (int i = 1; i < view.num_ranks + Form::kEncodes; ++i) {
@@ -295,8 +281,7 @@ __device__ void send_token(const RoutedDispatchParams& params, const Team& team,
   raise_token<Form>(view, team, epoch, shared, token);
 }
 
-// Gathers the ids of all ranks in `row`. All threads of the block call it. Returns false if the ids
-// of a rank did not arrive.
+// Gathers the ids of all ranks in `row`. Returns false if they did not arrive. All threads call it.
 __device__ bool receive_ids(const RoutedDispatchParams& p, uint64_t epoch, int32_t* row) {
   const RankView& view = p.exchange.view;
   const uint64_t* landed = landed_ids(p, view.rank, epoch, 0);
@@ -334,8 +319,8 @@ __device__ int padded(const RoutedDispatchParams& p, int rows) {
 
 constexpr int kDropped = -2;  // in place of the id of a choice that has no room
 
-// Finds the choices that have no room, and overwrites their ids. Before the call, `rows` counts all
-// choices. Afterwards, count_rows() must count again. All threads call it, at most once.
+// Overwrites the ids of choices that have no room. Before the call, `rows` counts all choices;
+// afterwards, count_rows() must count again. All threads call it, at most once.
 static __device__ __noinline__ void drop_rows(const RoutedDispatchParams& p, Shared& shared,
                                               const Tables& t) {
   const RoutingView& routing = p.exchange.routing;
@@ -346,8 +331,7 @@ static __device__ __noinline__ void drop_rows(const RoutedDispatchParams& p, Sha
   const int of_choice = num_ranks * num_tokens, all = of_choice * top_k;
   int32_t* trial = t.next_row;
   for (int e = threadIdx.x; e < experts; e += kThreads) atomicAdd(&shared.all_rows, t.rows[e]);
-  // Returns true if the first `count` choices fit, in the order in which choices are kept. The rows
-  // of these choices are in `trial`.
+  // Returns true if the first `count` choices to keep fit. Writes the rows of experts to `trial`.
   const auto fits = [&](int count) {
     __syncthreads();  // The previous `trial` has been read.
     for (int e = threadIdx.x; e < experts; e += kThreads) trial[e] = 0;
@@ -378,10 +362,9 @@ static __device__ __noinline__ void drop_rows(const RoutedDispatchParams& p, Sha
   __syncthreads();
 }
 
-// Counts the rows of each expert from the ids in `row`, and computes where they begin. Before the
-// call, `next_row` of each warp must hold zeros. After the call, `next_row` of a warp has the
-// number of rows of each expert before the warp's range of choices. Returns where the last group
-// ends. All threads call it.
+// Counts the rows of each expert from the ids in `row`, and computes where they begin. Each warp's
+// `next_row` must hold zeros, and then gets each expert's rows before the warp's range of choices.
+// Returns where the last group ends. All threads call it.
 template <typename IsHere>
 __device__ int count_rows(const RoutedDispatchParams& p, Shared& shared, const Tables& t, int all,
                           int per_warp, IsHere&& is_here) {
@@ -417,9 +400,8 @@ __device__ int count_rows(const RoutedDispatchParams& p, Shared& shared, const T
 }
 
 // Turns the ids of all ranks into rows, in the order of local expert, source, token and choice.
-// Each warp takes a contiguous range of the choices, 32 at a time; its `next_row` holds zeros. No
-// block receives before its plan is complete, so every instruction matters: an instruction takes 4
-// ns here, and a division is twenty instructions.
+// Each warp takes a contiguous range of the choices, 32 at a time. No block receives before its
+// plan is complete, so every instruction (4 ns) matters, and a division is twenty instructions.
 __device__ void plan_rows(const RoutedDispatchParams& p, Shared& shared, const Tables& t) {
   const RankView& view = p.exchange.view;
   const int experts = local_experts(p);
@@ -456,8 +438,8 @@ __device__ void plan_rows(const RoutedDispatchParams& p, Shared& shared, const T
   __syncthreads();
 }
 
-// Writes the slots of one of this rank's tokens at each rank. Also marks slot number `token` as
-// empty at ranks to which at most `token` tokens go. One warp calls it.
+// Writes the slots of one of this rank's tokens. Also marks slot number `token` as empty at ranks
+// that receive at most `token` tokens. One warp calls it.
 __device__ void write_sent(const RoutedDispatchParams& p, const Shared& shared, int token) {
   const RoutingView& routing = p.exchange.routing;
   const int num_ranks = p.exchange.view.num_ranks;
@@ -477,8 +459,8 @@ __device__ void write_sent(const RoutedDispatchParams& p, const Shared& shared, 
   p.plan.choice_rank[choice] = is_valid ? id / local_experts(p) : -1;
 }
 
-// Writes where the rows of one token of `source` come from. Also marks slot number `token` as empty
-// if at most `token` tokens land. Lane k of the warp has the row of choice k.
+// Writes where the rows of a token of `source` come from. Also marks slot number `token` as empty
+// if at most `token` tokens land. Lane k has the row of choice k.
 __device__ void write_landed(const RoutedDispatchParams& p, const TokenSet& landed, int source,
                              int token, int row) {
   const RoutingView& routing = p.exchange.routing;
@@ -507,8 +489,7 @@ __device__ void decode_leaves(const RoutedDispatchParams& p, const Team& team, W
   }
 }
 
-// Copies the values and the scales of a landed row together, so that neither waits for the other.
-// Lanes of `choices` hold the rows.
+// Copies the values and scales of a landed row together, so that neither waits for the other.
 __device__ void spread_encoded(const MovedArray& values, const MovedArray& scales, const Team& team,
                                const char* from_values, const char* from_scales, int row,
                                uint32_t choices) {
@@ -586,8 +567,7 @@ __device__ bool receive_token(const RoutedDispatchParams& p, const Team& team, u
   return true;
 }
 
-// Writes the plan of the rows without a token among `count` rows from `first`, and zeroes these
-// rows. With `leaves_tail`, only padding is zeroed.
+// Writes the plan of the rows without a token among `count` rows from `first`, and zeroes them.
 template <typename Form>
 __device__ void zero_rows(const RoutedDispatchParams& p, const Team& team, const Shared& shared,
                           const Tables& t, int first, int count) {
@@ -634,8 +614,7 @@ __device__ void write_sizes(const RoutedDispatchParams& p, const Shared& shared,
   *p.plan.num_dropped = max(in_all, shared.all_rows) - kept;
 }
 
-// Writes the plan of one token of `source`, and receives the token. Returns false if the token did
-// not arrive.
+// Writes the plan of a token of `source`, and receives it. Returns false if it did not arrive.
 template <typename Form>
 __device__ bool bring_in(const RoutedDispatchParams& p, const Team& team, uint64_t epoch,
                          const Shared& shared, Workbench* bench, const Tables& t, int source,
@@ -652,8 +631,7 @@ __device__ bool bring_in(const RoutedDispatchParams& p, const Team& team, uint64
   return receive_token<Form>(p, team, epoch, bench, landed, source, token, row);
 }
 
-// Work items of receivers: this rank's tokens (unless they land), rows to zero, and tokens that
-// land.
+// The items of receivers: own tokens (unless they land), rows to zero, and tokens that land.
 struct ReceiveItems {
   int own, zero, all;
   int rows_each;  // rows to zero in one work item
@@ -667,9 +645,8 @@ struct ReceiveItems {
   }
 };
 
-// Returns true if a block that has sent must also receive. If the teams of the other blocks can
-// take all remaining items, one item each, the block need not receive, because these teams finish
-// before this block has computed the routing. All threads call it.
+// Returns true if a block that has sent must also receive. If the other blocks have a team for each
+// remaining item, they finish before this block has computed the routing. All threads call it.
 __device__ bool is_needed(const RoutedDispatchParams& p, const ReceiveItems& items) {
   const Roles& roles = p.exchange.roles;
   const int others = (num_blocks() - roles.send_blocks) * roles.receive_teams;
@@ -747,8 +724,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     ok = (!sends || is_needed(p, items)) && receive_ids(p, epoch, t.row);
   }
   if (ok) {
-    // A sender plans late, so it requests an item only after it has planned. An item that the
-    // sender requested earlier would have to wait.
+    // A sender plans late. An item that it requested before its plan would have to wait.
     if (!sends) asked = ask_for_item(control(view).next_receive, receivers);
     delay_for_test(view, Phase::kReceiveChunk);
     plan_rows(p, shared, t);
@@ -762,7 +738,6 @@ constexpr int64_t shared_bytes(int local_experts, int64_t choices, bool encodes)
   const int64_t table = int64_t{2 + kMaxTeams} * local_experts + choices;
   return table * static_cast<int64_t>(sizeof(int32_t)) + (encodes ? kBenchBytes : 0);
 }
-// The most shared memory that the kernels need.
 constexpr int64_t most_shared_bytes(bool encodes) {
   return shared_bytes(kMaxFusedExperts, kMaxFusedChoices, encodes);
 }
@@ -771,14 +746,7 @@ static_assert(most_shared_bytes(true) + sizeof(Shared) + sizeof(RoutedDispatchPa
               Tuning::kMaxSharedBytes);
 
 struct RoutedDispatchKernels {
-  struct Key {
-    TokenFormat format;
-    ElementType type;  // of encoded leaves
-
-    bool operator==(const Key& other) const {
-      return format == other.format && (format == kNoFormat || type == other.type);
-    }
-  };
+  using Key = std::tuple<TokenFormat, ElementType>;  // kNoFormat has the type {}
   using Kernel = void (*)(Launched<RoutedDispatchParams>);
 
   template <typename Add>
@@ -796,26 +764,23 @@ struct RoutedDispatchKernels {
 
 }  // namespace
 
-inline namespace MOE_A2A_FORM {
-
-cudaError_t LaunchRoutedDispatch(const RoutedDispatchParams* ranks, int num_blocks,
-                                 cudaStream_t stream) {
+cudaError_t MOE_A2A_FORM::LaunchRoutedDispatch(const RoutedDispatchParams* ranks, int num_blocks,
+                                               cudaStream_t stream) {
   const RoutedDispatchParams& params = *ranks;
   const int num_ranks = params.exchange.view.num_ranks;
   const RoutingView& routing = params.exchange.routing;
   const int64_t choices = int64_t{num_ranks} * routing.num_tokens * routing.top_k;
   const int experts = params.num_experts / num_ranks;
   const Encoding& encoding = params.encoding;
+  const bool encodes = encoding.format != kNoFormat;
   if (!fits_routed_dispatch(num_ranks, routing.num_tokens, routing.top_k, params.num_experts)) {
     return cudaErrorInvalidValue;
   }
   return LaunchListed<RoutedDispatchKernels>(
-      {encoding.format, encoding.type}, ranks, num_blocks, kThreads,
-      shared_bytes(experts, choices, encoding.format != kNoFormat), stream);
+      {encoding.format, encodes ? encoding.type : ElementType{}}, ranks, num_blocks, kThreads,
+      shared_bytes(experts, choices, encodes), stream);
 }
 
-cudaError_t LoadRoutedDispatch() { return LoadListed<RoutedDispatchKernels>(); }
-
-}  // namespace MOE_A2A_FORM
+cudaError_t MOE_A2A_FORM::LoadRoutedDispatch() { return LoadListed<RoutedDispatchKernels>(); }
 
 }  // namespace moe_a2a

@@ -1,7 +1,6 @@
-// A table of the kernels of a family. Launches choose from the table, and all kernels of the table
-// are loaded together. A kernel that is not listed therefore cannot be launched, and no launch
-// loads a kernel. Loading a kernel during a launch could block forever, because a peer may already
-// be waiting for this launch.
+// A table of the kernels of a family, from which launches choose. All kernels are loaded when a
+// workspace opens, because a launch that loads a kernel could block forever if a peer already waits
+// for this launch.
 //
 // A family is a struct with
 //
@@ -24,8 +23,7 @@ struct OnlyKernel {
   bool operator==(const OnlyKernel&) const { return true; }
 };
 
-// Launches the kernel that `key` chooses, with `num_blocks` blocks for each rank. Returns the error
-// of this launch only. A key without a kernel is an error.
+// Launches the kernel of `key`. Returns the error of this launch only.
 template <typename Family, typename Params, typename... More>
 cudaError_t LaunchListed(const typename Family::Key& key, const Params* ranks, int num_blocks,
                          int num_threads, size_t shared_bytes, cudaStream_t stream, More... more) {
@@ -37,7 +35,6 @@ cudaError_t LaunchListed(const typename Family::Key& key, const Params* ranks, i
   return Launch(chosen, ranks, num_blocks, num_threads, shared_bytes, stream, more...);
 }
 
-// Loads all kernels of a family on the current device.
 template <typename Family>
 cudaError_t LoadListed() {
   cudaError_t error = cudaSuccess;

@@ -1,6 +1,6 @@
-// The functions of cuBLASLt that this package calls. They are looked up at run time in the library
-// that JAX has loaded. This file declares them itself, because toolkits before CUDA 13.2 lack the
-// grouped functions. The declarations are for major version 13.
+// The functions of cuBLASLt that this package calls, looked up at run time in the library that JAX
+// has loaded. These declarations are for version 13; toolkits before CUDA 13.2 lack the grouped
+// functions.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -20,8 +20,7 @@ struct CublasLt {
   enum Attribute : int { kPointerMode = 2, kTransposeA = 3, kTransposeB = 4, kSms = 15 };
   enum Preference : int { kWorkspace = 1, kMeanReduction = 13, kMeanRows = 14, kMeanColumns = 15 };
 
-  // A description of a product, a layout or a preference. The library's descriptions need at most
-  // 256 bytes.
+  // Descriptions of the library (products, layouts, preferences) need at most 256 bytes.
   struct Object {
     uint64_t data[64];
   };
@@ -56,7 +55,7 @@ struct CublasLt {
                   cudaStream_t stream);
 };
 
-// Returns the functions, or null if the process has no cuBLASLt 13 with grouped products.
+// Returns null if the process has no cuBLASLt 13 with grouped products.
 const CublasLt* GetCublasLt();
 
 // Returns the version as 10,000 * major + 100 * minor + patch, or 0 if GetCublasLt() returns null.

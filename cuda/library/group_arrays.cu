@@ -1,5 +1,4 @@
-// group_arrays: writes the arrays that cuBLASLt reads for a grouped product, and zeros for groups
-// without weights.
+// group_arrays: writes the arrays that cuBLASLt reads for a grouped product.
 //
 // Holds afterwards: each group has its sizes, and pointers to its operands and its result. A group
 // without weights has no rows, and the rows of its result are zeros.

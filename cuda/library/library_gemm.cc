@@ -1,7 +1,6 @@
-// Computes a grouped product by cuBLASLt. The library's matrices are column-major, so the library
-// sees the transpose of an array [rows, columns], with `columns` as its first size and its stride.
-// The operands therefore change places: the library's a is the weights, or operand b of a weight
-// gradient.
+// Computes a grouped product by cuBLASLt. The library's matrices are column-major, so it sees the
+// transpose of an array [rows, columns], with `columns` as its first size and its stride. The
+// operands therefore change places: its a is the weights, or operand b of a weight gradient.
 #include "library/library_gemm.h"
 
 #include <map>
@@ -29,7 +28,6 @@ Problem Check(const char* function, int status) {
          " returned status " + std::to_string(status);
 }
 
-// A product for the library: its description, and the layouts of its operands and its result.
 struct Description {
   CublasLt::Object call, a, b, d;
 };
@@ -89,7 +87,6 @@ Problem Find(const CublasLt& library, void* handle, const Description& product,
   return "cuBLASLt " + std::to_string(library.version()) + " has no algorithm for the product";
 }
 
-// The library's handle for each device, and the algorithms that have been chosen.
 struct Known {
   using Key = std::tuple<int, GroupedProduct, ElementType, int32_t, int64_t, int64_t, int64_t, int>;
 

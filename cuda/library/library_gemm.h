@@ -15,14 +15,13 @@ struct LibraryGemm : GroupedGemm {
   int64_t mean_rows;  // mean rows of a group, as the library expects
 };
 
-// Returns how many int32 numbers the scratch memory of a product holds.
+// Returns how many int32 numbers a product's scratch memory has.
 int64_t LibraryScratch(int64_t num_groups);
 
 // Computes a product on the current device. The first call with new sizes chooses an algorithm.
 Problem LaunchLibraryGemm(const LibraryGemm& params, int num_sms, cudaStream_t stream);
 
-// An operand or result of all groups. A group has some of its rows, or one of its matrices of
-// weights.
+// An operand or result of all groups: a group has some of its rows, or one of its matrices.
 struct GroupedArray {
   char* data;
   int64_t bytes;          // of a row, or of a matrix
@@ -30,8 +29,7 @@ struct GroupedArray {
   char* spare = nullptr;  // matrices whose indices follow those of `data`
 };
 
-// The arrays in device memory that the library reads for a product, and the inputs from which they
-// are computed.
+// The arrays in device memory that the library reads for a product, and their inputs.
 struct GroupArrays {
   const int32_t *starts, *sizes, *weights;  // the table of groups
   int32_t num_groups, num_k, num_n;
@@ -42,11 +40,8 @@ struct GroupArrays {
   float* factors;          // [2]: 1 and 0
 };
 
-// Loads the kernel on the current device, so that no later call does.
 cudaError_t LoadGroupArrays();
-
-// Writes the arrays that the library reads, and writes zeros to the rows of d whose group has no
-// weights. Launches only.
+// Writes these arrays, and zeros to the rows of d whose group has no weights. Launches only.
 cudaError_t LaunchGroupArrays(const GroupArrays& arrays, int num_sms, cudaStream_t stream);
 
 }  // namespace moe_a2a

@@ -1,10 +1,9 @@
-// fill_slots: fills the spare slots of ranks with replicas of popular experts. The results are
-// equal to those of `fill_loop` in jax_moe_a2a/_src/placement/fill.py, bit for bit.
+// fill_slots: fills the spare slots of ranks with replicas of popular experts, bit for bit like
+// `fill_loop` in jax_moe_a2a/_src/placement/fill.py.
 //
-// Layout: one warp makes a plan. A step is a chain of four reductions, whose latency limits the
-// step. More warps would only add barriers. Lane l holds the rows of ranks l, l + 32, ... in
-// registers. The slots of each rank's experts are in shared memory. In the loop, only lane l
-// accesses slots l, l + 32, ... of a rank.
+// Layout: one warp makes a plan. The latency of four reductions limits each step, and more warps
+// would only add barriers. Lane l holds the rows of ranks l, l + 32, ... in registers. The slots of
+// experts are in shared memory. In the loop, only lane l accesses slots l, l + 32, ... of a rank.
 //
 // Launch: a block of one warp for each plan. Up to 64 ranks have a separate kernel, because each
 // step looks at all ranks for which a lane has registers.
@@ -24,14 +23,13 @@ static_assert(kSharedArrays * sizeof(int32_t) * kMaxPlannedExperts <= 48 << 10);
 struct Largest {
   int value, index;
 
-  // Adds a value. The index of the value must be larger than all earlier indices.
+  // `at` must be larger than all earlier indices.
   __device__ void add(int other, int at) {
     if (other > value) *this = {other, at};
   }
 };
 
-// Returns the largest value of all lanes. Of several equal values, it returns the value with the
-// smallest index.
+// Of several equal values, returns the value with the smallest index.
 __device__ Largest largest_of_warp(Largest own) {
   const int value = __reduce_max_sync(kAllLanes, own.value);
   return {value, __reduce_min_sync(kAllLanes, own.value == value ? own.index : INT32_MAX)};

@@ -12,8 +12,7 @@ namespace moe_a2a {
 // The largest number of experts whose slots fit into shared memory.
 constexpr int kMaxPlannedExperts = 4096;
 
-// Arrays of B plans for R ranks, with L slots for the rank's experts and S spare slots on each
-// rank.
+// B plans for R ranks, each with L slots for its own experts and S spare slots.
 struct FillSlots {
   const int32_t *experts, *rows;        // [B, R, L]
   int32_t *slot_experts, *slot_rows;    // [B, R, L + S]
@@ -23,10 +22,7 @@ struct FillSlots {
   int64_t min_rows;                     // fewest rows of a replica, at least 1
 };
 
-// Loads the kernel on the current device, so that no later call does.
 cudaError_t LoadFillSlots();
-
-// Launches a block for each plan. No allocation, no synchronization.
 Problem LaunchFillSlots(const FillSlots& call, cudaStream_t stream);
 
 }  // namespace moe_a2a

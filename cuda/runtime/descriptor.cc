@@ -10,22 +10,18 @@
 namespace moe_a2a {
 namespace {
 
-// The open descriptors. This registry is never destroyed, because the thread that answers other
-// processes runs until the process ends.
+// Never destroyed, because the thread that answers other processes runs until the process ends.
 struct Registry {
   std::mutex mutex;
   std::vector<int> open;
 };
 
-// `all` is set before the handlers of fork() are registered, so the handlers need not initialize
-// it.
-Registry* all = nullptr;
+Registry* all = nullptr;  // set before the handlers of fork() are registered
 
-// fork() calls these functions before and after it forks, in the thread that forks. That thread
-// holds the mutex during the fork, so the child finds a complete list. A child of a process with
-// several threads may only make calls that are safe in a signal handler: close() is safe, and
-// clear() of a vector of ints frees nothing. The list lacks a descriptor that another thread has
-// received and not registered yet; the child keeps it open.
+// fork() calls these functions in the thread that forks. The mutex is held during the fork, so the
+// child finds a complete list. The child may only make calls that are safe in a signal handler:
+// close(), and clear(), which frees nothing. The child keeps a descriptor open that another thread
+// has received and not registered yet.
 void BeforeFork() { all->mutex.lock(); }
 void InParent() { all->mutex.unlock(); }
 void InChild() {
@@ -53,8 +49,7 @@ Descriptor::Descriptor(int fd) : fd_(fd) {
 
 Descriptor::~Descriptor() {
   if (fd_ < 0) return;
-  // The lock is held, because otherwise a child could close another descriptor that has received
-  // the same number.
+  // Without the lock, a child could close another descriptor that has received the same number.
   std::lock_guard<std::mutex> lock(registry().mutex);
   auto& open = registry().open;
   const auto at = std::find(open.begin(), open.end(), fd_);

@@ -1,6 +1,5 @@
-// A file descriptor that its destructor closes, and that is also closed in a child that this
-// process forks. Otherwise the child would keep a socket on which it never answers, and memory of
-// other processes, until the child ends.
+// A file descriptor that the destructor closes, and also a forked child. Otherwise the child would
+// keep a socket on which it never answers, and memory of other processes.
 #pragma once
 
 #include <utility>

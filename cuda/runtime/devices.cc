@@ -8,8 +8,7 @@
 namespace moe_a2a {
 namespace {
 
-// This registry is never destroyed, because the thread that answers other processes runs until the
-// process ends.
+// Never destroyed, because the thread that answers other processes runs until the process ends.
 struct Registry {
   std::mutex mutex;
   std::map<int64_t, DevicePlace> devices;

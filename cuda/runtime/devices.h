@@ -1,5 +1,4 @@
-// A registry of the devices of all processes, by the ids that JAX assigns, and of the process that
-// holds each device.
+// The devices of all processes, by the ids that JAX assigns, and the process that holds each.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +14,8 @@ struct DevicePlace {
   int ordinal = kElsewhere;  // of the CUDA runtime; kElsewhere if another process holds the device
 };
 
-// Python registers every device of a mesh before it lowers a program with that mesh. It registers
-// every process before this process requests memory from that process.
+// Python registers every device of a mesh before it lowers a program with that mesh, and every
+// process before this process requests memory from it.
 void AddDevice(int64_t id, DevicePlace place);
 void AddProcess(int process, Endpoint endpoint);
 
@@ -25,9 +24,9 @@ bool FindDevice(int64_t id, DevicePlace* place);
 bool FindOwnDevice(int ordinal, int64_t* id);  // of this process
 bool FindProcess(int process, Endpoint* endpoint);
 
-// SetEnded() marks a process that no longer existed when this process sent it a request. The marked
-// process may have been restarted with another socket. Python therefore calls HasEnded(), reads
-// that process's notice again, and calls AddProcess().
+// SetEnded() marks a process that did not exist when it was sent a request. It may have been
+// restarted with another socket, so Python calls HasEnded(), reads its notice, and calls
+// AddProcess().
 void SetEnded(int process);
 bool HasEnded(int process);
 

@@ -18,17 +18,14 @@ struct Driver {
 #undef MOE_A2A_FUNCTION
 };
 
-// Returns the function of the driver with this name in CUDA 12.0, or null if the driver has no such
-// function.
+// Returns the driver's function with this name in CUDA 12.0, or null.
 void* FindInDriver(const char* symbol);
 
-// Returns the functions, or null if the machine has no driver or the driver lacks one of the
-// functions. Creates no context.
+// Returns null if the machine has no driver, or the driver lacks a function. Creates no context.
 const Driver* GetDriver();
 
-// At the end of the scope, restores the thread's current context, or sets no context if the thread
-// had none. Saving and restoring the result of cudaGetDevice() instead would create a context on
-// device 0 in a thread without a context.
+// At the end of the scope, restores the thread's current context, or sets none if the thread had
+// none. Does not use cudaGetDevice(), which would create a context in such a thread.
 class DeviceScope {
  public:
   DeviceScope() {

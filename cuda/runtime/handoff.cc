@@ -36,7 +36,7 @@ std::string RandomHex(size_t digits) {
   return text;
 }
 
-// Limits the time of the following calls on the socket. Returns false if the deadline has passed.
+// Returns false if the deadline has passed.
 bool SetDeadline(int socket, Deadline deadline) {
   using std::chrono::microseconds;
   const auto left =
@@ -49,9 +49,8 @@ bool SetDeadline(int socket, Deadline deadline) {
          setsockopt(socket, SOL_SOCKET, SO_SNDTIMEO, &time, sizeof(time)) == 0;
 }
 
-// Makes a call on a socket. The call may last until the deadline. If a signal interrupts the call,
-// repeats it, because the system never restarts a call with a time limit. After the deadline, this
-// function fails with EAGAIN, like a call that timed out.
+// Makes a call on a socket until the deadline, after which it fails with EAGAIN. Repeats the call
+// after a signal, because the system never restarts a call with a time limit.
 template <typename Call>
 ssize_t Try(int socket, Deadline deadline, Call&& call) {
   ssize_t result;
@@ -88,8 +87,7 @@ bool Receive(int socket, void* data, size_t bytes, Deadline deadline) {
   return true;
 }
 
-// A message of one byte that carries a descriptor. The struct has pointers to its own members, so
-// it cannot be copied.
+// A message of one byte that carries a descriptor. Has pointers to its own members, so no copies.
 struct DescriptorMessage {
   char byte = 0;
   iovec data = {&byte, 1};
@@ -140,9 +138,8 @@ socklen_t AddressOf(const std::string& name, sockaddr_un* address) {
   return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + length);
 }
 
-// Returns why the process at the other end of a connection is not the expected process, or an empty
-// problem. The operating system knows which process has connected or has begun to listen. If `pid`
-// is 0, any process of this user is expected.
+// Returns why the process at the other end of a connection is not the expected process `pid`, or,
+// if `pid` is 0, a process of this user. The operating system knows which process it is.
 Problem CheckPeer(int socket, int pid) {
   ucred peer = {};
   socklen_t size = sizeof(peer);
@@ -162,7 +159,6 @@ Problem CheckPeer(int socket, int pid) {
   return {};
 }
 
-// The head of an answer.
 struct AnswerHead {
   int64_t status, text_bytes, num_allocations;
 };
@@ -250,9 +246,8 @@ Problem Ask(const Endpoint& endpoint, const Request& request, Deadline deadline,
   }
   sockaddr_un address;
   const socklen_t size = AddressOf(endpoint.socket, &address);
-  // connect() for a unix socket may be repeated after a signal, because the interrupted call has
-  // either joined the server's queue or failed. (For TCP, the interrupted attempt would continue,
-  // and the caller would have to wait for its end.)
+  // After a signal, connect() for a unix socket may be repeated: the interrupted call has either
+  // joined the server's queue or failed.
   const auto join = [&](const Descriptor& socket) {
     return Try(socket.get(), deadline,
                [&] { return connect(socket.get(), reinterpret_cast<sockaddr*>(&address), size); });
@@ -262,8 +257,7 @@ Problem Ask(const Endpoint& endpoint, const Request& request, Deadline deadline,
     return "it has ended";
   };
   // A broken connection may also mean that the process has ended, or that its forked child has
-  // closed the last copy of its socket. A second connection distinguishes these cases: it is
-  // refused if the socket is closed.
+  // closed the last copy of its socket. In this case a second connection is refused.
   const auto hung_up = [&]() -> Problem {
     const Descriptor again(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
     if (again && join(again) != 0 && errno == ECONNREFUSED) return ended();
@@ -275,8 +269,7 @@ Problem Ask(const Endpoint& endpoint, const Request& request, Deadline deadline,
     if (errno == ECONNREFUSED) return ended();
     return errno == EAGAIN ? "it has not answered in time" : strerror(errno);
   }
-  // The check comes before the secret is sent: another process may have taken the name of an ended
-  // process.
+  // Check before the secret is sent: another process may have taken the name of an ended one.
   if (Problem p = CheckPeer(server.get(), endpoint.pid); !p.empty()) {
     answer->has_ended = true;
     return "it has ended, or runs as another user: " + p;

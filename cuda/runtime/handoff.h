@@ -1,5 +1,5 @@
-// Lets processes of one host and user share memory. Requests and answers travel over a unix socket,
-// and allocations travel as file descriptors. This file does not use CUDA.
+// Lets processes of one host and user share memory: requests and answers travel over a unix socket,
+// and allocations as file descriptors. This file does not use CUDA.
 #pragma once
 
 #include <chrono>
@@ -15,10 +15,9 @@ namespace moe_a2a {
 
 using Deadline = std::chrono::steady_clock::time_point;
 
-// The address at which a process answers requests. The socket's name is abstract: it is not the
-// name of a file, and it disappears when the process ends. Any other process may then take the
-// name. Each side therefore checks that the other side has the same user, and the requesting
-// process checks the process id before it sends the secret.
+// The address at which a process answers requests. The socket's name is abstract: it is not a file,
+// and disappears when the process ends. Any process may then take the name, so each side checks the
+// other's user, and the requesting process checks the process id before it sends the secret.
 struct Endpoint {
   std::string socket;
   std::string secret;  // of kSecretBytes
@@ -36,7 +35,7 @@ struct Allocation {
 
 enum class Status : int64_t {
   kGiven = 0,
-  kLater = 1,    // ask again later, because the process has closed the group fewer times; see `why`
+  kLater = 1,    // the process has closed the group fewer times; ask again later; see `why`
   kRefused = 2,  // the request failed; see `why`
   kNoMemory = 3  // a device has too little memory; see `why`
 };
@@ -50,11 +49,9 @@ struct Answer {
 
 using Request = std::vector<int64_t>;
 
-// Starts a thread that answers the requests of other processes, one after the other, until this
-// process ends. Call it once.
+// Starts a thread that answers requests one by one until this process ends. Call it once.
 Problem Listen(std::function<Answer(const Request&)> answer, Endpoint* endpoint);
 
-// Sends a request to a process and waits for its answer until the deadline.
 Problem Ask(const Endpoint& endpoint, const Request& request, Deadline deadline, Answer* answer);
 
 }  // namespace moe_a2a

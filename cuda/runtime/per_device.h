@@ -7,8 +7,7 @@
 
 namespace moe_a2a {
 
-// Holds an object for each device of the process. A thread may find an object while another thread
-// publishes one.
+// An object for each device. A thread may find an object while another thread publishes one.
 template <typename T>
 class PerDevice {
  public:
@@ -18,15 +17,13 @@ class PerDevice {
     for (const Node* node = newest_; node != nullptr;) delete std::exchange(node, node->older);
   }
 
-  // Returns the newest object of the device, or null.
   const T* Find(int32_t ordinal) const {
     const Node* node = newest_.load(std::memory_order_acquire);
     while (node != nullptr && node->ordinal != ordinal) node = node->older;
     return node == nullptr ? nullptr : node->object.get();
   }
 
-  // Publishes an object. Keeps the device's earlier objects, because other threads may be using
-  // them.
+  // Keeps the device's earlier objects, because other threads may be using them.
   const T* Publish(int32_t ordinal, std::unique_ptr<const T> object) {
     auto* node = new Node{ordinal, std::move(object), newest_.load(std::memory_order_relaxed)};
     while (!newest_.compare_exchange_weak(node->older, node, std::memory_order_release,

@@ -13,28 +13,25 @@ struct Problem : std::string {
   Problem(const char* text) : std::string(text) {}
 
   bool lacks_memory = false;  // a device has too little memory; a smaller shape may succeed
-  // True if the call is well-formed, but the kernels do not support it, so the lowering takes
-  // another path. Any other problem of a call is a bug in the code that made the call.
+  // The call is well-formed, but no kernel supports it, so the lowering takes another path. Any
+  // other problem of a call is a bug in the code that made the call.
   bool is_unsupported = false;
   bool is_invalid = false;  // the call of a program has a wrong argument
 };
 
-// Returns the problem of a wrong argument.
 inline Problem Invalid(std::string text) {
   Problem problem(std::move(text));
   problem.is_invalid = true;
   return problem;
 }
 
-// Returns the problem of a well-formed call that no kernel supports.
 inline Problem Unsupported(std::string text) {
   Problem problem(std::move(text));
   problem.is_unsupported = true;
   return problem;
 }
 
-// Evaluates an expression whose result is a problem. If the problem is not empty, returns it from
-// the enclosing function.
+// Returns the expression's problem from the enclosing function, unless the problem is empty.
 #define MOE_A2A_TRY(...) \
   if (Problem problem = (__VA_ARGS__); !problem.empty()) return problem
 

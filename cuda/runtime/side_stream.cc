@@ -1,23 +1,20 @@
 #include "runtime/side_stream.h"
-#include "runtime/cuda_error.h"
 
 #include <algorithm>
 #include <string>
 
-namespace moe_a2a {
-namespace {
+#include "runtime/cuda_error.h"
 
-Problem Check(cudaError_t error, const std::string& doing) {
+namespace moe_a2a {
+
+static Problem Check(cudaError_t error, const std::string& doing) {
   return ProblemOf(error, "side stream: " + doing);
 }
-
-}  // namespace
 
 Problem SideStream::Open() {
   std::lock_guard<std::mutex> lock(mutex_);
   if (stream_ != nullptr) return {};
-  // The stream has the highest priority, so that the few blocks of an exchange start before the
-  // blocks of the work that hides the exchange.
+  // With the highest priority, the few blocks of an exchange start before the work that hides it.
   int least, greatest;
   MOE_A2A_TRY(Check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "asking for priorities"));
   if (forked_ == nullptr) {
@@ -96,8 +93,7 @@ Problem SideStream::Join(cudaStream_t stream, int64_t run, Addresses arrays) {
     return "done of an exchange whose arrays XLA has moved since its start. Call start and done in "
            "the same function";
   }
-  // Another exchange may use the event from now on, because the wait below reads the event's state
-  // at once.
+  // Another exchange may use the event now: cudaStreamWaitEvent() reads the event's state at once.
   flight->is_under_way = false;
   return Check(cudaStreamWaitEvent(stream, flight->end, 0), "waiting for the exchange");
 }
@@ -105,8 +101,6 @@ Problem SideStream::Join(cudaStream_t stream, int64_t run, Addresses arrays) {
 void SideStream::JoinAll(cudaStream_t stream) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (stream_ == nullptr) return;
-  // This function may use the event of Fork(), because each wait reads the state of the event at
-  // once.
   if (cudaEventRecord(forked_, stream_) == cudaSuccess) cudaStreamWaitEvent(stream, forked_, 0);
 }
 

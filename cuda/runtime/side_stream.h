@@ -1,5 +1,4 @@
-// A second stream of a device, for split exchanges, and a table of the exchanges that were started
-// on it.
+// A second stream of a device, for split exchanges, and a table of the exchanges in flight.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -14,15 +13,13 @@
 namespace moe_a2a {
 
 // A start forks: the side stream waits for the work that XLA's stream already has, and then runs
-// the exchange. A done joins: XLA's stream waits for that exchange. Entries of the table and their
-// events are reused, so the table grows only to the largest number of exchanges in flight.
+// the exchange. A done joins: XLA's stream waits for that exchange.
 class SideStream {
  public:
   // Creates the stream on the current device.
   Problem Open();
 
-  // Makes the side stream wait for `stream`. Returns the side stream, for the launch of an exchange
-  // of the execution `run`.
+  // Makes the side stream wait for `stream`. Returns it, for an exchange of the execution `run`.
   Problem Fork(cudaStream_t stream, int64_t run, cudaStream_t* side);
 
   // Enters a launched exchange into the table, with the arrays that it reads, and then the arrays
@@ -30,18 +27,16 @@ class SideStream {
   Problem Started(int64_t run, Addresses arrays);
 
   // Makes `stream` wait for the exchange that the same execution has started on these arrays, and
-  // removes the exchange from the table.
+  // removes it from the table.
   Problem Join(cudaStream_t stream, int64_t run, Addresses arrays);
 
-  // Makes `stream` wait for all exchanges that have been started. Ignores errors, because the
-  // caller already reports an error.
+  // Makes `stream` wait for all started exchanges. Ignores errors: the caller already reports one.
   void JoinAll(cudaStream_t stream);
 
   // Empties the table. The device must be idle.
   void Clear();
 
  private:
-  // An exchange between its start and its done.
   struct Flight {
     bool is_under_way = false;
     int64_t run = 0;
@@ -51,7 +46,6 @@ class SideStream {
 
   // Returns the exchange in flight that this array identifies, or null.
   Flight* Find(const char* name);
-  // Finds or makes an unused entry.
   Problem Take(Flight** flight);
 
   std::mutex mutex_;

@@ -8,11 +8,8 @@
 #include "layout.h"
 
 namespace moe_a2a {
-namespace {
 
 constexpr CUmemAllocationHandleType kShared = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
-
-}  // namespace
 
 Slab::Slab(std::string name, std::vector<int> readers)
     : name_(std::move(name)), readers_(std::move(readers)) {}

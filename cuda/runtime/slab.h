@@ -1,10 +1,8 @@
 // The slab of a device: an address range that never moves, with as much memory as shapes need. All
-// devices of a process see a slab at the same addresses. Another process maps the same memory at
-// its own addresses.
+// devices of a process see it at the same addresses; other processes map it at their own addresses.
 //
-// Slabs use the driver's virtual memory management. Unlike memory of cudaMalloc and its IPC
-// handles, a slab can grow at fixed addresses. If the owner of a slab ends, other processes'
-// mappings stay valid: writes to the memory of a dead peer have no effect and do not fault.
+// Unlike memory of cudaMalloc, the driver's virtual memory can grow at fixed addresses. If a slab's
+// owner ends, mappings in other processes stay valid: writes have no effect and do not fault.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +17,6 @@
 
 namespace moe_a2a {
 
-// The address range of a slab, and the memory that is mapped there.
 class Slab {
  public:
   Slab(const Slab&) = delete;
@@ -36,12 +33,11 @@ class Slab {
     CUmemGenericAllocationHandle handle;
   };
 
-  // `name` is the slab's name in messages. `readers` are the ordinals of this process's devices
-  // that may load from and store to the slab.
+  // `name` is for messages. `readers`: the ordinals of this process's devices that access the slab.
   Slab(std::string name, std::vector<int> readers);
   ~Slab();
 
-  // Takes ownership of the handle. If this function fails, no mapping has changed.
+  // Takes ownership of the handle. On failure, no mapping has changed.
   Problem MapAt(int64_t offset, int64_t bytes, CUmemGenericAllocationHandle handle);
   // Returns how many bytes are mapped from `offset` to the first gap, at most `most`.
   int64_t mapped_from(int64_t offset, int64_t most) const;
@@ -56,28 +52,21 @@ class Slab {
   CUdeviceptr base_ = 0;
 };
 
-// The slab of a device of this process.
 class OwnSlab : public Slab {
  public:
   // `is_shared`: other processes can map the slab.
   OwnSlab(int ordinal, std::vector<int> readers, bool is_shared);
 
-  // Makes checks, and then reserves the addresses.
   Problem Open();
-  // Allocates memory for the header and the first `half_bytes` of every ring half. Never moves or
-  // unmaps anything.
+  // Backs the header and the first `half_bytes` of every ring half. Never moves or unmaps anything.
   Problem Grow(int64_t half_bytes);
-  // Returns the bytes of allocated memory, which are whole pages of the driver.
   int64_t mapped_bytes() const;
-  // Adds the slab's allocations from index `first` on, for another process. The slab must be
-  // shared.
+  // Adds the slab's allocations from index `first` on. The slab must be shared.
   Problem Share(size_t first, std::vector<Allocation>* allocations);
 
  private:
-  // Allocates memory for the first `wanted` bytes of a range. If this function fails, nothing has
-  // changed, so a smaller shape may succeed.
+  // Backs the first `wanted` bytes of a range. On failure, nothing has changed.
   Problem BackUpTo(int64_t offset, int64_t range, int64_t wanted);
-  // Returns a sentence about the device's free memory, for a message.
   std::string FreeMemory() const;
 
   CUmemAllocationProp properties_ = {};
@@ -89,7 +78,6 @@ class PeerSlab : public Slab {
  public:
   explicit PeerSlab(std::vector<int> readers) : Slab("of another process", std::move(readers)) {}
 
-  // Maps more allocations of the slab.
   Problem Map(const std::vector<Allocation>& allocations);
   size_t num_allocations() const { return mapped_.size(); }
   // Returns true if the header and the first `half_bytes` of every ring half are mapped.

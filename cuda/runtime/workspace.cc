@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <memory>
 #include <thread>
 #include <utility>
@@ -19,12 +20,18 @@
 namespace moe_a2a {
 namespace {
 
+// A request for memory begins with this head. The ids of the devices follow.
+struct RequestHead {
+  int64_t version, kind, num_ranks, device, generation, first_allocation, half_bytes;
+};
+constexpr size_t kHeadWords = sizeof(RequestHead) / sizeof(int64_t);
+
 Problem Check(cudaError_t error, const std::string& doing) {
   return ProblemOf(error, "workspace: " + doing);
 }
 
-// Runs `work`, a call of CUDA that may block forever, in a thread. Returns false if `work` has not
-// ended after `time`. The thread then continues, so `work` must own everything that it uses.
+// Runs `work`, which may block forever, in a thread. Returns false if `work` has not ended after
+// `time`. The thread then continues, so `work` must own everything that it uses.
 bool EndsWithin(std::chrono::nanoseconds time, std::function<void()> work) {
   const auto deadline = std::chrono::steady_clock::now() + time;
   auto has_ended = std::make_shared<std::atomic<bool>>(false);
@@ -39,9 +46,8 @@ bool EndsWithin(std::chrono::nanoseconds time, std::function<void()> work) {
   return true;
 }
 
-// Calls work(stream) with a new stream, and waits for that stream. A new stream is needed because
-// XLA's streams would not wait for the legacy stream, and because a device must not be synchronized
-// while another thread captures a graph.
+// Calls work(stream) with a new stream, and waits for it. XLA's streams would not wait for the
+// legacy stream, and no device may be synchronized while another thread captures a graph.
 template <typename Work>
 Problem OnOwnStream(int ordinal, const char* doing, Work&& work) {
   cudaStream_t stream;
@@ -53,7 +59,6 @@ Problem OnOwnStream(int ordinal, const char* doing, Work&& work) {
   return p;
 }
 
-// Zeroes a slab's header and sets the first epoch.
 Problem ClearHeader(int ordinal, char* slab) {
   const uint64_t first_epoch = 1;
   auto* header = reinterpret_cast<Header*>(slab);
@@ -159,11 +164,9 @@ Problem Workspace::ReserveOwn(int64_t half_bytes) {
   DeviceScope scope;
   half_bytes = std::max(half_bytes, own_half_bytes_);
   if (Problem p = OpenOrGrowOwn(half_bytes); !p.empty()) {
-    // If the workspace was closed, no kernel and no other process uses this memory yet. If an open
-    // workspace has grown, the added memory stays until Close(), because unmapping may wait for
-    // running kernels.
+    // If the workspace was closed, nothing uses this memory yet. Memory added to an open workspace
+    // stays until Close(), because unmapping may wait for running kernels.
     for (Device* device : OwnDevices()) {
-      // A second problem is ignored.
       if (!own_is_open_ && device->own) device->own->Release();
     }
     return p;
@@ -190,8 +193,7 @@ Problem Workspace::OpenOrGrowOwn(int64_t half_bytes) {
 }
 
 Problem Workspace::Reserve(int64_t half_bytes, int64_t timeout_ns) {
-  // If no memory is missing, take no lock, because the holder of the lock may be waiting for a
-  // device.
+  // Take no lock, because the holder of the lock may be waiting for a device.
   if (is_open() && half_bytes <= half_bytes_) return {};
   std::lock_guard<std::mutex> lock(mutex_);
   if (is_open() && half_bytes <= half_bytes_) return {};
@@ -202,8 +204,7 @@ Problem Workspace::Reserve(int64_t half_bytes, int64_t timeout_ns) {
     MOE_A2A_TRY(ReserveOwn(half_bytes));
     generation = generation_;
   }
-  // Request half_bytes, not own_half_bytes_, which may be larger because of a shape that did not
-  // fit in another process.
+  // own_half_bytes_ may be larger, because of a shape that did not fit in another process.
   if (spans_processes_) {
     DeviceScope scope;
     for (Device& device : devices_) {
@@ -219,16 +220,6 @@ Problem Workspace::Reserve(int64_t half_bytes, int64_t timeout_ns) {
 const Kernels& Workspace::kernels() const {
   return topology_.is_colocated() ? ColocatedKernels() : DirectKernels();
 }
-
-namespace {
-
-// The first words of a request for memory. The ids of the devices follow them.
-struct RequestHead {
-  int64_t version, kind, num_ranks, device, generation, first_allocation, half_bytes;
-};
-constexpr size_t kHeadWords = sizeof(RequestHead) / sizeof(int64_t);
-
-}  // namespace
 
 Problem Workspace::ReservePeer(Device& device, int64_t half_bytes, uint64_t generation,
                                int64_t timeout_ns) {
@@ -264,7 +255,7 @@ Problem Workspace::ReservePeer(Device& device, int64_t half_bytes, uint64_t gene
       if (answer.has_ended) SetEnded(device.place.process);
       return amiss(p);
     }
-    // The wait ends before the deadline, so that an answer says why the memory was not shared.
+    // End before the deadline, so that an answer says why the memory was not shared.
     constexpr auto kPause = std::chrono::milliseconds(5);
     if (answer.status == Status::kLater && std::chrono::steady_clock::now() + kPause < deadline) {
       std::this_thread::sleep_for(kPause);
@@ -329,8 +320,7 @@ Problem Workspace::WaitUntilIdle(int64_t timeout_ns) {
     if (device->place.ordinal == last) continue;  // ranks that share a device are adjacent
     last = device->place.ordinal;
     MOE_A2A_TRY(Check(cudaSetDevice(device->place.ordinal), "choosing a device"));
-    // Even if another device has used all of the time, this device gets enough time to show that it
-    // is idle.
+    // A device always gets enough time to show that it is idle.
     constexpr std::chrono::nanoseconds kLeast = std::chrono::milliseconds(100);
     const auto left = std::chrono::nanoseconds(timeout_ns) - (Clock::now() - start);
     auto problem = std::make_shared<Problem>();
@@ -409,9 +399,8 @@ Problem Workspace::Close(const std::vector<Workspace*>& workspaces, int64_t time
     MOE_A2A_TRY(workspaces[i]->LockWithin(&timeout_ns, &locks[i]));
   }
   DeviceScope scope;
-  // No slab is unmapped while a peer of this process may still write to it. Mappings in other
-  // processes stay. This wait does not hold own_mutex_, because the single thread that answers
-  // other processes for all workspaces locks that mutex.
+  // No slab is unmapped while a peer of this process may still write to it. This wait does not hold
+  // own_mutex_, which the thread that answers other processes locks.
   for (Workspace* workspace : workspaces) {
     MOE_A2A_TRY(workspace->WaitUntilIdle(timeout_ns));
   }
@@ -517,8 +506,8 @@ std::string Workspace::Failure() const {
     const uint32_t kind = *const_cast<volatile uint32_t*>(&device.error->kind);
     if (kind == 0) continue;
     std::atomic_thread_fence(std::memory_order_acquire);  // the record was written before its kind
-    // A rank that detected an error has more information than a rank whose wait timed out. A rank
-    // that another rank stopped has the least information.
+    // A rank that detected an error knows more than a rank whose wait timed out, which knows more
+    // than a rank that another rank stopped.
     const int knows = kind == static_cast<uint32_t>(ErrorKind::kStopped)   ? 1
                       : kind == static_cast<uint32_t>(ErrorKind::kTimeout) ? 2
                                                                            : 3;
@@ -555,19 +544,16 @@ Problem Workspace::ReadFailure(std::string* failure) {
 }
 
 #ifdef MOE_A2A_TEST_HOOKS
-namespace {
 
 template <typename T>
-void Store(T* on_device, const T& value) {
+static void Store(T* on_device, const T& value) {
   cudaMemcpy(on_device, &value, sizeof(T), cudaMemcpyHostToDevice);
 }
 
-void StoreCredits(Header* header, uint64_t epoch) {
+static void StoreCredits(Header* header, uint64_t epoch) {
   const std::vector<uint64_t> credits(kRingDepth * kMaxRanks, epoch);
   cudaMemcpy(header->credit, credits.data(), sizeof(header->credit), cudaMemcpyHostToDevice);
 }
-
-}  // namespace
 
 template <typename Set>
 Problem Workspace::ForEachHooked(int64_t index, Set&& set) {
@@ -595,7 +581,7 @@ Problem Workspace::SetHooks(int64_t index, uint32_t mutation, uint32_t delay_pha
     Store(&control.delay_phase, delay_phase);
     Store(&control.delay_ns, delay_ns);
     Store(&control.depth, depth);
-    // A different depth assigns different ring halves to epochs, so all ring halves count as read.
+    // A different depth assigns other ring halves to epochs, so all ring halves count as read.
     uint64_t next_epoch;
     cudaMemcpy(&next_epoch, &control.next_epoch, sizeof(next_epoch), cudaMemcpyDeviceToHost);
     StoreCredits(header, next_epoch - 1);
@@ -604,8 +590,7 @@ Problem Workspace::SetHooks(int64_t index, uint32_t mutation, uint32_t delay_pha
 
 Problem Workspace::SetEpoch(int64_t index, uint64_t epoch) {
   return ForEachHooked(index, [&](Header* header) {
-    // Set the state that all earlier exchanges would have left. Clear existing flags, because no
-    // flag may be ahead of its epoch.
+    // Clear existing flags, because no flag may be ahead of its epoch.
     cudaMemset(header->head, 0, sizeof(header->head));
     cudaMemset(header->chunk, 0, sizeof(header->chunk));
     cudaMemset(header->id, 0, sizeof(header->id));

@@ -4,7 +4,6 @@
 
 #include <atomic>
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -21,12 +20,10 @@
 namespace moe_a2a {
 
 struct Topology {
-  // Ids, domain after domain, in the order of ranks. If ranks share a device, its id appears once
-  // for each rank.
+  // Ids of devices, domain after domain, in the order of ranks. Each rank has an entry.
   std::vector<int64_t> devices;
   int num_ranks;
 
-  // Returns true if all ranks share a device. Then there is one domain.
   bool is_colocated() const { return num_ranks > 1 && devices[0] == devices[1]; }
   int ranks_of_device() const { return is_colocated() ? num_ranks : 1; }
 
@@ -35,74 +32,63 @@ struct Topology {
   }
 };
 
-// The counters of a rank (docs/protocol.md, section 4): the next epoch, the poison, and the epochs
-// [kRingDepth, num_ranks] of credits and heads.
+// The next epoch and the poison of a rank, and the epochs [kRingDepth, num_ranks] of credits and
+// heads (docs/protocol.md, section 4).
 using CounterValues = std::tuple<uint64_t, uint64_t, std::vector<uint64_t>, std::vector<uint64_t>>;
 
 class Workspace {
  public:
-  // Returns the workspace of a topology and a kind. A new workspace is closed. Workspaces are never
-  // destroyed.
+  // Returns the workspace of a topology and a kind, which is closed at first and never destroyed.
   static Workspace& Get(const Topology& topology, WorkspaceKind kind);
 
   Workspace(Topology topology, WorkspaceKind kind);
 
-  // Returns why the devices of this process cannot reach each other's memory, or empty.
+  // Returns why devices of this process cannot reach each other's memory, or empty.
   Problem CheckAccess() const;
 
-  // Opens or grows the workspace, so that every ring half of every device holds `half_bytes`.
-  // Addresses never move. If the workspace opens after Close(), it again reserves the memory that
-  // it had before.
+  // Opens or grows the workspace, so that every ring half of every device holds `half_bytes`, or as
+  // much as before Close(). Addresses never move.
   //
-  // Other processes need not make the same call: they allocate the missing memory of their devices
-  // when this process requests it, and have `timeout_ns` to answer.
+  // Other processes allocate their devices' memory on request, and have `timeout_ns` to answer.
   //
   // If a device has too little memory, a smaller size can still be reserved. If the workspace was
-  // closed, its memory in this process is freed. The memory added to an open workspace, and the
-  // memory that other processes have allocated, stays until Close().
+  // closed, its memory in this process is freed. Other memory stays until Close().
   Problem Reserve(int64_t half_bytes, int64_t timeout_ns);
 
-  // If the workspace is open, waits until the devices of this process are idle. After `timeout_ns`,
+  // Waits until the devices of this process are idle, if the workspace is open. After `timeout_ns`,
   // returns a problem that says what runs on a device.
   Problem Wait(int64_t timeout_ns);
 
-  // Waits like Wait(). Then frees the memory of this process's devices, unmaps the memory of other
-  // processes, and clears a failure. The next use opens the workspace again, after the other
-  // processes have closed it too. If the wait times out, nothing has changed. The caller must not
-  // launch exchanges of the topology during this call.
+  // Waits like Wait(); on a timeout, nothing has changed. Then frees this process's memory, unmaps
+  // other processes' memory, and clears a failure. The next use opens the workspace again, after
+  // other processes have closed it too. No exchange of the topology may be launched meanwhile.
   Problem Close(int64_t timeout_ns) { return Close({this}, timeout_ns); }
 
-  // Closes all of these workspaces, or none of them if a wait times out. Processes that have not
-  // closed a workspace equally often could never open it again. Every caller must list the
-  // workspaces in the same order.
+  // Closes all of these workspaces, or none of them if a wait times out, because processes can open
+  // a workspace only if they have closed it equally often. Every caller must list workspaces in the
+  // same order.
   static Problem Close(const std::vector<Workspace*>& workspaces, int64_t timeout_ns);
 
-  // Returns the kernels for this topology.
   const Kernels& kernels() const;
 
-  // Returns the parameters of a launch on `ordinal` for the first rank of that device. The caller
-  // adds operation, signature and timeouts. The error records of ranks that share a device are
-  // adjacent.
+  // Returns the parameters of the first rank of device `ordinal`, without operation, signature and
+  // timeouts. The error records of ranks that share a device are adjacent.
   Problem View(int ordinal, RankView* view) const;
 
-  // Returns the side stream of `ordinal`, which all ranks of this device share. Returns null in a
-  // workspace for whole exchanges, or if the workspace was never opened.
+  // Returns the side stream of device `ordinal`; null for whole exchanges, or if never opened.
   SideStream* Side(int ordinal) const;
 
-  // Returns the most informative failure that a kernel of this process has recorded, or empty.
-  // Reads only host memory.
+  // Returns this process's most informative recorded failure, or empty. Reads only host memory.
   std::string Failure() const;
 
-  // Does the same as Failure(), but without a record it reads the poison of this process's ranks.
-  // Another rank may have poisoned a rank that has launched nothing since.
+  // Like Failure(), but if there is no record, it reads the poison of this process's ranks, because
+  // another rank may have poisoned a rank that has launched nothing since.
   Problem ReadFailure(std::string* failure);
 
-  // Returns the bytes that each device of this process has mapped, in the order of the topology; 0
-  // while closed.
+  // Returns the mapped bytes of each device of this process, in the order of the topology.
   std::vector<int64_t> MappedBytes();
 
-  // Copies the counters of each device of this process; none while closed. The devices must be
-  // idle.
+  // Copies the counters of each device of this process; none while closed. Devices must be idle.
   Problem ReadCounters(std::vector<CounterValues>* values);
 
   bool is_open() const { return is_open_.load(std::memory_order_acquire); }
@@ -111,20 +97,18 @@ class Workspace {
   const Topology& topology() const { return topology_; }
 
 #ifdef MOE_A2A_TEST_HOOKS
-  // Sets the hooks of the rank with this index in the topology, or of all ranks of this process if
-  // the index is -1.
+  // `index`: of a rank in the topology; -1: all ranks of this process.
   Problem SetHooks(int64_t index, uint32_t mutation, uint32_t delay_phase, uint64_t delay_ns,
                    uint32_t depth);
-  // Sets the next epoch of the rank, as if all earlier exchanges had run. `index`: as above.
+  // Sets the next epoch, as if all earlier exchanges had run.
   Problem SetEpoch(int64_t index, uint64_t epoch);
-  // Sets all credits of the rank to `epoch`.
   Problem SetCredits(int64_t index, uint64_t epoch);
-  // Sets whether ranks that share a device may have as many blocks as their budget allows.
+  // If uncapped, ranks that share a device may have as many blocks as a call requests.
   void SetUncapped(bool is_uncapped) { is_uncapped_ = is_uncapped; }
   bool is_uncapped() const { return is_uncapped_; }
 #endif
 
-  // Answers another process's request for memory of a device of this process.
+  // Answers another process's request for memory.
   static Answer Serve(const Request& request);
 
  private:
@@ -145,8 +129,7 @@ class Workspace {
   // Returns the first rank on a device of this process, or null.
   const Device* FirstOn(int ordinal) const;
 #ifdef MOE_A2A_TEST_HOOKS
-  // Calls set(slab) for one rank, or for all ranks of this process if the index is -1, while
-  // nothing runs.
+  // Calls set(header) for the ranks of `index`, while nothing runs.
   template <typename Set>
   Problem ForEachHooked(int64_t index, Set&& set);
 #endif
@@ -156,21 +139,18 @@ class Workspace {
     return static_cast<int>(device.index) % topology_.num_ranks;
   }
 
-  // The caller holds own_mutex_. Opens or grows the slabs of this process's devices.
+  // Opens or grows the slabs of this process's devices. The caller holds own_mutex_.
   Problem ReserveOwn(int64_t half_bytes);
   Problem OpenOrGrowOwn(int64_t half_bytes);
-  // Opens the slab, kernels, error record and side stream of a device.
   Problem OpenOwn(Device& device);
-  // Locks mutex_ and reduces the timeout by the time that locking took. Another thread may hold
-  // mutex_ while it waits for the memory of another process, for longer than the timeout.
+  // Locks mutex_ and reduces the timeout by the time that this took. Another thread may hold mutex_
+  // for longer, while it waits for the memory of another process.
   Problem LockWithin(int64_t* timeout_ns, std::unique_lock<std::mutex>* lock);
-  // Does the work of Wait(). The caller holds mutex_.
+  // The callers of the next four functions hold mutex_.
   Problem WaitUntilIdle(int64_t timeout_ns);
-
-  // The second half of Close(). The caller holds mutex_, and the devices are idle.
+  // Does the work of Close() after its wait.
   Problem CloseIdle();
   Problem StillBusy(const Device& device, int64_t timeout_ns) const;
-  // The caller holds mutex_. Maps a slab of another process.
   Problem ReservePeer(Device& device, int64_t half_bytes, uint64_t generation, int64_t timeout_ns);
   Answer Share(size_t device, uint64_t generation, size_t first_allocation, int64_t half_bytes);
 

@@ -22,19 +22,16 @@ def accumulation_dtype(dtype: DTypeLike) -> Any:
 
 
 def carries_tangent(dtype: DTypeLike) -> bool:
-    """Return True if a payload of this dtype is differentiated. Integers are not differentiated.
-    Floats of 8 bits or fewer are not either, because JAX could not add their cotangents without
-    overflow."""
+    """Return True if a payload of this dtype is differentiated: floats of 16 bits or more. In
+    narrower floats, sums of cotangents would overflow."""
     return jnp.issubdtype(dtype, jnp.inexact) and jnp.dtype(dtype).itemsize > 1
 
 
 def zero_tangent(primal: Any) -> ad.Zero:
-    """Return the symbolic zero of the tangent type of ``primal``."""
     return ad.Zero(jax.typeof(primal).to_tangent_aval())
 
 
 def is_zero(tangent: Any) -> bool:
-    """Return True if a tangent or cotangent is a symbolic zero."""
     return type(tangent) is ad.Zero
 
 
@@ -44,7 +41,6 @@ def aval_of(x: Any) -> Any:
 
 
 def select(keep: Sequence[bool], values: Sequence[Any]) -> list[Any]:
-    """Return the ``values`` at the places where ``keep`` is True."""
     return [value for value, kept in zip(values, keep, strict=True) if kept]
 
 
@@ -60,11 +56,8 @@ def jvp_of_moving(
     primals: compat.Primals,
     tangents: compat.Tangents,
 ) -> Any:
-    """Return the results and tangents of ``fn`` if only some of its operands have tangents."""
-
-    def of_moving(*moving: Any) -> Any:
-        return fn(*spread(moves, moving, primals))
-
+    """Return the results and tangents of ``fn`` if only the operands of ``moves`` have tangents."""
+    of_moving = lambda *moving: fn(*spread(moves, moving, primals))
     return jax.jvp(of_moving, select(moves, primals), select(moves, tangents))
 
 
@@ -78,8 +71,8 @@ def cotangents_of(
 
 
 def with_tangent(x: Any, tangent_of: Callable[[Any, Any], Any], *operands: Any) -> Any:
-    """Return ``x``, a pytree of arrays, unchanged but with different derivatives: its tangent is
-    ``tangent_of(operands, tangents of operands)``, and the tangent of ``x`` is ignored."""
+    """Return ``x``, a pytree of arrays, with the tangent ``tangent_of(operands, tangents of
+    operands)``. The tangent of ``x`` itself is ignored."""
 
     @jax.custom_jvp
     def same(x: Any, *_: object) -> Any:
@@ -107,10 +100,9 @@ def named(tree: Any, name: str) -> Any:
 
 
 def as_bits(x: jax.Array) -> jax.Array:
-    """Return floats of 8 bits as integers, which ``jax.checkpoint`` can save. Floats cannot be
-    saved, because ``jax.checkpoint`` rounds them with ``lax.reduce_precision``, which turns a
-    float8_e4m3fn of 256 or more into a NaN (jax 0.10.2 to 0.12.0). Other arrays are returned
-    unchanged."""
+    """Return floats of 8 bits as integers, and other arrays unchanged. ``jax.checkpoint`` rounds
+    saved floats with ``lax.reduce_precision``, which turns a float8_e4m3fn of 256 or more into a
+    NaN (jax 0.10.2 to 0.12.0)."""
     is_narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 1
     return lax.bitcast_convert_type(x, jnp.uint8) if is_narrow else x
 
@@ -140,7 +132,6 @@ def fixed(x: jax.Array) -> jax.Array:
 
 
 def register_fixed(primitive: compat.Primitive) -> None:
-    """Register a primitive with the behaviour of ``fixed``."""
     register_constant(primitive)
     ad.primitive_transposes[primitive] = lambda ct, x, **_: [ad.Zero(aval_of(x))]
 

@@ -1,15 +1,9 @@
-"""Define the public functions of the exchange.
-
-Each function checks its arguments, routes if it has ids, binds a primitive, and returns the
-results.
-"""
+"""Define the public functions of the exchange."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
-import jax
 from jax.typing import ArrayLike, DTypeLike
 
 from .checks import PyTree, Tail, short
@@ -24,9 +18,8 @@ from .plan.options import Exchange, check_exchange
 from .routing.checks import CheckedIds, GroupOrAxes, RouteArguments, check_route
 from .routing.two_level import AnyRouting
 
-# One primitive both routes and dispatches if a rank has at most this many tokens. The number is
-# measured (docs/history/speed.md): with 4 GPUs and 256 tokens, one primitive takes 64 us instead of
-# 68 us.
+# If a rank has at most this many tokens, one primitive routes and dispatches. With 4 GPUs and 256
+# tokens, it takes 64 us, and two primitives take 68 us (docs/history/speed.md).
 FUSED_MAX_TOKENS = 256
 
 
@@ -157,24 +150,17 @@ def dispatch(
 
 
 def bind_dispatch(arguments: DispatchArguments) -> Recv:
-    """Route the ids if the arguments have ids and no ``Routing``. Then dispatch, and return the
-    ``Recv``."""
-    source = arguments.source
-    if (
-        isinstance(source, CheckedIds)
-        and not source.options.has_levels
-        and len(source.ids) <= FUSED_MAX_TOKENS
-    ):
-        return arguments.recv(*route_and_dispatch(source, arguments.payload, **arguments.params))
-    routing = routing_of(arguments)
-    if routing.has_levels:
-        payload, params = arguments.encoded
+    if arguments.route_options.has_levels:
+        routing, (payload, params) = routing_of(arguments), arguments.encoded
         return arguments.recv_of_encoded(routing, bind(DISPATCH, payload, routing, **params))
-    return arguments.recv(routing, bind(DISPATCH, arguments.payload, routing, **arguments.params))
+    source, payload, params = arguments.source, arguments.payload, arguments.params
+    if isinstance(source, CheckedIds) and len(source.ids) <= FUSED_MAX_TOKENS:
+        return arguments.recv(*route_and_dispatch(source, payload, **params))
+    routing = routing_of(arguments)
+    return arguments.recv(routing, bind(DISPATCH, payload, routing, **params))
 
 
 def routing_of(arguments: DispatchArguments) -> AnyRouting:
-    """Return the routing of a dispatch, computed from the ids if there are ids."""
     source = arguments.source
     return route_ids(*source) if isinstance(source, CheckedIds) else source
 
@@ -242,8 +228,8 @@ def combine(
     """
     arguments = check_combine(y, recv, weights, wire_dtype, add)
     exchange = COMBINE if arguments.weights is None else WEIGHTED_COMBINE
-    sums = bind(exchange, arguments.payload, arguments.routing, **arguments.params)
-    return arguments.sums(sums)
+    payload, routing, params = arguments.payload, arguments.routing, arguments.params
+    return arguments.sums(bind(exchange, payload, routing, **params))
 
 
 def dispatch_start(
@@ -289,9 +275,7 @@ def dispatch_start(
     check_start("dispatch", routing)
     in_flight, bind_done = bind_start(DISPATCH, payload, routing, **params)
 
-    def finish(in_flight: Sequence[jax.Array]) -> Recv:
-        return arguments.recv_of_encoded(routing, bind_done(in_flight))
-
+    finish = lambda in_flight: arguments.recv_of_encoded(routing, bind_done(in_flight))
     return InFlight("dispatch", in_flight, finish, routing.group)
 
 
@@ -315,9 +299,9 @@ def combine_start(
 ) -> InFlight:
     """Start a ``combine`` without weights. Return the ``InFlight`` that ``combine_done`` finishes.
 
-    ``combine_start`` works like ``dispatch_start``. Its gradient is ``dispatch_done``. It has no
-    ``add``: add to the result of ``combine_done``. For a weighted sum, multiply the activations of
-    the experts, or their outputs, by ``recv.weights[:, None]``, and pass ``recv.routing``.
+    ``combine_start`` works like ``dispatch_start``, and its gradient is ``dispatch_done``. In place
+    of ``add``, add an array to the result of ``combine_done``. For a weighted sum, multiply the
+    experts' activations or outputs by ``recv.weights[:, None]``, and pass ``recv.routing``.
 
     Args:
       y: as in ``combine``.
@@ -334,14 +318,10 @@ def combine_start(
         )
     arguments = check_combine(y, recv, None, wire_dtype)
     check_start("combine", arguments.routing)
-    in_flight, bind_done = bind_start(
-        COMBINE, arguments.payload, arguments.routing, **arguments.params
-    )
-
-    def finish(in_flight: Sequence[jax.Array]) -> PyTree:
-        return arguments.sums(bind_done(in_flight))
-
-    return InFlight("combine", in_flight, finish, arguments.routing.group)
+    payload, routing, params = arguments.payload, arguments.routing, arguments.params
+    in_flight, bind_done = bind_start(COMBINE, payload, routing, **params)
+    finish = lambda in_flight: arguments.sums(bind_done(in_flight))
+    return InFlight("combine", in_flight, finish, routing.group)
 
 
 def combine_done(inflight: InFlight) -> PyTree:

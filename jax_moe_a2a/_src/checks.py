@@ -22,8 +22,8 @@ def short(x: Any) -> str:
 
 
 def merge_axes(name: str, array: Any, ndim: int) -> str:
-    """Return the end of a message, which says how to merge the axis of sequences of an array with
-    the axis of the batch. Return "" unless the array has ``ndim`` + 1 axes."""
+    """If the array has ``ndim`` + 1 axes, return the end of a message, which says how to merge the
+    axes of batch and sequence. Otherwise return ""."""
     if array.ndim != ndim + 1:
         return ""
     rest = "".join(f", {size}" for size in array.shape[2:])
@@ -54,7 +54,6 @@ def check_static(name: str, array: Any) -> None:
 
 
 def check_floats(name: str, array: Any, remedy: str = "Cast it first") -> None:
-    """Raise a TypeError if an array does not hold floats of 16 bits or more."""
     if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize < 2:
         raise TypeError(f"{name} must hold floats of 16 bits or more; got {short(array)}. {remedy}")
 
@@ -69,7 +68,6 @@ def check_unsharded(name: str, aval: Any, num_axes: int | None = None) -> None:
 
 
 def check_int(name: str, value: Any, *, least: int, remedy: str = "") -> int:
-    """Return ``value`` as an int of at least ``least``; otherwise raise an error with its name."""
     try:
         number = None if isinstance(value, bool | np.bool_) else operator.index(value)
     except (TypeError, jax.errors.JAXTypeError):
@@ -82,8 +80,8 @@ def check_int(name: str, value: Any, *, least: int, remedy: str = "") -> int:
 
 
 def fitting_experts(num_experts: int, size: int) -> str:
-    """Return the end of a message, which suggests numbers of experts that fit the ranks, and a
-    number of ranks that fits the experts."""
+    """Return the end of a message, which suggests a number of experts that is a multiple of the
+    ranks, or a number of ranks that divides the experts."""
     fewer = num_experts // size * size
     near = " or ".join(str(number) for number in (fewer, fewer + size) if number)
     ranks = max(n for n in range(1, size + 1) if num_experts % n == 0) if num_experts else 1
@@ -91,7 +89,6 @@ def fitting_experts(num_experts: int, size: int) -> str:
 
 
 def check_factor(name: str, value: Any, remedy: str = "") -> float:
-    """Return ``value`` as a finite float above 0; otherwise raise an error with its name."""
     is_number = isinstance(value, int | float | np.integer | np.floating)
     if not is_number or isinstance(value, bool | np.bool_):
         raise TypeError(f"{name} must be a number; got {value!r}{_remedy(value, 'float')}")
@@ -101,8 +98,7 @@ def check_factor(name: str, value: Any, remedy: str = "") -> float:
 
 
 def _remedy(value: Any, kind: str) -> str:
-    """Return the end of a message that says how to make ``value`` an int or float, or "" if
-    unknown."""
+    """Return the end of a message, which says how to make ``value`` a number; or ""."""
     if isinstance(value, jax.core.Tracer):
         return (
             ". It must be known when the program is traced: pass a Python number, for example "
@@ -113,7 +109,7 @@ def _remedy(value: Any, kind: str) -> str:
 
 
 def check_tail(tail: Any) -> Tail:
-    """Return the ``Tail`` to use: under ``jax.debug_nans`` it is ``"zero"``, because JAX would
+    """Return the checked argument. Under ``jax.debug_nans``, return ``"zero"``, because JAX would
     report NaN after the last group as an error of the program."""
     if tail not in get_args(Tail):
         raise ValueError(f'tail must be "zero" or "unspecified"; got {tail!r}')
@@ -121,7 +117,6 @@ def check_tail(tail: Any) -> Tail:
 
 
 def check_bool(name: str, value: object) -> bool:
-    """Return ``value`` if it is a bool; otherwise raise an error with its name."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be a bool; got {value!r}")
     return value

@@ -12,6 +12,7 @@ import jax
 from jax import lax
 from jax._src import config, core, dispatch, distributed
 from jax._src.ad_checkpoint import name_p as name_p
+from jax._src.core import jaxprs_in_params as jaxprs_in_params
 from jax._src.interpreters.mlir import lower_per_platform
 from jax._src.interpreters.partial_eval import DynamicJaxprTrace
 from jax._src.lib.mlir import ir
@@ -60,8 +61,8 @@ def varying_unchecked() -> AbstractContextManager[None]:
 
 
 def lower_fun(ctx: Any, fn: Any, operands: Sequence[Value], params: dict[str, Any]) -> Any:
-    """Lower a function of the operands, in which types do not vary over mesh axes."""
-    # The types were checked before. The calls do not handle types that vary over mesh axes.
+    """Lower a function of the operands. In the function, types do not vary over mesh axes, because
+    FFI calls do not handle varying types."""
     avals = [core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
     lower = mlir.lower_fun(fn, multiple_results=ctx.primitive.multiple_results)
     with varying_unchecked():
@@ -81,11 +82,6 @@ def without_dead_code(program: Any) -> Any:
     return pe.dce_jaxpr(program.jaxpr, True)[0]
 
 
-def inner_jaxprs(params: dict[str, Any]) -> list[Any]:
-    """Return the jaxprs in the parameters of an equation."""
-    return list(core.jaxprs_in_params(params))
-
-
 def traced_in(fn: Callable[..., Any], avals: Sequence[Any], axes: Any) -> Any:
     """Return the jaxpr of a function inside mesh axes, in which types do not vary over them."""
     types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
@@ -99,11 +95,8 @@ ADDED_SCOPES = ("checkpoint", "rematted_computation", "closed_call", "shard_map"
 
 def scopes_of(ctx: Context) -> tuple[str, ...]:
     """Return the ``jax.named_scope`` names around a primitive that is being lowered, outermost
-    first. Inside a loop or an inner ``jit``, only the names within it are known.
-
-    The names that JAX adds are left out, so that a call and its repetition in a derivative have
-    equal names.
-    """
+    first. Inside a loop or an inner ``jit``, only the names within it are known. The names that JAX
+    adds are left out, so that a call and its repetition in a derivative have equal names."""
     names = (entry.name for entry in ctx.name_stack.stack if isinstance(entry, Scope))
     return tuple(name for name in names if name not in ADDED_SCOPES and not name.startswith("jit("))
 
@@ -115,9 +108,8 @@ def innermost_scope() -> str | None:
 
 
 def mesh_in_context() -> Mesh | None:
-    """Return the mesh of ``jax.set_mesh``, also inside ``jit``. Return None if there is no such
-    mesh. Also return None inside ``jax.shard_map`` over another mesh, because the other mesh then
-    has the devices of the program."""
+    """Return the mesh of ``jax.set_mesh``, also inside ``jit``. Return None without this mesh, and
+    inside ``jax.shard_map`` over another mesh, which then has the devices of the program."""
     mesh, here = get_concrete_mesh(), jax.sharding.get_abstract_mesh()
     if not isinstance(mesh, Mesh) or mesh.empty or here.shape != mesh.shape:
         return None
@@ -137,8 +129,7 @@ def mesh_of_program(ctx: Context) -> Mesh | None:
 
 
 def is_partitioned(ctx: Any) -> bool:
-    """Return True if XLA divides the arrays of the primitive that is being lowered. XLA does so if
-    the program has several devices and a mesh axis that is not manual."""
+    """Return True if XLA divides the arrays of the primitive that is being lowered."""
     context = ctx.module_context.axis_context
     mesh = getattr(context, "mesh", None)
     if mesh is None:
@@ -220,12 +211,12 @@ def coordination_set(key: str, value: str) -> None:
 
 
 def coordination_get(key: str, timeout: float) -> str | None:
-    """Wait for a value and return it; None if no process publishes it in ``timeout`` seconds. Each
-    wait takes one second at most, so that Python handles signals such as Ctrl-C."""
+    """Wait for a value and return it; None if no process publishes it in ``timeout`` seconds."""
     deadline = time.monotonic() + timeout
     while True:
         left = deadline - time.monotonic()
         try:
+            # After each second, Python handles signals such as Ctrl-C.
             wait_ms = max(1, int(min(left, 1.0) * 1000))
             return _coordination().blocking_key_value_get(key, wait_ms)
         except jax.errors.JaxRuntimeError as error:
@@ -245,8 +236,8 @@ def coordination_barrier(name: str, timeout: float) -> str:
 
 
 def per_job(make: Callable[[], T]) -> Callable[[], T]:
-    """Return a function that calls ``make`` once in a job of ``jax.distributed``, which lasts until
-    its ``shutdown``, and keeps the result. The attribute ``forget`` drops the result."""
+    """Return a function that calls ``make`` once in a job of ``jax.distributed``, and keeps the
+    result. A job ends with ``shutdown``. The attribute ``forget`` drops the result."""
     kept: list[tuple[Any, T]] = []
     lock = threading.Lock()
 
@@ -262,7 +253,6 @@ def per_job(make: Callable[[], T]) -> Callable[[], T]:
 
 
 def _coordination() -> Any:
-    """Return the client of the coordination service."""
     client = distributed.global_state.client
     if client is None:
         raise RuntimeError(

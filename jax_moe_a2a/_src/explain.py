@@ -17,7 +17,7 @@ from . import compat, paths
 from .exchange.lowering import check_platforms
 from .exchange.record import split_routing
 
-# Public words for the primitives that choose a path. Their internal names begin with "moe_a2a_".
+# The words for each primitive. The name of a primitive is "moe_a2a_" and then the key.
 NAMES = dict(
     route="route",
     routed_dispatch="route and dispatch",
@@ -105,12 +105,12 @@ def explain(
 
     Args:
       fn: a function, or a function under ``jax.jit``.
-      *args: its arguments: arrays, ``jax.ShapeDtypeStruct``, or pytrees of them.
+      *args: arguments of ``fn``: arrays, ``jax.ShapeDtypeStruct``, or pytrees of them.
       device: the devices to explain. None means the devices of the program's mesh, or of this
         process if the program has no mesh. A compute capability such as ``"9.0"`` means GPUs of one
         host, which reach each other's memory; ``"cpu"`` means devices other than NVIDIA GPUs. These
         devices need not exist.
-      **kwargs: its arguments by name.
+      **kwargs: arguments of ``fn`` by name.
 
     Returns:
       An ``Explanation``, which prints as a table, and iterates over ``Call`` records. If this
@@ -151,7 +151,8 @@ class _Walk:
         self.counts: dict[tuple[str, str, str, str, str], int] = {}
 
     def visit(self, jaxpr: Any, times: int, where: str, mesh: Any) -> None:
-        """Add the calls of a jaxpr inside a ``shard_map`` over a mesh, with its manual axes."""
+        """Add the calls of a jaxpr. ``mesh`` is the mesh of the ``shard_map`` around the jaxpr with
+        its manual axes, or None."""
         for eqn in jaxpr.eqns:
             params, inner_where, inner_times, inner_mesh = eqn.params, where, times, mesh
             if eqn.primitive in paths.choosers or eqn.primitive in paths.compositions:
@@ -166,19 +167,16 @@ class _Walk:
             elif eqn.primitive.name == "shard_map":
                 outer = mesh[1] if mesh else frozenset()
                 inner_mesh = params["mesh"], outer | params["newly_manual_axes"]
-            for inner in compat.inner_jaxprs(params):
+            for inner in compat.jaxprs_in_params(params):
                 self.visit(inner, inner_times, inner_where, inner_mesh)
 
     def add(self, eqn: compat.Equation, times: int, where: str, mesh: Any) -> None:
         avals = [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars]
-        devices, within = None, None
-        if mesh:
-            devices = mesh[0] if isinstance(mesh[0], Mesh) else compat.mesh_in_context()
         if eqn.primitive in paths.compositions:
             path, why = "", ""
             within = lambda *xs: paths.compositions[eqn.primitive](*xs, **eqn.params)
         else:
-            path, why, within = self._choose(eqn, avals, devices, mesh)
+            path, why, within = self._choose(eqn, avals, mesh)
         if path:
             key = _name(eqn.primitive), _sizes(eqn, *avals), path, why, where
             self.counts[key] = self.counts.get(key, 0) + times
@@ -186,13 +184,14 @@ class _Walk:
             axes = mesh[0].shape if mesh else {}
             self.visit(compat.traced_in(within, avals[0], axes), times, where, mesh)
 
-    def _choose(self, eqn: compat.Equation, avals: Any, devices: Mesh | None, mesh: Any) -> tuple:
-        """Return the path of a call, the reason, and the jaxprs within it that must be visited."""
+    def _choose(self, eqn: compat.Equation, avals: Any, mesh: Any) -> tuple:
+        """Return ``path``, ``why`` and ``within`` of the ``Choice`` for a call."""
+        devices, axes = None, SimpleNamespace(num_devices=self.num_devices)
+        if mesh:
+            devices = mesh[0] if isinstance(mesh[0], Mesh) else compat.mesh_in_context()
+            axes = SimpleNamespace(mesh=devices or mesh[0], manual_axes=mesh[1])
         present = devices.devices.flat[0].platform if devices else jax.default_backend()
         is_gpu = present == "gpu" if self.device is None else self.device != "cpu"
-        axes = SimpleNamespace(num_devices=self.num_devices)
-        if mesh:
-            axes = SimpleNamespace(mesh=devices or mesh[0], manual_axes=mesh[1])
         ctx = SimpleNamespace(
             primitive=eqn.primitive,
             avals_in=avals[0],
@@ -220,7 +219,6 @@ def _name(primitive: compat.Primitive) -> str:
 
 
 def _sizes(eqn: compat.Equation, avals_in: Sequence[Any], avals_out: Sequence[Any]) -> str:
-    """Return the sizes of a call in words."""
     name, params = eqn.primitive.name, eqn.params
     sizes: list[str] = []
     if "group" in params:
@@ -233,10 +231,8 @@ def _sizes(eqn: compat.Equation, avals_in: Sequence[Any], avals_out: Sequence[An
             sizes += [f"{options.capacity} rows"]
         else:
             payload, routing = split_routing(avals_in)
-            sizes += [
-                f"{routing.choice_rank.shape[-2]} tokens",
-                f"{routing.row_slot.shape[-1]} rows",
-            ]
+            sizes.append(f"{routing.choice_rank.shape[-2]} tokens")
+            sizes.append(f"{routing.row_slot.shape[-1]} rows")
         sizes += [f"{x.dtype} [{x.shape[-1]}]" for x in payload[: params.get("num_leaves", 0)]]
         return ", ".join([*sizes, f"{params['group'].size} ranks"])
     if name == "moe_a2a_choose":

@@ -24,7 +24,7 @@ class Choice(NamedTuple):
     """A path of a call."""
 
     path: str
-    """The path in words; '' if the call only binds the primitives of ``within``."""
+    """The path in words; '' if the call only binds primitives in ``within``."""
     why: str
     """Why the kernel does not run, or ''."""
     lower: Callable[[], Any]
@@ -47,10 +47,8 @@ class Unknown(Exception):
 
 
 choosers: dict[compat.Primitive, Callable[..., Choice]] = {}
-"""The chooser of each primitive of the package on NVIDIA GPUs."""
-
 compositions: dict[compat.Primitive, Callable[..., Any]] = {}
-"""The compositions of primitives without a path of their own, on all devices."""
+"""Each primitive that always runs as other primitives, with the function that binds them."""
 
 _explained: ContextVar[NamedGpu | bool] = ContextVar("explained", default=False)
 
@@ -71,8 +69,8 @@ def lowering(primitive: compat.Primitive, choose: Callable[..., Choice]) -> Call
 @contextlib.contextmanager
 def explaining(gpu: NamedGpu | None) -> Iterator[None]:
     """Return a context in which choosers neither wait for other processes nor announce this
-    process. With ``gpu``, they assume that all devices are such GPUs, and reach each other's
-    memory."""
+    process. With ``gpu``, choosers assume that all devices are GPUs like ``gpu`` and reach each
+    other's memory."""
     token = _explained.set(gpu or True)
     try:
         yield
@@ -85,6 +83,5 @@ def is_explaining() -> bool:
 
 
 def named_gpu() -> NamedGpu | None:
-    """Return the GPU that ``explain`` assumes, or None."""
     found = _explained.get()
     return found if isinstance(found, NamedGpu) else None

@@ -47,6 +47,5 @@ shared_expert = _in_scope("moe_shared_expert")
 
 
 def of_user(ctx: compat.Context) -> tuple[str, ...]:
-    """Return the scopes around a primitive that is being lowered, except the scopes of this
-    package."""
+    """Return the scopes of the user's program around a primitive that is being lowered."""
     return tuple(name for name in compat.scopes_of(ctx) if name not in NAMES)

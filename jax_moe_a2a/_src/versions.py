@@ -12,7 +12,6 @@ OLDEST_JAX = (0, 10, 2)
 
 
 def check_jax() -> None:
-    """Raise an ImportError if JAX is older than ``OLDEST_JAX``."""
     if jax.__version_info__ < OLDEST_JAX:
         oldest = ".".join(map(str, OLDEST_JAX))
         raise ImportError(
@@ -22,8 +21,7 @@ def check_jax() -> None:
 
 
 def check_gil() -> None:
-    """Raise an ImportError if the interpreter runs without the GIL, because the tests have not run
-    without it."""
+    """Raise an ImportError without the GIL, because no test has run without it."""
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
         raise ImportError(
             "jax_moe_a2a needs the GIL; found free-threaded Python "

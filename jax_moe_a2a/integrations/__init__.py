@@ -1,7 +1,7 @@
-"""Offer the exchange with the interfaces of other code bases, one module for each.
+"""Offer the layer with the interfaces of other code bases, in one module for each code base.
 
 ``maxtext`` and ``transformers`` need only JAX. ``nnx`` and ``linen`` need Flax.
-This package imports none of these modules itself: ``import jax_moe_a2a.integrations.nnx``.
+This package imports none of these modules, so import them: ``jax_moe_a2a.integrations.nnx``.
 """
 
 import typing as _typing

@@ -33,7 +33,7 @@ class Layer:
             raise ValueError(f'fp8 must be "train", "frozen" or None; got {self.fp8!r}')
 
     def init(self, key: jax.Array) -> dict[str, jax.Array]:
-        """Draw the parameters, where they belong if a mesh is in scope."""
+        """Draw the parameters. If a mesh is in scope, place them."""
         return named(self._draw(key, self.axes if mesh_in_scope() else None))
 
     def shapes(self) -> dict[str, Any]:
@@ -41,11 +41,10 @@ class Layer:
         return jax.eval_shape(lambda key: self._draw(key, None), jax.random.key(0))
 
     def specs(self) -> dict[str, P]:
-        """Return the placement of the parameters."""
         return named(ma.moe_partition_specs(self.shapes(), self.axes))
 
     def experts(self, arrays: Mapping[str, jax.Array]) -> ma.Experts:
-        """Return the experts among the parameters, in the dtype in which the layer computes."""
+        """Return the experts among the parameters, in ``dtype``."""
         return self._arguments(arrays)["experts"]
 
     def __call__(
@@ -60,8 +59,8 @@ class Layer:
         experts: ma.Experts | None = None,
         **options: Any,
     ) -> tuple[jax.Array, ma.MoEStatistics]:
-        """Apply the layer, with more options of ``moe``. The router computes in its dtype or in
-        ``dtype``, whichever is larger."""
+        """Apply the layer. ``options`` are arguments of ``moe``. The router computes in the larger
+        one of its own dtype and ``dtype``."""
         arguments = self._arguments(arrays)
         router = arguments["router"]
         router = router.replace(select_bias=select_bias, per_token=per_token, whole=whole)
@@ -86,7 +85,7 @@ class Layer:
         return params
 
     def _arguments(self, arrays: Mapping[str, jax.Array]) -> dict[str, Any]:
-        """Return arguments of ``moe`` from the parameters by name."""
+        """Return the arguments of ``moe`` that consist of parameters."""
         in_fp8 = lambda w: isinstance(w, ma.QuantizedExperts)
         cast = lambda w: w if in_fp8(w) else w.astype(self.dtype)
         params = jax.tree_util.tree_map_with_path(
@@ -97,7 +96,7 @@ class Layer:
 
 
 def named(params: Mapping[str, object]) -> dict[str, Any]:
-    """Return the leaves of parameters of ``moe``, each by its name in a module."""
+    """Return a dict from names in a Flax module to the leaves of parameters of ``moe``."""
     return {_name_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
 
 
@@ -110,5 +109,4 @@ def _name_of(path: jax.tree_util.KeyPath) -> str:
 
 
 def mesh_in_scope() -> bool:
-    """Return True if the program has a mesh, so that parameters can be placed."""
     return not jax.sharding.get_abstract_mesh().empty

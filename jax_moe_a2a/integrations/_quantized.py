@@ -18,7 +18,7 @@ from .._src.grouped.weights import BLOCK, SCALE_DTYPE, VALUE_DTYPE
 
 _SCALES = "_scale_inv"  # follows the name of a tensor in FP8, and names its scales
 _GROUP = 32  # numbers that share a scale in MXFP4
-_MAX_SCALE = 252  # times this, 6, the largest number of 4 bits, is finite in bfloat16
+_MAX_SCALE = 252  # 6 (the largest number of 4 bits) times this scale is finite in bfloat16
 
 Tensor = TypeVar("Tensor", bound=Any)  # ``_Tensor`` of ``transformers.py``
 
@@ -26,13 +26,8 @@ Tensor = TypeVar("Tensor", bound=Any)  # ``_Tensor`` of ``transformers.py``
 def in_fp8(
     tensors: dict[str, Tensor], params: dict[str, Any], names: Collection[str]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors and the parameters of a block whose experts may be in FP8.
-
-    Args:
-      tensors: the tensors of a block of floats, by name.
-      params: the parameters of a block of floats, as shapes.
-      names: names of tensors or of parameters. These names say which weights are in FP8.
-    """
+    """Return the tensors and the parameters of a block whose experts may be in FP8. The arguments
+    are those of a block of floats. Weights are in FP8 if ``names`` has their scales or values."""
     given = {*names}
     weights = {x.param for n, x in tensors.items() if {n + _SCALES, x.param + ".values"} & given}
     found, quantized = dict(tensors), dict(params)
@@ -69,7 +64,7 @@ def as_numpy(value: Any) -> Any:
 
 
 def checked(name: str, array: np.ndarray, param: str) -> np.ndarray:
-    """Return values, or scales in float32, of weights in FP8, or raise an error."""
+    """Return the array, with scales cast to float32, or raise an error."""
     are_scales = param.endswith(".scales")
     expected = ("float32", "bfloat16") if are_scales else (VALUE_DTYPE.name,)
     if array.dtype.name not in expected:
@@ -145,7 +140,7 @@ def decode_mxfp4(packed: object, scales: object) -> np.ndarray:
 
 @functools.cache
 def _pairs() -> np.ndarray:
-    """Return one uint32 for each scale and each byte: the two bfloat16 numbers, in their order."""
+    """Return a uint32 for each scale and each byte. It holds the two bfloat16 numbers, in order."""
     byte = np.arange(256, dtype=np.uint8)
     nibbles = np.stack([byte & 15, byte >> 4], axis=-1)
     numbers = nibbles.view(jnp.float4_e2m1fn).astype(np.float64)

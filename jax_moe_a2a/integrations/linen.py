@@ -19,7 +19,7 @@ from ._flax import AxesLike, Fp8, Layer, named
 class MoE(linen.Module):
     """The layer of ``jax_moe_a2a.integrations.nnx.MoE`` as a Linen module.
 
-    Its attributes and the names of its parameters are described there. In Linen, parameters are
+    ``nnx.MoE`` describes the attributes and the names of the parameters. In Linen, parameters are
     ``linen.Partitioned``: they carry their placement, which ``linen.get_partition_spec`` returns.
     For this reason, ``linen.scan`` and ``linen.vmap`` over layers need
     ``metadata_params={linen.PARTITION_NAME: None}``, or the name of a mesh axis. ``linen.unbox``
@@ -45,8 +45,8 @@ class MoE(linen.Module):
 
     @linen.compact
     def __call__(self, x: jax.Array, **options: Any) -> tuple[jax.Array, ma.MoEStatistics]:
-        """Apply the layer to the tokens of all ranks, like a call of ``nnx.MoE``. The only
-        difference is that the argument of ``quantize_experts`` is ``module.experts(params)``."""
+        """Apply the layer to the tokens of all ranks, like a call of ``nnx.MoE``. To quantize only
+        once for several calls, quantize ``module.experts(params)``."""
         layer = _layer_of(self)
         shapes, specs = named(layer.shapes()), layer.specs()
         drawn = layer.init(self.make_rng("params")) if self.is_initializing() else {}
@@ -75,6 +75,6 @@ def _layer_of(module: MoE) -> Layer:
 
 def _unboxed(value: linen.Partitioned[Any] | jax.Array) -> jax.Array:
     if isinstance(value, linen.Partitioned):
-        # Without a constraint on the placement, because moe moves arrays where it needs them.
+        # A constraint on the placement is not needed, because moe moves arrays.
         return value.unbox(apply_constraint=False)
     return value

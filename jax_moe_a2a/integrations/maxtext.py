@@ -47,8 +47,7 @@ class _RoutedMoE(Protocol):
 
 
 _KERNELS = "w0_kernel w1_kernel wo_kernel w0_bias w1_bias wo_bias"
-# The version of MaxText that ``enable`` supports, and the parameters of methods that it replaces or
-# calls.
+# The version of MaxText that ``enable`` supports, and the parameters of methods that it uses.
 _VERSION = "0.2.5"
 _SIGNATURES = {
     "_logical_to_mesh_axes": "logical_name",
@@ -90,12 +89,8 @@ _REMEDIES = dict(
     moe_dropless_fallback="With ragged_buffer_factor=-1, no token is dropped. ",
 )
 
-_DECIDED = "capacity", "capacity_factor", "replicated", "num_chunks"
-"""The options of an exchange that the config of MaxText decides."""
 
-
-@dataclasses.dataclass(frozen=True)
-class _Options:
+class _Options(NamedTuple):
     """The arguments of ``enable``."""
 
     fp8: bool
@@ -105,7 +100,7 @@ class _Options:
 
 
 _replaced: dict[str, Any] = {}
-"""The methods of MaxText's class by their names, while others are in their places."""
+"""The methods of MaxText's class that ``enable`` has replaced, by their names."""
 
 
 def enable(
@@ -134,7 +129,7 @@ def enable(
     """
     ma.Group(axis_name="expert", size=1, **group_options)
     exchange = check_exchange(exchange, has_chunks=True)
-    for name in _DECIDED:
+    for name in ("capacity", "capacity_factor", "replicated", "num_chunks"):
         if (value := getattr(exchange, name)) is not None:
             raise ValueError(
                 f"{name} must be omitted in the exchange of enable, because MaxText's config "
@@ -321,7 +316,7 @@ def _moe_body(
     if choice[1] is not None:  # for MaxText, any id outside the range means no expert
         ids = jnp.where((ids >= 0) & (ids < layer.num_experts), ids, -1)
 
-    # MaxText divides tokens only in this mode.
+    # MaxText divides tokens into chunks only with ``use_ring_of_experts``.
     num_chunks = config.num_moe_token_chunks if config.use_ring_of_experts else 1
     scores = gate_logits if pre_bias_logits is None else pre_bias_logits
     loss = _balance_loss(layer, scores, ids, num_chunks, axes.divided)
@@ -372,13 +367,12 @@ def _moe_body(
 
 
 def _block(layer: _RoutedMoE) -> str:
-    """Return the name of the kind of decoder layer."""
     block = layer.config.decoder_block
     return str(getattr(block, "value", block))
 
 
 def _activation(layer: _RoutedMoE) -> Callable[[jax.Array], jax.Array]:
-    """Return the activation of the experts, of gate and up side by side."""
+    """Return the activation of the experts, for gate and up side by side."""
     config, block = layer.config, _block(layer)
     limit = config.mlp_activations_limit
     if block == "gpt_oss" and config.mlp_activations[0] == "sigmoid":
@@ -397,7 +391,6 @@ def _capacity_factor(layer: _RoutedMoE) -> float | None:
 
 
 def _has_loss(layer: _RoutedMoE) -> bool:
-    """Return True if the layer has a loss for balance."""
     return layer.config.load_balance_loss_weight > 0 and not layer.is_hash_routing
 
 
@@ -410,7 +403,7 @@ def _is_loss_of_sequences(layer: _RoutedMoE) -> bool:
 def _balance_loss(
     layer: _RoutedMoE, scores: jax.Array, ids: jax.Array, num_chunks: int, axes: tuple[str, ...]
 ) -> jax.Array | None:
-    """Return the mean loss of all tokens' chunks, or None if the layer does not compute it here."""
+    """Return the mean balance loss of all chunks of tokens, or None without a loss of tokens."""
     if not _has_loss(layer) or _is_loss_of_sequences(layer):
         return None
     probabilities = jax.nn.softmax(scores.astype(jnp.float32), axis=-1).astype(layer.dtype)
@@ -420,8 +413,7 @@ def _balance_loss(
 
 
 def _bias_updates(layer: _RoutedMoE, ids: jax.Array, axes: tuple[str, ...]) -> jax.Array | None:
-    """Return the updates of the router's bias by loss-free balancing, or None without such a
-    bias."""
+    """Return the updates of the router's selection bias, or None without such a bias."""
     if not layer.should_update_load_balance():
         return None
     config = layer.config

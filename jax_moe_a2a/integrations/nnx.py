@@ -16,7 +16,7 @@ from ._flax import AxesLike, Fp8, Layer, mesh_in_scope
 
 
 class SelectBias(nnx.Variable):
-    """The variable of a router's selection bias, which is no parameter: it has no gradient."""
+    """A router's selection bias. It is no ``nnx.Param``, because it has no gradient."""
 
 
 class MoE(nnx.Module):
@@ -53,7 +53,7 @@ class MoE(nnx.Module):
 
     Raises:
       TypeError: if ``config`` is not a ``MoEConfig``.
-      ValueError: if ``fp8`` is something else. A call raises the errors of ``moe``.
+      ValueError: if ``fp8`` has another value. A call raises the errors of ``moe``.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class MoE(nnx.Module):
     ):
         self.layer = Layer(config, axes, exchange, outputs, dtype, fp8)
         specs = self.layer.specs()
-        # Without a mesh in scope, the placement is metadata only.
+        # Without a mesh in scope, Flax must not place the parameters.
         options = {} if mesh_in_scope() else {"eager_sharding": False}
         for name, param in self.layer.init(rngs.params()).items():
             # Flax removes the axis of layers from metadata, but adds none to metadata without axes.
@@ -90,12 +90,11 @@ class MoE(nnx.Module):
 
         Args:
           x: floats [..., H].
-          **options: arguments of ``moe``: ``mask``, ``router_input`` or
-            ``placement``, in the home form, because parameters have E experts. Further arguments:
-            ``replay``, ids of the experts to use, as in ``Router.replay``. ``per_token`` and
-            ``whole``, arrays for a function ``choose``, as in ``Router``. ``experts``, in
-            ``dtype``, to use in place of the module's experts. To quantize only once for several
-            calls, pass ``ma.quantize_experts(model.experts, trainable=True)``.
+          **options: ``mask``, ``router_input`` and ``placement`` of ``moe`` (the placement in the
+            home form, because parameters have E experts); ``per_token`` and ``whole`` of a
+            ``Router``; ``replay``, the ids of ``Router.replay``; and ``experts``, in ``dtype``, to
+            use in place of the module's experts. To quantize only once for several calls, pass
+            ``experts=ma.quantize_experts(model.experts, trainable=True)``.
 
         Returns:
           Weighted sums in ``dtype`` with the shape of ``x``; and ``MoEStatistics`` with the losses,
@@ -105,5 +104,4 @@ class MoE(nnx.Module):
         return self.layer(self._arrays(), x, select_bias=bias, **options)
 
     def _arrays(self) -> dict[str, jax.Array]:
-        """Return the parameters by name."""
         return {name: p[...] for name, p in vars(self).items() if isinstance(p, nnx.Param)}

@@ -1,7 +1,4 @@
-"""Convert weights of mixture-of-experts blocks of Hugging Face transformers, in both directions.
-
-The module needs neither PyTorch nor transformers.
-"""
+"""Convert weights of mixture-of-experts blocks of Hugging Face transformers, in both directions."""
 
 from __future__ import annotations
 
@@ -40,13 +37,14 @@ class _Family:
     router: str = "gate"
     score: Literal["softmax", "sigmoid"] = "softmax"
     renormalize: bool | str = "norm_topk_prob"
-    """True if the weights of a token are divided by their sum, or the field that says so."""
+    """True if the weights of a token are divided by their sum, or the name of a field with this
+    bool."""
     scale: str | None = None
     """The field with a factor of the weights."""
     top_in_group: int = 0
     """As in ``TopK``, or 0 for a router without groups."""
     select_bias: tuple[str, str] | None = None
-    """Its name with tensors of all experts, and with tensors of each expert."""
+    """Two names of the bias: with a tensor of all experts, and with a tensor for each expert."""
     shared: str | None = None
     """A shared expert."""
     shared_width: tuple[str, ...] = ()
@@ -55,7 +53,7 @@ class _Family:
     """The gate of the shared expert."""
     weigh_input: bool = False
     inputs_first: bool = False
-    """True for tensors [inputs, outputs], which are always those of all experts."""
+    """True for tensors [E, inputs, outputs]. Such a block never has a tensor for each expert."""
     is_gpt_oss: bool = False
     """True for biases, a clamped activation, and tensors in which gate and up alternate."""
 
@@ -113,7 +111,6 @@ _FAMILIES = {
     ),
 }
 _NUM_EXPERTS = "num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts"
-_TOP_K = "num_experts_per_tok", "moe_k"
 _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
@@ -128,8 +125,8 @@ def from_state_dict(
     """Return the parameters of one block of a model. The page of this module lists the supported
     families.
 
-    A block may have one tensor for all experts, as in transformers 5, or one for each expert, as in
-    transformers 4 and in published files. Values are copied. Values and dtypes do not change.
+    A block may have one tensor for all experts, as in transformers 5, or a tensor for each expert,
+    as in transformers 4 and in published files. Values are copied, and keep their bits and dtypes.
 
     For FP8 files like those of DeepSeek-V3, with ``weight_scale_inv`` for squares of 128 x 128
     weights, the returned experts are in FP8. MXFP4 of GPT-OSS is decoded to bfloat16, as by
@@ -253,7 +250,7 @@ def to_torch(state_dict: Mapping[str, np.ndarray]) -> dict[str, Any]:
 
 
 def moe_config(config: Config) -> ma.MoEConfig:
-    """Return sizes, router and activation of a model's block: ``config`` of the Flax modules.
+    """Return sizes, router and activation of a model's block, for example for the Flax modules.
 
     Noise on tokens, which Mixtral and MiniMax-M2 can have in training, is not included.
 
@@ -279,9 +276,6 @@ def moe_config(config: Config) -> ma.MoEConfig:
     )
 
 
-# --------------------------------------------------------------------------------- configuration
-
-
 def _value(config: Config, name: str) -> Any:
     """Return a field of a configuration, or of the language model in it, or None."""
     get = lambda of, name: of.get(name) if isinstance(of, Mapping) else getattr(of, name, None)
@@ -305,11 +299,9 @@ def _field(config: Config, *names: str, default: float | None = None) -> Any:
 
 
 def _family_of(config: Config) -> _Family:
-    """Return the family of the model of a configuration, or raise an error."""
     kind = _field(config, "model_type")
     if kind in _FAMILIES:
         return _FAMILIES[kind]
-
     raise ValueError(
         f"model_type of config must be one of {', '.join(_FAMILIES)}; got {kind!r}. If the model "
         "has the block of one of them, pass the configuration with that model_type"
@@ -317,7 +309,6 @@ def _family_of(config: Config) -> _Family:
 
 
 def _top_k(config: Config, family: _Family) -> ma.TopK:
-    """Return how the router of a model chooses experts."""
     has_groups = family.top_in_group > 0 and _field(config, "n_group", default=1) > 1
     has_groups = has_groups and _value(config, "topk_method") != "greedy"
     groups: dict[str, int] = {}
@@ -329,7 +320,7 @@ def _top_k(config: Config, family: _Family) -> ma.TopK:
         )
     is_sum_one = family.renormalize
     return ma.TopK(
-        _field(config, *_TOP_K),
+        _field(config, "num_experts_per_tok", "moe_k"),
         score=family.score,
         renormalize=_field(config, is_sum_one) if isinstance(is_sum_one, str) else is_sum_one,
         scale=1.0 if family.scale is None else _field(config, family.scale),
@@ -354,19 +345,6 @@ def _activation(config: Config, family: _Family) -> Callable[[jax.Array], jax.Ar
     return ma.gated(_ACTIVATIONS[name])
 
 
-# --------------------------------------------------------------------------- names, shapes, views
-
-
-def _parameters(config: Config) -> dict[str, Any]:
-    """Return the parameters of a block with shapes in place of arrays. Dtypes have no meaning."""
-    moe = moe_config(config)
-    params = jax.eval_shape(lambda key: ma.init_moe(key, moe), jax.random.key(0))
-    if _family_of(config).select_bias is not None:
-        bias = jax.ShapeDtypeStruct((moe.num_experts,), jnp.float32)
-        params["router"] = params["router"].replace(select_bias=bias)
-    return params
-
-
 def _by_name(params: Mapping[str, object]) -> dict[str, Any]:
     """Return the arrays of parameters by names such as ``experts.w_in``."""
     return {_name_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
@@ -377,18 +355,15 @@ def _name_of(path: jax.tree_util.KeyPath) -> str:
 
 
 class _Tensor(NamedTuple):
-    """The place of a tensor's values among the parameters."""
+    """A tensor of a file: its parameter, its shape, and its place in the parameter."""
 
     param: str
-    """Name of the parameter."""
     shape: tuple[int, ...]
-    """Shape of the tensor."""
     view: Callable[[np.ndarray], np.ndarray]
     """Returns a view of the parameter. The tensor is this view with some axes merged."""
 
 
 def _tensors(family: _Family, sizes: ma.MoEConfig, per_expert: bool) -> dict[str, _Tensor]:
-    """Return all tensors of a block by name."""
     e, h, i, s = sizes.num_experts, sizes.hidden, sizes.expert_hidden, sizes.shared_hidden
     swapped, whole, every = lambda w: w.swapaxes(-1, -2), lambda w: w, slice(None)
     gate, up, down = (f"{name}.weight" for name in family.projections)
@@ -441,16 +416,17 @@ def _block(
     """Return tensors and parameters of a block. The names of the tensors or of the parameters say
     which weights are in FP8."""
     family = _family_of(config)
-    tensors, params = _tensors(family, sizes, per_expert), _parameters(config)
+    tensors = _tensors(family, sizes, per_expert)
+    # Only the structure and the shapes matter, not the dtypes.
+    params = jax.eval_shape(lambda key: ma.init_moe(key, sizes), jax.random.key(0))
+    if family.select_bias is not None:
+        bias = jax.ShapeDtypeStruct((sizes.num_experts,), jnp.float32)
+        params["router"] = params["router"].replace(select_bias=bias)
     return (tensors, params) if family.inputs_first else _quantized.in_fp8(tensors, params, names)
 
 
 def _matrix(*index: int | slice) -> Callable[[np.ndarray], np.ndarray]:
-    """Return a function that returns a transposed matrix of an array."""
     return lambda array: array[index].T
-
-
-# ------------------------------------------------------------------------------------------ checks
 
 
 def _with_dot(prefix: str) -> str:
@@ -482,7 +458,7 @@ def _as_numpy(name: str, value: object) -> np.ndarray:
 def _checked(
     name: str, value: object, shape: tuple[int, ...], sizes: ma.MoEConfig, param: str
 ) -> np.ndarray:
-    """Return an array as a numpy array, or raise an error unless it has this shape."""
+    """Return an array as a numpy array. Raise an error if it does not have this shape."""
     value = _quantized.as_numpy(value)
     array = np.asarray(value) if param.endswith(".values") else _as_numpy(name, value)
     if param.endswith((".values", ".scales")):
@@ -499,7 +475,6 @@ def _checked(
 
 
 def _check_names(argument: str, names: Iterable[str], expected: Iterable[str], remedy: str) -> None:
-    """Raise an error unless the names are the expected names."""
     missing, unexpected = sorted({*expected} - {*names}), sorted({*names} - {*expected})
     if not missing and not unexpected:
         return

@@ -63,8 +63,8 @@ def main():
 
 
 def blocks_of(found):
-    """Yield the text of each program. If a program has the same rows as an earlier program, its
-    text names the earlier program."""
+    """Yield the part of the table for each program. If an earlier program has equal rows, the part
+    names this program instead."""
     names = {}
     for name, (num_rows, rows) in found.items():
         first = names.setdefault((num_rows, *rows), name)

@@ -1,8 +1,8 @@
 """Compile programs for four H100 GPUs on a machine without a GPU.
 
-XLA for GPUs is in jax's CUDA plugin. The plugin can compile for GPUs described in a text, without a
-GPU or CUDA libraries. XLA then does no autotuning, so its products are Triton kernels. The package
-uses the fake driver (`tests/host_extension.py`). Import this module before jax.
+jax's CUDA plugin compiles for a GPU that a text describes, without a GPU or CUDA libraries. XLA
+then does no autotuning, so its products are Triton kernels. The package runs over the fake driver
+(`tests/host_extension.py`). Import this module before jax.
 """
 
 import ctypes
@@ -38,7 +38,7 @@ dnn_version_info { major: 9 minor: 10 patch: 0 }
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
 
-# Environment variables that a user or a CI sets for other programs must not change the table.
+# Variables that a user or a CI has set must not change the table.
 for name in [name for name in os.environ if name.startswith(("JAX_", "XLA_", "MOE_A2A_"))]:
     del os.environ[name]
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -59,13 +59,13 @@ from jax_moe_a2a._src.grouped import lowering
 
 def devices():
     """Return the four GPUs, and make the package treat them as GPUs of this process."""
-    jax.devices()  # jax finds its plugins
+    jax.devices()  # registers the plugins of jax
     topology = xla_bridge.make_pjrt_topology(
         "cuda", "", target_config=DESCRIPTION, topology=f"1x1x{RANKS}"
     )
     ma.Group._why_portable = ""
     lowering._why_other_gpu = native.why_no_local_kernel = lambda: ""
-    # Whether the kernels support a call depends on the memory of the devices.
+    # The package checks that a call fits into the memory of the devices.
     library = ctypes.CDLL(native._native.__file__)
     for index in range(RANKS):
         native._native.add_device(index, 0, index)
@@ -74,6 +74,5 @@ def devices():
 
 
 def lower(function, args, mesh):
-    """Return a function of all ranks' arrays, lowered for the GPUs of a mesh."""
     with jax.set_mesh(mesh):
         return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",))

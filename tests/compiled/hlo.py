@@ -1,16 +1,15 @@
-"""Read what XLA made of a program from the text of its optimized HLO."""
+"""List the calls, collectives and kernels in the text of optimized HLO."""
 
 import collections
 import dataclasses
 import re
-import typing
 
 CALL = "moe_a2a_"
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute")
 # Instructions that run nothing on a GPU.
 NAMES = ("parameter", "constant", "bitcast", "get-tuple-element", "tuple")
 FREE = (*NAMES, "after-all", "partition-id")
-# A kernel that only moves data contains operations of MOVES and PLAIN, and no others.
+# A kernel only moves data if all its operations are in MOVES or PLAIN.
 UPDATE = "dynamic-update-slice"
 MOVES = ("copy", "transpose", "slice", "dynamic-slice", UPDATE, "concatenate", "pad")
 PLAIN = (*NAMES, "broadcast", "reshape", "convert", "iota")
@@ -23,7 +22,6 @@ SHAPE = re.compile(r"(\w+)\[([\d,]*)\]")
 
 
 def has_axis(shapes, size):
-    """Return True if one of the shapes in a text has an axis of this size."""
     return any(str(size) in dims.split(",") for _, dims in SHAPE.findall(shapes))
 
 
@@ -65,13 +63,6 @@ class Instruction:
         return not other and self.op not in (*FREE, "while", "conditional", "call", "opt-barrier")
 
 
-class Found(typing.NamedTuple):
-    """An instruction that a GPU runs."""
-
-    instruction: Instruction
-    in_loop: bool
-
-
 class Module:
     """The computations of a compiled program, as lists of instructions by their names."""
 
@@ -88,26 +79,26 @@ class Module:
     @staticmethod
     def _instruction(name, shape, op, rest):
         depth, end = 1, 0
-        while depth:  # the operands end where the parenthesis of the instruction does
+        while depth:  # find the parenthesis that ends the operands
             depth += {"(": 1, ")": -1}.get(rest[end], 0)
             end += 1
         operands = tuple(re.findall(r"%([\w.\-]+)", rest[: end - 1]))
         return Instruction(name, shape, op, operands, rest[end:])
 
     def _walk(self, computation, in_loop):
+        """Yield each instruction that a GPU runs, and whether it is in a loop."""
         for i in self.computations[computation]:
-            inner = in_loop or i.op == "while"
             if i.op == "while":
-                yield from self._walk(i.attribute(r"body=%([\w.\-]+)"), inner)
+                yield from self._walk(i.attribute(r"body=%([\w.\-]+)"), in_loop=True)
             elif i.op in ("call", "async-start"):
                 called = i.attribute(r"(?:to_apply|calls)=%([\w.\-]+)")
-                yield from self._walk(called, inner)
+                yield from self._walk(called, in_loop)
             elif i.op == "conditional":
                 branches = i.attribute(r"branch_computations=\{(.*?)\}")
                 for branch in re.findall(r"%([\w.\-]+)", branches):
-                    yield from self._walk(branch, inner)
+                    yield from self._walk(branch, in_loop)
             elif i.op not in FREE:
-                yield Found(i, in_loop)
+                yield i, in_loop
 
     def fused(self, i):
         """Return the instructions of a kernel, which may consist of nested fusions."""
@@ -117,8 +108,7 @@ class Module:
         return [inner for b in body for inner in self.fused(b)]
 
     def source(self, name):
-        """Return the instruction that computes a value. Skip instructions that only rename the
-        value."""
+        """Return the instruction that computes a value, not one that only renames the value."""
         i = self.by_name[name]
         while i.op in ("bitcast", "get-tuple-element", "opt-barrier"):
             of = self.by_name[i.operands[0]]
@@ -128,13 +118,13 @@ class Module:
         return i
 
     def move(self, i):
-        """Return the names of the instructions by which a kernel moves data, or "" if the kernel
-        also computes anything except indices."""
+        """Return the names of the moves in a kernel, or "" if the kernel also computes values.
+        Scalar indices do not count as values."""
         ops = {b.op for b in self.fused(i) if b.shapes != ["s32[]"]}
         return " and ".join(sorted(ops.intersection(MOVES))) if ops <= {*MOVES, *PLAIN} else ""
 
     def shapes_of(self, i):
-        """Return the shapes that a kernel writes; of arrays updated in place, only the parts."""
+        """Return the shapes of a kernel's in-place updates or, if it has none, of its results."""
         updates = [b.operands[1] for b in self.fused(i) if b.op == UPDATE]
         written = [s for name in updates for s in self.by_name[name].shapes]
         return " ".join(written or i.shapes)
@@ -146,12 +136,11 @@ class Module:
         return f"{of}, backward" if "transpose(" in i.op_name else of
 
     def wide_operands(self, i, size):
-        """Return the shapes of operands of a kernel that have an axis of this size."""
         operands = {s for name in i.operands for s in self.by_name[name].shapes}
         return sorted(shape for shape in operands if has_axis(shape, size))
 
     def passes_over(self, i, size):
-        """Return True if a kernel reads or writes all of an axis of this size."""
+        """Return True if a kernel reads or writes a whole axis of this size."""
         return any(
             has_axis(instruction.shape, size)
             for b in self.fused(i)
@@ -161,8 +150,7 @@ class Module:
 
 
 def rows_of_table(text, num_rows):
-    """Return the sorted rows of the compiled table for a program. A row is a kind, a description,
-    and the number of occurrences."""
+    """Return the sorted rows of the compiled table. A row has a kind, a description and a count."""
     module = Module(text)
     found = collections.Counter()
 

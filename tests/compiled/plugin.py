@@ -14,7 +14,7 @@ FOLDER = ROOT / "build/compiled"
 
 
 def requirements():
-    """Return, by package, the versions that the extra `compiled` requires."""
+    """Return a dict from each package of the extra `compiled` to the required version."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extra = project["optional-dependencies"]["compiled"]
     return dict(requirement.split("==") for requirement in extra)

@@ -1,8 +1,7 @@
 """Define the programs of the compiled table.
 
-The sizes are from Qwen3-30B-A3B, with 3,072 tokens on each rank. The sizes determine the paths of
-calls, and hardly affect the compile time. The number of rows must differ from all other sizes of a
-program, because `hlo.py` recognizes passes over all rows by this number.
+The sizes are from Qwen3-30B-A3B, with 3,072 tokens on each rank. The number of rows must differ
+from all other sizes of a program, because `hlo.py` recognizes a pass over all rows by this number.
 """
 
 import functools
@@ -22,17 +21,15 @@ AXIS = "ep"
 
 
 class Program(typing.NamedTuple):
-    """A function of all ranks' arrays to compile."""
-
     function: typing.Callable
     args: tuple
     mesh: Mesh
     rows: int
-    """The number of rows of a rank's buffer: its capacity."""
+    """The capacity of a rank."""
 
 
 def all_of(devices):
-    """Return all programs by their names, as functions that make them."""
+    """Return a dict from the name of each program to a function that makes the program."""
     auto, explicit = (
         Mesh(np.array(devices), AXIS, axis_types=(kind,))
         for kind in (AxisType.Auto, AxisType.Explicit)
@@ -74,7 +71,6 @@ def capacity(mesh, num_tokens=TOKENS):
 
 
 def moe(params, x, *, statistics, in_fp8=False):
-    """Return the output of a layer and, if statistics are used, also the losses and the load."""
     params = params | dict(experts=params["experts"].in_fp8()) if in_fp8 else params
     y, found = ma.moe(x, **params, axes=AXIS)
     return (y, found.balance_loss + found.z_loss, found.load) if statistics else y
@@ -106,7 +102,7 @@ def frozen(mesh):
 
 
 def layers(mesh):
-    """Return the gradients of layers with stacked weights, with rematerialized activations."""
+    """Return a program for the gradients of a scan over layers with rematerialized activations."""
     num_layers = 4
     saved = jax.checkpoint_policies.save_only_these_names(
         ma.ROWS_CHECKPOINT_NAME, ma.ROUTING_CHECKPOINT_NAME
@@ -134,7 +130,7 @@ def layers(mesh):
 
 
 def micro_batches(mesh):
-    """Return the float32 sums of the gradients over micro-batches."""
+    """Return a program that accumulates gradients over micro-batches in float32."""
     num_batches = 4
 
     def total(params, batches):

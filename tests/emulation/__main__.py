@@ -1,7 +1,7 @@
 """Run every check of the kernels on this CPU: ``python -m tests.emulation`` (``make emulate``).
 
-The program needs g++ and make, but neither a GPU nor a CUDA toolkit. For each mutation it prints
-how many runs detected the mutation.
+It needs g++ and make, but neither a GPU nor a CUDA toolkit. For each mutation, it prints how many
+runs detected the mutation.
 """
 
 import argparse

@@ -25,7 +25,8 @@ constexpr unsigned char kGarbage = 0xA5;
 
 enum class State { kReady, kAtWarp, kAtBarrier, kDone };
 
-// Kinds of meetings of a warp's lanes. If lanes meet for different kinds, the kernel is wrong.
+// The collectives at which a warp's lanes meet. If lanes meet at different ones, the kernel is
+// wrong.
 enum class Meeting { kNone, kSync, kShuffle, kBallot, kMatch, kSum };
 
 struct Thread {

@@ -1,7 +1,6 @@
 #include "bulk.h"
 
 #include <cstdlib>
-#include <cstring>
 #include <vector>
 
 #include "block.h"
@@ -10,7 +9,6 @@
 namespace emulation {
 namespace {
 
-// A copy that was issued.
 struct Copy {
   char* to;
   const char* from;

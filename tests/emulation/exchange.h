@@ -24,7 +24,6 @@
 
 namespace emulation {
 
-// Parameters of random exchanges.
 struct Making {
   int num_ranks = 2;
   int max_local_experts = 4;
@@ -240,7 +239,6 @@ class RoutingArrays {
  public:
   RoutingArrays(const Making& making, Random& random, const Routing& routing, int rank);
 
-  // Adds the arrays to the operands of a call.
   void add_to(Bound& args, const Shape& shape) const;
 
  private:

@@ -18,7 +18,6 @@ struct Moved {
   int64_t out_bytes() const { return choice_bytes > 0 ? choice_bytes : row_bytes; }
 };
 
-// A leaf that is encoded.
 struct Leaf {
   int64_t elements;
   std::vector<Array> in;                       // by rank
@@ -103,7 +102,6 @@ class Payload : public Exchange {
     if (random.one_in(3)) add_array(random, 4 * shape().top_k, 4, 0);
   }
 
-  // Returns the payload and its results.
   Arguments payload(int rank) const {
     const int64_t tokens = shape().num_tokens, top_k = shape().top_k, capacity = shape().capacity;
     Arguments a;

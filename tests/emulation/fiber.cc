@@ -1,7 +1,5 @@
 #include "fiber.h"
 
-#include <cstdint>
-
 #ifdef MOE_A2A_EMULATION_TSAN
 extern "C" {
 void* __tsan_get_current_fiber();

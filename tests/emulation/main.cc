@@ -163,7 +163,6 @@ class Sequence {
     }
   }
 
-  // Runs the sequence on all ranks.
   void run() {
     std::vector<std::thread> ranks;
     for (int rank = 0; rank < domain_->num_ranks(); ++rank) {

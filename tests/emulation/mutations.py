@@ -1,8 +1,8 @@
-"""List the places of the device code that order memory or wait, neighbouring stores, and rules.
+"""List the mutations of the device code. With each of them, a run of the emulator must fail.
 
-Each of them is a mutation: the emulator leaves out the place, swaps the stores or breaks the rule,
-and a check must then fail. Places and stores are read from the sources, so the list always contains
-new barriers. ``JUSTIFIED`` says why no check can detect some mutations.
+A mutation leaves out a call that orders memory or waits (``Place``), swaps two neighbouring stores
+(``Swap``), or breaks a rule of the protocol (``Rule``). Calls and stores are read from the sources,
+so the list always has new barriers. ``JUSTIFIED`` says why no run can detect some mutations.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ _CALL = re.compile(
 _DEFINITION = re.compile(r"__(?:device|global)__.*?\b(\w+)\(|^    (\w+_kernel)\(")
 
 
-# The letters (main.cc) of the operations that reach the places of a file, or of a function.
+# The operations, as letters of main.cc, that execute the code of a file or of a function.
 _LETTERS = {
     "combine.cu": "c",
     "dispatch.cu": "d",
@@ -44,16 +44,16 @@ _LETTERS_OF_FUNCTION = {
     "change_teams": "dcf",
     "send_chunks": "dc",
 }
-# Options without which a run does not reach the place.
+# Options that a run needs to execute the code of a function.
 _OPTIONS_OF_FUNCTION = {
     "prefix_sum": ["--experts", 150],  # more values than a block has threads
     "all": ["--stall", 1, "--phase", 5, "--delay", 1, "--timeout", 0.3],  # credits that do not come
     "send_items": ["--timeout", 1],  # heads that do not come
     "fail": ["--stall", 1, "--phase", 3, "--delay", 0.6, "--timeout", 0.2],
 }
-# `write_own_params` exists only in the kernels for ranks on one GPU. `fail` needs a run that fails,
-# in which ThreadSanitizer reports races even without a mutation, because several blocks overwrite
-# the outputs.
+# `write_own_params` exists only in the kernels for ranks on one GPU. `fail` needs a run that fails.
+# ThreadSanitizer reports races in such a run even without a mutation, because several blocks
+# overwrite the outputs.
 _VARIANTS = {"write_own_params": "colocated", "fail": "plain"}
 
 
@@ -128,7 +128,7 @@ class Rule:
 
 
 _MISMATCH = ("--mismatch", 1, "--timeout", 2)
-# The rank is late. If the other ranks did not wait for its head, they would end before it arrives.
+# One rank is late. A rank that does not wait for the head of this rank ends too early.
 _OTHER_HEADS = ("--heads", 1, "--stall", 1, "--phase", 3, "--delay", 0.05)
 RULES = [
     Rule("kIgnoreCredit", 1, "rdc", more=("--depth", 1)),
@@ -147,11 +147,10 @@ _ATOMIC = "it orders two words that are loaded as atomics: no race, and x86 keep
 _OVERLAP = "it matters only if launches overlap, which they do not in these sequences"
 _FLAG_FOLLOWS = "the flag follows both, and nothing reads them before the flag"
 _STATE = "only the rank's next launch reads this state, after the end of this launch"
-# The number of sequences after which a mutation must have been detected. Most mutations need one or
-# two sequences.
+# The number of sequences within which a mutation must be detected. Most need one or two.
 MAX_SEEDS = 48
-# For a mutation that the first seeds do not detect: the seed of a sequence that detects it. This
-# seed runs first, because each sequence takes seconds.
+# A seed that detects a mutation, if the first seeds do not. It runs first, because each sequence
+# takes seconds.
 _FIRST_SEED = {
     "encode.cuh next: __syncwarp #2": 7,
     "encode.cuh store: __syncwarp #3": 7,
@@ -171,7 +170,7 @@ _FIRST_SEED = {
     "signal.cuh fail: record->kind before record->timeout_ns": 5,
     "kIgnoreSignature": 2,
 }
-# Places whose mutations no check can detect, by name, with the reason.
+# The reason why no run can detect a mutation, by the name of the mutation.
 JUSTIFIED = {
     "ranks.cuh write_own_params: __syncthreads #2": "it orders a store that only kOtherCall makes",
     "signal.cuh is_poisoned: load_acquire_sys": _MESSAGE,
@@ -207,7 +206,6 @@ def seeds_of(mutation):
 
 
 def all_mutations():
-    """Return all places, all pairs of neighbouring stores, and all rules."""
     return [*places(), *map(Swap, swaps.pairs()), *RULES]
 
 

@@ -1,4 +1,4 @@
-"""Build the emulator and run it: a run is a random sequence, in one variant, with some options."""
+"""Build the emulator, and run random sequences of operations in it."""
 
 import dataclasses
 import fcntl
@@ -14,14 +14,14 @@ from . import swaps
 HERE = pathlib.Path(__file__).resolve().parent
 OUT = HERE.parents[1] / "build" / "emulation"
 
-# Folders of OUT; the Makefile says what each is.
+# Folders of OUT. The Makefile describes each variant.
 VARIANTS = ("plain", "tsan", "colocated", "colocated_tsan")
 
 
 def build(target):
     """Build a target of the Makefile, such as ``plain/emulate``, if a source has changed.
 
-    Processes take turns.
+    A lock lets only one process build at a time.
     """
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None or shutil.which("make") is None:
@@ -74,8 +74,6 @@ _SIGNS = {
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The signs and the output of a run."""
-
     signs: frozenset[str]
     output: str
 
@@ -85,16 +83,15 @@ class Outcome:
 
     @property
     def is_noticed(self):
-        """Return True if the run shows an error. A run that hangs on a slow machine is not an
-        error."""
+        """Return True if the run shows an error. A hang may be due to a slow machine."""
         return bool(self.signs - {"hangs"})
 
 
 def run(variant, seed, *options, program="emulate", seconds=300, ends_at_report=False):
-    """Run one sequence. Return its outcome, which has the sign "hangs" if it takes `seconds`.
+    """Run one sequence. If it takes longer than `seconds`, its outcome has the sign "hangs".
 
-    With `ends_at_report` the first report of ThreadSanitizer ends the run. A run with many reports
-    takes a hundred times as long as a run without reports.
+    With `ends_at_report` the first report of ThreadSanitizer ends the run, because many reports
+    make a run a hundred times as long.
     """
     command = [OUT / variant / program, "--seed", str(seed), *map(str, options)]
     sanitizer = "exitcode=66 history_size=1 report_signal_unsafe=0 "
@@ -118,7 +115,7 @@ def run(variant, seed, *options, program="emulate", seconds=300, ends_at_report=
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A kind of sequences without errors, with options that depend on the seed."""
+    """Sequences that must pass without mutations. Their options depend on the seed."""
 
     variant: str
     options: Callable[[int], list]  # of a seed
@@ -215,7 +212,7 @@ KINDS = {
     "races of ranks on one GPU": Kind(
         "colocated_tsan", lambda s: ["--ranks", _sometimes(s, 2, 3), "--steps", 6]
     ),
-    "limited residency of ranks on one GPU": Kind(  # the first blocks are one block of each rank
+    "limited residency of ranks on one GPU": Kind(  # at least one block of each rank is resident
         "colocated",
         lambda s: ["--ranks", 3, "--steps", 8, "--sms", 8, "--resident", _sometimes(s, 3, 4, 5)],
     ),
@@ -231,15 +228,14 @@ KINDS = {
 
 
 def run_kind(name, seed):
-    """Run one sequence of a kind, whose variant must have been built."""
     kind = KINDS[name]
     return run(kind.variant, seed, *kind.options(seed))
 
 
 def mutate(mutation, seed):
-    """Run one sequence with a mutation, of the operations that reach the mutation.
+    """Run one sequence of operations that execute the mutated code.
 
-    A run that hangs is stopped early, because another seed notices the mutation sooner.
+    A run that hangs is stopped early, because another seed detects the mutation sooner.
     """
     options = ["--ranks", 2 + seed % 2, "--steps", 4, "--timeout", 10, "--ops", mutation.letters]
     if seed % 3 == 0:

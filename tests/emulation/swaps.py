@@ -1,11 +1,10 @@
 """List the neighbouring stores of the device code, and write sources in which a run can swap them.
 
-In this module, a store is a statement that stores something that other ranks, the host or later
-launches read. At least one store of a pair stores a *word*. From a word, a reader concludes that
-another store has happened. Words are flags, heads, credits, the kind of a record, and the state of
-launches. The pairs are read from the sources, like the places of ``mutations.py``.
+A store is a statement whose result other ranks, the host or later launches read. At least one
+store of a pair stores a *word*: a flag, a head, a credit, the kind of a record, or the state of a
+launch. A reader of a word concludes that another store has happened.
 
-clang-format has formatted the sources, so a small parser of statements is enough.
+A small parser of statements is enough, because clang-format has formatted the sources.
 """
 
 import dataclasses
@@ -27,8 +26,6 @@ _FUNCTION = re.compile(r"__(?:device|global)__[^;{]*?\b(\w+)\(|^    (\w+_kernel)
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """Two neighbouring stores."""
-
     file: str
     line: int  # of the first store
     function: str
@@ -37,7 +34,6 @@ class Pair:
 
 
 def pairs():
-    """Return all pairs, in the order of files and lines."""
     found = []
     for path in _sources():
         source = _Source(path)
@@ -50,10 +46,10 @@ def pairs():
 
 
 def write_sources(folder):
-    """Write the device code and the kernels into `folder`, with code that can choose the order of
-    each pair.
+    """Write the device code and the kernels into `folder`, with code that swaps a pair of stores on
+    request.
 
-    A file that is up to date is not written, so that make does not compile it again.
+    Unchanged files are not written, so that make does not compile them again.
     """
     sources = _sources()
     for path in [*CUDA.glob("device/*"), *CUDA.glob("kernels/*")]:
@@ -95,12 +91,11 @@ class _Source:
         return self.code.count("\n", 0, place) + 1
 
     def function(self, place):
-        """Return the name of the function whose definition begins last before `place`."""
+        """Return the name of the last function whose definition begins before `place`."""
         return next(filter(None, _FUNCTION.findall(self.code, 0, place)[-1]))
 
     def rewritten(self, begin=0, end=None):
-        """Return a range of the code, with code that can choose the order of each pair in this
-        range."""
+        """Return a range of the code, with code that swaps a pair of stores on request."""
         end = len(self.code) if end is None else end
         text = ""
         for run in self.runs:
@@ -110,7 +105,7 @@ class _Source:
         return text + self._copied(begin, end)
 
     def _copied(self, begin, end):
-        """Return a range of the code unchanged, with its line number for the compiler."""
+        """Return a range of the code unchanged, after a #line directive."""
         return f'\n#line {self.line(begin)} "{self.name}"\n{self.code[begin:end]}'
 
     def _with_choices(self, run):

@@ -1,4 +1,4 @@
-// The differences between the variants of the emulator, except the kernels.
+// Constants in which the variants of the emulator differ, besides the kernels.
 #pragma once
 
 #include "kernels/launch.h"

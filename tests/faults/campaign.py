@@ -1,7 +1,7 @@
-"""Draw faults, inject each fault in a separate run, and judge how the run ends.
+"""Draw faults, inject each fault in a separate run, and check how the run ends.
 
-Run `n` of a seed depends only on the seed and `n`: its kind, the number of processes, the victim,
-and the time or the cycle of the fault. Only the interleaving of processes depends on the machine.
+The seed and the number of a run determine its kind, the number of processes, the victim (the
+process with the fault), and when the fault happens.
 """
 
 import collections
@@ -15,7 +15,6 @@ import time
 from . import leaks, memory, programs
 from .workers import Run, Wrong, forks
 
-# The place of a kind says what runs when the fault happens.
 KINDS = {
     **{f"memory: {name}": kind for name, kind in memory.KINDS.items()},
     **{f"programs: {name}": kind for name, kind in programs.KINDS.items()},
@@ -26,30 +25,27 @@ OUTCOMES = "right", "error", "FAILURE"
 
 @dataclasses.dataclass
 class Done:
-    """How a run has ended."""
-
     number: int
     kind: str
     outcome: str  # one of OUTCOMES
     seconds: float  # duration of the run
-    error: str = ""  # the clearest one
+    error: str = ""  # an error that names the victim, if one exists
     to_error: float | None = None  # seconds from the fault
 
 
 def kind_of(seed, number, kinds):
-    """Return the kind of a run. The runs go through all kinds again and again, each time in a
-    different order."""
+    """Return the kind of a run. Every round of runs has each kind once, in another order."""
     turn, place = divmod(number, len(kinds))
     return random.Random(f"{seed} {turn}").sample(sorted(kinds), len(kinds))[place]
 
 
-def run_one(seed, number, kinds, slack=SLACK):
+def run_one(seed, number, kinds):
     kind = kind_of(seed, number, kinds)
-    forks()  # this server outlives the run
+    forks()  # starts the server now, because it outlives the run and is no leak
     start, before = time.monotonic(), leaks.Before()
     outcome, error, to_error = "FAILURE", "", None
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
-        run = Run(random.Random(f"{seed} {number} {kind}"), folder, slack)
+        run = Run(random.Random(f"{seed} {number} {kind}"), folder, SLACK)
         try:
             try:
                 outcome = KINDS[kind](run)
@@ -74,7 +70,6 @@ def run_one(seed, number, kinds, slack=SLACK):
 
 
 def run_many(seed, numbers, kinds=None, report=print):
-    """Return the outcomes of the runs with these numbers, and report each."""
     kinds = kinds or list(KINDS)
     found = []
     start = time.monotonic()
@@ -93,8 +88,7 @@ def run_many(seed, numbers, kinds=None, report=print):
 
 
 def table(found):
-    """Return lines of a table in Markdown: by kind the number of runs and of each outcome, and the
-    time to the error."""
+    """Yield the lines of a Markdown table that counts the outcomes of each kind."""
     by_kind = collections.defaultdict(list)
     for done in found:
         by_kind[done.kind].append(done)

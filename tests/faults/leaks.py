@@ -8,7 +8,7 @@ import pathlib
 MARK = "MOE_A2A_FAULTS"  # in the environment of every process that a campaign starts
 PROC = pathlib.Path("/proc")
 SHARED = pathlib.Path("/dev/shm")
-SOCKET = "@jax_moe_a2a-"  # how the names of this package's sockets begin
+SOCKET = "@jax_moe_a2a-"  # the prefix of the names of this package's sockets
 
 
 def mark():
@@ -17,22 +17,20 @@ def mark():
 
 
 def processes():
-    """Return the ids of all descendants of this process, even if their parents have ended. Ended
-    processes that no process has waited for are left out."""
+    """Return the ids of all living descendants of this process."""
     mine = f"{MARK}={os.getpid()}".encode()
     found = set()
     for folder in PROC.iterdir():
         with contextlib.suppress(OSError):
             if folder.name.isdigit() and mine in (folder / "environ").read_bytes().split(b"\0"):
                 state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-                if state != "Z":  # a zombie has no environment either; it may just have ended
+                if state != "Z":  # it may have ended since its environment was read
                     found.add(int(folder.name))
     return found
 
 
 def descriptors(process="self"):
-    """Return the targets of the open descriptors of a process, by number. The descriptor through
-    which this function lists the others is left out."""
+    """Return the targets of the open descriptors of a process, by number."""
     found = {}
     for link in (PROC / str(process) / "fd").iterdir():
         with contextlib.suppress(OSError):
@@ -41,7 +39,7 @@ def descriptors(process="self"):
 
 
 def by_sort(targets):
-    """Count descriptors by sort. Sockets and pipes are equal, files are not."""
+    """Count descriptors: all sockets together, all pipes together, and each file."""
     return collections.Counter(target.partition("[")[0] for target in targets.values())
 
 
@@ -55,7 +53,7 @@ class Before:
         self.descriptors = by_sort(descriptors())
 
     def left(self):
-        """Return what exists now but did not exist before, as one text for each sort."""
+        """Return a text for each sort of leak since this object was made."""
         found = {
             "processes": processes() - self.processes,
             "sockets": of_campaign(sockets().items() - self.sockets.items()),
@@ -66,22 +64,20 @@ class Before:
 
 
 def sockets():
-    """Return the names of this package's listening sockets, each with the target of its
-    descriptors."""
+    """Return a dict from the name of each listening socket of this package to its target."""
     lines = (line.split() for line in (PROC / "net/unix").read_text().splitlines())
     named = (line for line in lines if line[-1].startswith(SOCKET))
-    listens = "00010000"  # the flag of a socket that listens; its connections have its name, too
+    listens = "00010000"  # its connections have its name, too, but not this flag
     return {name: f"socket:[{inode}]" for *_, flags, _, _, inode, name in named if flags == listens}
 
 
 def files():
-    """Return the names of the files in shared memory."""
     return {path.name: str(path) for path in SHARED.iterdir()} if SHARED.exists() else {}
 
 
 def of_campaign(found):
-    """Return the names, except names that only processes outside this campaign have open, because
-    other campaigns and tests may run on this host."""
+    """Leave out the names that only processes outside this campaign have open, because other tests
+    may run on this host."""
     if not found:
         return []
     mine, held = processes() | {os.getpid()}, collections.defaultdict(set)

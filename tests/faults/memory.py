@@ -1,9 +1,7 @@
-"""Inject faults while processes hand over the memory of their workspaces. The package runs with its
-host code over the fake driver. GPUs are pretended, files replace JAX's coordination service, and no
-kernel runs.
+"""Inject faults while processes open, grow and close the workspace of a group (`Member.churn`).
 
-Each process repeatedly opens, grows and closes the workspace of a group (`Member.churn`), like
-programs that are loaded and closed. A fault happens at a random time or in a random cycle.
+The host code of the package runs over the fake driver, with pretended GPUs. Files replace JAX's
+coordination service, and no kernel runs. A fault happens at a random time or in a random cycle.
 """
 
 import ctypes
@@ -35,11 +33,11 @@ TIMEOUT = 2.0  # of the group, in seconds
 FIRST_TIMEOUT = 4.0
 CLOSE = 5.0  # the bound of close(), in seconds
 CYCLES = 24
-MEMORY = "device memory"  # the name of the files that represent it
+MEMORY = "device memory"  # the name of the fake driver's files
 
 
 class Member(Inside):
-    """A process of a job, with pretended GPUs and a group over the GPUs of all processes."""
+    """A process with pretended GPUs, and with a group over the GPUs of all processes."""
 
     def __init__(self, index, count, folder, gpus=1, timeout=TIMEOUT, damage=None):
         self.index, self.folder = index, pathlib.Path(folder)
@@ -95,8 +93,7 @@ class Member(Inside):
         return max(each.mapped_bytes for each in memory)
 
     def churn(self, plan, at=None, act=None, given=()):
-        """Open and grow the workspace as the plan says, cycle after cycle, and close it at the end
-        of each cycle. In cycle `at`, call a method of this object before the close."""
+        """Open, grow and close the workspace in each cycle. In cycle `at`, first call `act`."""
         self.reach(0)
         self.holds_interrupts = False
         try:
@@ -117,8 +114,8 @@ class Member(Inside):
         (self.folder / f"reached{self.index}.new").rename(self.folder / f"reached{self.index}")
 
     def meet(self, cycle):
-        """Wait for the other processes before a close, as an exchange does. If a process is
-        missing, raise no error, because the next opening will detect this."""
+        """Wait until all other processes have reached a cycle. If a process is missing, raise no
+        error, because the next opening detects this."""
         self.reach(cycle)
         end = time.monotonic() + self.group.timeout
         for index in set(range(jax.process_count())) - {self.index}:
@@ -129,21 +126,20 @@ class Member(Inside):
                 time.sleep(0.001)
 
     def close(self, timeout=CLOSE, times=1):
-        """Close the group. In the end, all processes must have closed it equally often."""
         for _ in range(times):
-            held, self.holds_interrupts = self.holds_interrupts, True  # until it is counted
+            # No interrupt may come between the close and its count.
+            held, self.holds_interrupts = self.holds_interrupts, True
             self.group.close(timeout=timeout)
             self.closes += 1
             self.holds_interrupts = held
         return self.closes
 
     def mapped(self):
-        """Return the files that stand for mapped device memory."""
+        """Return the mapped files of the fake driver."""
         lines = pathlib.Path("/proc/self/maps").read_text().splitlines()
         return sorted({line.split()[4] for line in lines if MEMORY in line})
 
     def left(self):
-        """Also return the device memory that remains after the group was closed."""
         left = super().left()
         left["mapped files"] = len(self.mapped())
         left["allocations"] = self.driver.fake_allocations()
@@ -163,7 +159,7 @@ class Member(Inside):
         self.driver.fake_be_busy(is_busy)
 
     def close_socket(self):
-        """Shut down the socket at which this process answers, without the package's knowledge."""
+        """Shut down the socket of the package through another descriptor."""
         name = json.loads(self.path_of(processes.KEY.format(self.index)).read_text())["socket"]
         target = leaks.sockets()[f"@{name}"]
         for number in [n for n, each in leaks.descriptors().items() if each == target]:
@@ -174,8 +170,7 @@ class Member(Inside):
         self.opening = futures.ThreadPoolExecutor(1).submit(self.reserve, 64, split)
 
     def close_without_a_look(self, timeout):
-        """Close as if another thread began to open a workspace right after this thread looked at
-        all workspaces."""
+        """Close without waiting for a thread that has just begun to open a workspace."""
         native.wait = lambda *_: None
         self.group.close(timeout=timeout)
 
@@ -183,8 +178,7 @@ class Member(Inside):
         futures.wait([self.opening])
 
     def interrupt_once(self, seconds):
-        """Raise KeyboardInterrupt after this many seconds, wherever the churn is at that time, or
-        soon afterwards if interrupts are held."""
+        """Raise KeyboardInterrupt after `seconds`, or as soon as no interrupts are held."""
 
         def interrupt(*_):
             if not self.holds_interrupts:
@@ -195,7 +189,7 @@ class Member(Inside):
         signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
-# The changed fields of a notice. test_handoff.py also has cases of notices that cannot be read.
+# Fields that replace fields of the victim's notice. test_handoff.py tests unreadable notices.
 DAMAGES = (
     dict(socket=None),
     dict(socket=""),
@@ -210,7 +204,7 @@ DAMAGES = (
 
 
 def begin(run, count=None, victim_options=None, **options):
-    """Start members, and choose the victim."""
+    """Start the members. Return the victim, the member that will have the fault."""
     count = count or run.rng.randint(2, 4)
     run.gpus = options.setdefault("gpus", run.rng.choice((1, 1, 2)))
     options = dict(options, count=count, folder=str(run.folder))
@@ -234,14 +228,13 @@ def plan_of(rng):
 
 
 def churn(run, at=None, act=None, given=()):
-    """Let all members churn. The victim calls `act` in cycle `at`."""
     for worker in run.alive():
         mine = (at, act, given) if worker.index == run.victim else ()
         worker.say("churn", run.plan, *mine)
 
 
 def settle(run, bound, but=()):
-    """Return the replies of the living members. No reply may take longer than the bound."""
+    """Return the replies of the living members. Fail if a reply takes longer than the bound."""
     replies = {}
     start = time.monotonic()
     for worker in run.alive():
@@ -252,14 +245,14 @@ def settle(run, bound, but=()):
 
 
 def bound_of(run):
-    """Return the longest time between a fault and an error. A wait for a missing peer takes
-    `TIMEOUT`, and a process may wait for a process that waits."""
+    """Return the longest time between a fault and an error: one timeout per process, because a
+    process may wait for a process that waits."""
     return run.options.get("timeout", TIMEOUT) * len(run.workers)
 
 
 def judge(run, replies, start, *patterns, must_fail=False):
-    """Require that every error names a process or the cause, and that at least one error names the
-    victim. Return the outcome."""
+    """Return the outcome. Fail unless every error names a process or the cause, and at least one
+    error names the victim."""
     errors = {index: reply.error for index, reply in replies.items() if reply.error}
     victim = rf"process {run.victim}\b"
     for index, error in errors.items():
@@ -279,8 +272,8 @@ def judge(run, replies, start, *patterns, must_fail=False):
 
 
 def close_all(run):
-    """Close groups in all living members until all have closed equally often. No close may exceed
-    its bound."""
+    """Close the groups until all living members have closed them equally often. Fail if a close
+    exceeds its bound."""
     closed = run.replies("close")
     counts = [reply.value for reply in closed]
     for worker, reply in zip(run.alive(), closed):
@@ -296,17 +289,17 @@ def close_all(run):
 
 
 def go_on(run):
-    """Open the group again in all members, which must then map the same memory."""
+    """Open the group again in all members. Fail unless all members map the same memory."""
     close_all(run)
     run.all("reserve", 1000, True)
-    sizes = run.all("reserve", 1000)  # more than before: then all sizes are equal
+    sizes = run.all("reserve", 1000)
     mapped = run.all("mapped")
     if len(set(sizes)) != 1 or any(each != mapped[0] for each in mapped):
         raise Wrong(f"wrong: members map different memory: {sizes}, {mapped}")
 
 
 def end(run, *, together=True):
-    """Check that the members continue together, and close them. Afterwards nothing may remain."""
+    """Check that all members can open the group again, and close the group."""
     if together and len(run.alive()) == len(run.workers):
         go_on(run)
     close_all(run)
@@ -320,11 +313,11 @@ def cycle_of(run):
     return run.rng.randrange(1, CYCLES - 1)
 
 
-# The kinds. Each returns the outcome: "right" or "error".
+# Each kind of fault is a function that returns the outcome: "right" or "error".
 
 
 def in_the_middle(run, **options):
-    """Let all members churn for a random time. Return the victim, and the time."""
+    """Let all members churn for a random time. Return the victim and the current time."""
     victim = begin(run, **options)
     run.all("reserve")
     churn(run)
@@ -333,7 +326,7 @@ def in_the_middle(run, **options):
 
 
 def finish(run, start, *patterns, more=0.0, undo=None, together=True, **options):
-    """Judge a churn, and end the run. In between, all members call the method `undo`."""
+    """Check how a churn ends, let all members call the method `undo`, and end the run."""
     outcome = judge(run, settle(run, bound_of(run) + more), start, *patterns, **options)
     if undo:
         run.all(*undo)
@@ -347,8 +340,8 @@ def acts(act, given=lambda rng: (), *patterns, is_fault=True, must_tell=None, **
     Args:
       given: a function that maps the random choices to the arguments of the method.
       patterns: causes that an error may name instead of a process.
-      is_fault: if False, no member may see an error.
-      must_tell: if not None, a member must see an error, and the clearest one has this text.
+      is_fault: if False, no member may raise an error.
+      must_tell: if not None, a member must raise an error that contains this text.
       options: options of `finish`.
     """
 
@@ -382,7 +375,7 @@ def stopped_and_continued(run):
 
 
 def damaged_notice(run):
-    """Damage the victim's notice. All other processes must see an error that names the victim."""
+    """Damage the victim's notice. The other processes must raise an error that names the victim."""
     start = time.monotonic()
     begin(run, victim_options=dict(damage=run.rng.choice(DAMAGES)))
     time.sleep(at_random(run))
@@ -399,7 +392,7 @@ def damaged_notice(run):
 
 
 def restarted_peer(run):
-    """Kill the victim and start it again. The other members close, and find the new process."""
+    """Kill the victim and start it again. All members must then be able to open the group."""
     victim, start = in_the_middle(run)
     victim.kill()
     outcome = judge(run, settle(run, bound_of(run)), start)
@@ -418,7 +411,6 @@ def restarted_peer(run):
 
 
 def never_comes(run):
-    """Let the victim announce itself late or never."""
     begin(run)
     is_late = run.rng.random() < 0.5
     start = time.monotonic()
@@ -437,7 +429,7 @@ def never_comes(run):
 
 
 def a_busy_device(run):
-    """Let the victim's device run endless work. close() does not wait for this work."""
+    """Let the victim's device run endless work. close() must end with an error, not wait."""
     victim = begin(run)
     run.all("reserve")
     start = time.monotonic()
@@ -453,8 +445,7 @@ def a_busy_device(run):
 
 
 def closes_while_it_opens(run):
-    """Let a thread wait for a stopped process. close() waits for this thread at most until its
-    bound."""
+    """Close a group while a thread of the process waits to open it. close() must not wait long."""
     victim = begin(run, timeout=8.0)
     run.all("reserve")
     close_all(run)

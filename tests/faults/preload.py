@@ -1,5 +1,5 @@
-"""Import the modules of the workers once, in the process that forks the workers. This module starts
-no JAX backend, so that each worker chooses its backend."""
+"""Import the modules of the workers in the process that forks the workers. No JAX backend starts
+here, so that each worker chooses its own."""
 
 import host_extension
 

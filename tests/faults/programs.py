@@ -1,8 +1,7 @@
-"""Inject faults while programs exchange tokens, with dispatch, experts and combine in several JAX
-processes with one CPU device each. The portable path runs over gloo.
-tests/gpu/test_processes_failures.py tests the kernels.
+"""Inject faults while JAX processes with one CPU device each run dispatch, experts and combine.
 
-Each process compares every result with a sum that it computes without an exchange.
+The portable path runs over gloo. tests/gpu/test_processes_failures.py tests the kernels. Each
+process compares every result with a sum that it computes without an exchange.
 """
 
 import os
@@ -31,7 +30,7 @@ AXIS = "ep"
 
 
 class Rank(Inside):
-    """A process with one device, and a group over all of them, in two levels over several hosts."""
+    """A process with one device. Its group has all devices, in two levels if hosts > 1."""
 
     def __init__(self, index, count, address, folder, hosts=1):
         options = dict(initialization_timeout=120, heartbeat_timeout_seconds=100)
@@ -44,7 +43,6 @@ class Rank(Inside):
         self.use(range(count), hosts)
 
     def use(self, ranks, hosts=1):
-        """Make a group over the devices of these processes."""
         devices = np.array([d for d in jax.devices() if d.process_index in ranks])
         self.ranks = list(ranks)
         axes = AXIS if hosts == 1 else ("host", AXIS)
@@ -53,7 +51,7 @@ class Rank(Inside):
         self.group = ma.Group(self.mesh, axes, timeout=TIMEOUT, two_level=hosts > 1)
 
     def compile(self):
-        """Compile the program before it runs, because a process that compiles is late."""
+        """Compile the program in advance, because other processes would wait for a compilation."""
         spec = PartitionSpec(self.group.axis_name)
         mapped = jax.shard_map(self.exchange, mesh=self.mesh, in_specs=spec, out_specs=spec)
         self.program = jax.jit(mapped).lower(*self.operands(0)[1]).compile()
@@ -66,8 +64,8 @@ class Rank(Inside):
         return ma.combine(recv.rows * jnp.take(weights, local, mode="clip")[:, None], recv)
 
     def operands(self, step):
-        """Return the operands of this rank (with the weights of all experts), and of the program.
-        The weights depend on the step, so that rows of another step are wrong."""
+        """Return (x, ids, weights of all experts) of this rank, and the arrays of the program. The
+        weights depend on the step, so that rows of another step give wrong results."""
         rng = np.random.default_rng([step, self.index])
         experts = 2 * len(self.ranks)
         x = rng.standard_normal((TOKENS, HIDDEN), np.float32)
@@ -80,7 +78,6 @@ class Rank(Inside):
         return (x, ids, weights), arrays
 
     def call(self, step):
-        """Call the program, and compare this rank's result."""
         (x, ids, weights), arrays = self.operands(step)
         (shard,) = self.program(*arrays).addressable_shards
         y = np.asarray(shard.data)
@@ -91,7 +88,6 @@ class Rank(Inside):
         assert np.allclose(y, x * scale, rtol=1e-5), f"wrong: {y} instead of {x * scale}"
 
     def churn(self, steps, at=None, act=None, given=()):
-        """Call the program in each step. In step `at`, first call a method of this object."""
         for step in range(steps):
             if step == at:
                 getattr(self, act)(*given)
@@ -110,9 +106,8 @@ class Rank(Inside):
 
 
 def reserved_port(run):
-    """Return a port that no other program gets during the run. A socket that does not listen is
-    bound to it, and accepts no connection. The coordinator's server can share the port, because
-    gRPC sets SO_REUSEPORT."""
+    """Return a port that no other program gets during the run, because a socket that does not
+    listen is bound to it. The coordinator can share the port, because gRPC sets SO_REUSEPORT."""
     keeper = run.kept.enter_context(socket.socket())
     keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     keeper.bind(("127.0.0.1", 0))
@@ -120,7 +115,7 @@ def reserved_port(run):
 
 
 def begin(run, count=None, hosts=1):
-    """Start processes that will call the program. Choose the victim."""
+    """Start the processes and compile their programs. Return the victim."""
     # Process 0 holds the coordination service. JAX ends all processes if it dies.
     count = count or run.rng.randint(2, 3)
     run.victim = run.rng.randrange(1, count)
@@ -136,14 +131,13 @@ def begin(run, count=None, hosts=1):
 
 
 def churn(run, at=None, act=None, given=(), victims=()):
-    """Let all processes call the program. In step `at`, the victims first call `act`."""
     for worker in run.alive():
         is_victim = worker.index in (victims or [run.victim])
         worker.say("churn", STEPS, *([at, act, given] if is_victim else []))
 
 
 def settle(run, *patterns, start=None):
-    """Return the outcome, and close. An error must name a cause."""
+    """Return the outcome, and close the groups. Fail if an error matches none of the patterns."""
     outcome, known = "right", "|".join(patterns) or "^$"
     for worker in run.alive():
         reply = worker.hear(BOUND + run.slack)
@@ -175,7 +169,6 @@ MISSING = (
 
 
 def survivors_go_on(run):
-    """Make a group over the remaining devices, and continue in this group."""
     ranks = [worker.index for worker in run.alive()]
     run.all("use", ranks)
     run.all("compile", seconds=60.0)
@@ -183,7 +176,7 @@ def survivors_go_on(run):
 
 
 def die(run, kill, start=None):
-    """Let the victim end. The others continue after an error, or after they have finished."""
+    """Let the victim end. The other processes must then continue with a smaller group."""
     kill(run.workers[run.victim])
     run.workers[run.victim].is_dead = True
     outcome = settle(run, *MISSING, start=start or time.monotonic())
@@ -192,7 +185,7 @@ def die(run, kill, start=None):
 
 
 def in_the_middle(run, **options):
-    """Let all processes call the program for a random time. Return the victim, and the time."""
+    """Let all processes call the program for a random time. Return the victim and the time."""
     victim = begin(run, **options)
     churn(run)
     time.sleep(run.rng.uniform(0, 0.3))
@@ -200,8 +193,7 @@ def in_the_middle(run, **options):
 
 
 def acts(act, *patterns):
-    """Return a kind in which the victim calls a method of `Rank` before a random step. An error may
-    name a cause of `patterns`."""
+    """Return a kind in which the victim calls `act` before a random step. See `settle`."""
 
     def kind(run):
         begin(run)
@@ -218,7 +210,7 @@ def killed(run):
 
 
 def a_killed_host(run):
-    """Kill the second of two hosts with two processes each."""
+    """Kill both processes of the second of two hosts."""
     _, start = in_the_middle(run, count=4, hosts=2)
     for victim in run.workers[2:]:
         victim.signal(signal.SIGKILL)
@@ -250,7 +242,6 @@ KINDS = {
     "a killed host": a_killed_host,
     "a host later than the bound": a_late_host,
     "a process that stops and continues": stopped_and_continued,
-    # The victim makes no more calls, and the other processes wait for it.
     "a program that raises": acts("fail", "an error of the program", *MISSING),
     "close() in one process only": acts("close"),
 }

@@ -1,4 +1,4 @@
-"""Start, command and end the processes of a run. All are forked from one process that has imported
+"""Start, command and end the processes of a run. They are forked from a process that has imported
 JAX and this package, so that a run takes a second or two."""
 
 import contextlib
@@ -29,7 +29,7 @@ class Wrong(Exception):
 
 
 class Ended(Wrong):
-    """A process that has ended by itself."""
+    """An unexpected end of a process."""
 
     def __init__(self, index, status, told):
         super().__init__(f"process {index} ended with {status}: {told}")
@@ -37,8 +37,7 @@ class Ended(Wrong):
 
 @dataclasses.dataclass
 class Reply:
-    """The answer of a worker to a command: a value or an error, and the seconds until the
-    answer."""
+    """The answer of a worker to a command: a value, or an error."""
 
     value: object = None
     error: str = ""
@@ -48,7 +47,7 @@ class Reply:
 
 @functools.cache
 def forks():
-    """Return the context whose server process has imported all that workers need."""
+    """Return the context whose server process has imported the modules of the workers."""
     leaks.mark()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["faults.preload"])
@@ -66,14 +65,14 @@ def forks():
 
 
 class Inside:
-    """The methods of every worker: facts about itself, and the faults that need no group."""
+    """The commands of every worker."""
 
     def mark(self):
         """Remember the descriptors of this process."""
         self.before = leaks.by_sort(leaks.descriptors())
 
     def left(self):
-        """Return, by sort, the descriptors that did not exist at the last `mark`."""
+        """Count the descriptors that did not exist at the last `mark`."""
         end = time.monotonic() + 3.0  # a thread may still hold a connection
         while True:
             more = leaks.by_sort(leaks.descriptors()) - self.before
@@ -88,21 +87,19 @@ class Inside:
         raise ValueError("an error of the program")
 
     def limit_descriptors(self, more):
-        """Limit the number of additional descriptors of this process, or remove the limit for
-        None."""
+        """Let this process open at most `more` additional descriptors; None removes the limit."""
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         most = min(hard, 1024) if more is None else max(leaks.descriptors()) + more
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
     def interrupt(self, seconds):
-        """Let a signal interrupt this process repeatedly; 0 ends this."""
+        """Interrupt this process with a signal every `seconds`; 0 ends the signals."""
         signal.signal(signal.SIGALRM, lambda *_: None)
         signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
 
 
 def work(make, connection, log, arguments):
-    """Answer commands until the connection ends. `make` returns an object whose methods are the
-    commands."""
+    """Run the named methods of `make(**arguments)` until the connection ends."""
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(output, 1), os.dup2(output, 2), os.close(output)
     faulthandler.dump_traceback_later(LIMIT, exit=True)
@@ -130,7 +127,7 @@ def work(make, connection, log, arguments):
 
 
 class Worker:
-    """A worker, as the campaign sees it."""
+    """The campaign's handle of a worker process."""
 
     def __init__(self, index, make, log, arguments):
         self.index = index
@@ -147,7 +144,7 @@ class Worker:
         self.connection.send((name, given))
 
     def hear(self, seconds):
-        """Return the reply to the last command. No reply in time is a failure of the run."""
+        """Return the reply to the last command. Without a reply in time, raise `Wrong`."""
         try:
             if self.connection.poll(seconds):
                 return self.connection.recv()
@@ -174,12 +171,11 @@ class Worker:
         self.process.join(30)
 
     def release(self):
-        """Close the descriptors that belong to a process that has ended."""
+        """Close the descriptors of a process that has ended."""
         self.connection.close()
         self.process.close()
 
     def end(self):
-        """Let the worker end by itself, and kill it if it does not."""
         self.connection.close()
         self.process.join(20)
         if self.process.is_alive():
@@ -188,16 +184,14 @@ class Worker:
 
 
 class Run:
-    """The processes of one run, its random choices, and the place of its files."""
-
     def __init__(self, rng, folder, slack):
         self.rng = rng
         self.folder = pathlib.Path(folder)
         self.slack = slack  # seconds beyond a bound, for a busy machine
         self.workers = []
         self.started = []
-        self.kept = contextlib.ExitStack()  # resources of this process in the run
-        self.error, self.seconds = "", None  # the clearest error, and how long it took
+        self.kept = contextlib.ExitStack()  # resources to close at the end of the run
+        self.error, self.seconds = "", None  # an error that names the victim; seconds until it
 
     def start_one(self, make, index, **arguments):
         log = self.folder / f"{index}.log"
@@ -214,7 +208,7 @@ class Run:
         return [worker for worker in self.workers if not worker.is_dead]
 
     def all(self, name, *given, seconds=60.0):
-        """Command all living workers, and return their replies, which must not be errors."""
+        """Command all living workers, and return their values. Fail if a reply is an error."""
         replies = self.replies(name, *given, seconds=seconds)
         for worker, reply in zip(self.alive(), replies):
             if reply.error:
@@ -227,21 +221,17 @@ class Run:
         return [worker.hear(seconds) for worker in self.alive()]
 
     def kill(self, but=()):
-        """Kill all processes except these, including processes that workers started. Return the ids
-        of the processes that workers started."""
-        self.kill_workers()
+        """Kill the workers and their children, except `but`. Return the ids of the children."""
+        for worker in self.started:
+            worker.kill()
         found = leaks.processes() - set(but)
         for pid in found:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         return found
 
-    def kill_workers(self):
-        for worker in self.started:
-            worker.kill()
-
     def close(self, but=()):
-        """Let all processes end, except these. A remaining process or descriptor is a failure."""
+        """Let the workers end. Fail if a descriptor or a process, except `but`, remains."""
         for worker, left in zip(self.alive(), self.all("left")):
             if any(left.values()):
                 raise Wrong(f"leak in process {worker.index}: {left}")

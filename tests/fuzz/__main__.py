@@ -5,9 +5,8 @@ oracle.
     python -m tests.fuzz --seed 1 --program 17    # only this program
     python -m tests.fuzz --seconds 600 --seed 1 --kinds moe_mlp grouped_dot
 
-The exit status is 1 after the first failure, which prints the program, the seed and the second
-command. With `--keep-going`, failures are counted. To use several cores, start the fuzzer with
-several seeds at the same time.
+The first failure prints the command that repeats it, and ends the fuzzer with exit status 1. With
+`--keep-going`, the fuzzer continues. To use several cores, start it several times with other seeds.
 """
 
 import argparse
@@ -28,13 +27,13 @@ def main():
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--seconds", type=float, default=60, help="how long; 0: without end")
-    parser.add_argument("--seed", type=int, help="of everything; without it a random one")
-    parser.add_argument("--program", type=int, help="the one program to run")
+    parser.add_argument("--seconds", type=float, default=60, help="time limit; 0: no limit")
+    parser.add_argument("--seed", type=int, help="default: a random seed")
+    parser.add_argument("--program", type=int, help="run only this program")
     parser.add_argument(
-        "--kinds", nargs="+", choices=fuzzer.KINDS, help="only the programs of these kinds"
+        "--kinds", nargs="+", choices=fuzzer.KINDS, help="run only programs of these kinds"
     )
-    parser.add_argument("--keep-going", action="store_true", help="after failures, too")
+    parser.add_argument("--keep-going", action="store_true", help="continue after failures")
     options = parser.parse_args()
     seed = secrets.randbelow(1_000_000) if options.seed is None else options.seed
     print(f"seed {seed}", flush=True)

@@ -1,7 +1,7 @@
-"""Run the fuzzer's programs on the package and on the oracle, and compare all results.
+"""Run the fuzzer's programs with the package and with the oracle, and compare all results.
 
-Moved data, sums without weights, and sums with weights that are powers of two are compared bit for
-bit, because no product is rounded. For other weights, `oracle.combine` returns the slack.
+Moved data is compared bit for bit. Sums are, too, if the weights are powers of two or absent,
+because no product is rounded. For other weights, `oracle.combine` returns the allowed difference.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ def wire_of(name):
 
 
 def exchange(program, group, a):
-    """Exchange one rank's arrays, a dict by name, and return (Recv, sums)."""
+    """Dispatch and combine one rank's arrays `a` (a dict by name). Return (Recv, sums)."""
     p = program
     leaves = [a[f"x{i}"] for i in range(len(p.x))]
     routed = draw.routed_by(p, group)
@@ -69,11 +69,10 @@ def exchange(program, group, a):
 
 
 def of_one_rank(program, group):
-    """Return a function of (inputs, directions) of one rank, by name, that returns the results and
-    their derivatives.
+    """Return a function of one rank's inputs and directions (dicts by name).
 
-    For `jvp`, the derivatives are the tangents of `draw.outputs_of`; for `vjp`, the cotangents of
-    the inputs.
+    It returns the results and their derivatives: for `jvp` the tangents of `draw.outputs_of`, for
+    `vjp` the cotangents of the inputs.
     """
     p = program
     names = [name for name, _, _ in draw.outputs_of(p)]
@@ -103,7 +102,7 @@ def of_one_rank(program, group):
 
 
 def compiled(program):
-    """Return a function of all ranks' arrays (inputs, directions), numpy in and numpy out."""
+    """Return a compiled function of all ranks' inputs and directions, which are numpy arrays."""
     p = program
     batched = {n: p.batch > 0 and draw.axis_of(n) in p.batched for n in names_of(p)}
     directions = {None: {}, "jvp": {n: batched[n] for n in p.differentiated}}
@@ -117,32 +116,28 @@ def compiled(program):
 
 @functools.cache
 def rounds_twice():
-    """Return True if XLA rounds float64 to float16 through float32, as it does on CPUs without
-    float16 arithmetic."""
+    """Return True if XLA rounds float64 to float16 through float32 (CPUs without float16)."""
     with jax.enable_x64(True):
         above_a_tie = jnp.full(8, 1 + 2.0**-11 + 2.0**-40, jnp.float64)
         return bool((jax.jit(lambda x: x.astype(jnp.float16))(above_a_tie) == 1).all())
 
 
 def through_float16(x):
-    """Round float64 to float16 and back as XLA does."""
     return (x.astype(np.float32) if rounds_twice() else x).astype(np.float16).astype(np.float64)
 
 
 def rounded_to(fmt, x, dtype):
-    """Encode numbers in a format and decode them again, with the oracle."""
     return format_oracle.decode(fmt, *format_oracle.encode(fmt, x), dtype).reshape(x.shape)
 
 
 def names_of(program):
-    """Return the names of all inputs."""
     p = program
     names = ["ids", *(f"x{i}" for i in range(len(p.x))), *p.differentiated]
     return names + ["scale"] * p.has_traced_scale + ["scales"] * p.has_token_scales
 
 
 def run(program, given, fn):
-    """Run a compiled program on `draw.Inputs`, and compare every element of the batch."""
+    """Run a compiled program on `draw.Inputs`, and check every element of the batch."""
     p = program
     args = dict(given.args)
     if p.has_traced_scale:
@@ -165,7 +160,6 @@ def run(program, given, fn):
 
 
 def element_of(program, b, name, array):
-    """Return an input of element b, [R, ...]."""
     return array[:, b] if draw.axis_of(name) in program.batched else array
 
 
@@ -179,8 +173,7 @@ class Expected:
     routings: list[oracle.Routing]
 
     def each(self, fn, *arrays):
-        """Apply fn(*arrays, routing) to each domain and join the results. A domain is all ranks, or
-        one rank."""
+        """Call fn(*arrays, routing) for each domain (each rank if replicated). Join the results."""
         alone = len(self.routings) > 1 or self.program.replicated
         found = []
         for r, routing in enumerate(self.routings):
@@ -191,7 +184,7 @@ class Expected:
         return np.concatenate(found)
 
     def grouped(self, rows):
-        """Return rows [R, C, ...], with zeros after the last group if the tail is unspecified."""
+        """Return rows [R, C, ...]. If the tail is unspecified, set it to zero."""
         if self.program.tail == "zero":
             return rows
         is_tail = self.routing.is_tail
@@ -202,7 +195,7 @@ class Expected:
 
     @functools.cached_property
     def routing(self):
-        """Return the fields of each rank, from the routings of the domains."""
+        """Return one routing with the fields of all ranks."""
         fields = [field.name for field in dataclasses.fields(oracle.Routing)]
         joined = {f: np.concatenate([getattr(r, f) for r in self.routings]) for f in fields}
         return oracle.Routing(**joined)
@@ -211,13 +204,11 @@ class Expected:
         return self.each(oracle.dispatch, x)
 
     def weights_with_rows(self, topk_weights):
-        """Return the weights [R, C] of rows, from weights of choices [R, T, K]."""
         weights = topk_weights.astype(draw.weights_dtype(self.program))
         return self.each(oracle.dispatch_choices, weights)
 
     def summed(self, pairs, wire, addend=None):
-        """Return (sums, slack) of pairs of rows and weights (or None) and of the addend, with the
-        wire dtype of that name."""
+        """Return (sums, slack) of the addend and of pairs (rows, weights or None)."""
         p = self.program
         of_wire = None
         if wire in draw.FORMATS:
@@ -251,7 +242,7 @@ class Expected:
 
     @functools.cached_property
     def weights(self):
-        """Return router weights with their rows [R, C], or None."""
+        """Return the router weights of rows [R, C], or None."""
         if not self.program.topk_weights:
             return None
         return self.weights_with_rows(self.args["topk_weights"])
@@ -279,7 +270,7 @@ class Expected:
 
     def check_recv(self, recv):
         p, same = self.program, harness.assert_same_bytes
-        # Compare Python integers, because no dtype is larger than uint64.
+        # Python integers, because no integer dtype holds both -1 and all of uint64.
         is_invalid = [
             [not -1 <= int(i) < p.num_experts for i in own.ravel()] for own in self.args["ids"]
         ]
@@ -372,7 +363,7 @@ class Expected:
     def check_cotangent_of_tokens(self, name, actual):
         p, rows = self.program, self.directions.get(f"rows{name[1:]}")
         what = f"cotangent of {name}"
-        if rows is None:  # of quantized rows
+        if rows is None:  # quantized rows have no cotangents
             assert not np.asarray(actual, np.float32).any(), what
             return
         sums, _ = self.summed([(rows, None)], p.dispatch_wire)
@@ -381,8 +372,7 @@ class Expected:
         harness.assert_sums_agree(actual, sums, np.zeros(sums.shape), what)
 
     def check_cotangents_of_router_weights(self, cotangents, of_row_weights, slack):
-        """Check the cotangents of weights that travel with the rows, and of the combine's use of
-        them."""
+        """Check the cotangents of weights that are dispatched and may be used in the combine."""
         total = self.directions["weights"]
         if of_row_weights is not None:
             is_row = self.routing.row_token >= 0
@@ -395,8 +385,7 @@ class Expected:
         self.check_close(cotangents["topk_weights"], total, own, "topk_weights")
 
     def check_close(self, actual, expected, slack, name):
-        """Check equality up to the slack. If the slack is not zero, also allow one rounding to the
-        dtype of ``actual``."""
+        """Check that numbers differ at most by the slack and (if it is not 0) one rounding."""
         rounded = expected.astype(actual.dtype)
         slack = np.broadcast_to(np.asarray(slack, np.float64), rounded.shape)
         at_most = slack + (slack > 0) * oracle.epsilon(actual.dtype) * np.abs(expected)
@@ -404,7 +393,7 @@ class Expected:
 
 
 def check_load(load, routings):
-    """Compare `ma.expert_load`, equal on all ranks, with the counts of the oracle."""
+    """Check that `ma.expert_load` has the oracle's counts on every rank."""
     names = "rows_per_expert", "rows_per_rank", "dropped_per_rank"
     for name, counts in zip(names, oracle.expert_load(routings), strict=True):
         actual = getattr(load, name)

@@ -1,11 +1,11 @@
-"""Differentiate a function of a dict of floats, in the way that a program has drawn."""
+"""Compute first and second derivatives of a function of a dict of float arrays."""
 
 import jax
 import oracle
 
 FIRST = ("jvp", "vjp")
-# For cotangents g of the result and tangents v of the floats, each function returns the product of
-# v and the matrix of second derivatives of <g, fn>. The matrix is symmetric.
+# Each of these computes H v, where H is the (symmetric) Hessian of <g, fn>. g is the cotangent of
+# the result, and v are the tangents of the floats.
 SECOND = ("forward over reverse", "reverse over forward", "reverse over reverse")
 
 
@@ -17,8 +17,8 @@ def derived(how, fn):
       fn: (floats, others) -> (float array, dict of other results).
 
     The directions have the cotangent "g" and, for each float, the tangent "v.NAME". The results are
-    "y" and the other results of `fn`; "t", the tangent of y; "d.NAME", the cotangent of a float;
-    "dd.NAME", the second derivative.
+    "y", the other results of `fn`, "t" (the tangent of y), "d.NAME" (the cotangent of a float) and
+    "dd.NAME" (the second derivative).
     """
 
     def run(floats, others, directions):
@@ -53,7 +53,7 @@ def named(kind, tree):
 
 
 def results_of(how, names):
-    """Return the names of the results of `derived`, without the other results of the function."""
+    """Return the names of the results of `derived`, except other results of `fn`."""
     d, dd = ([f"{kind}.{name}" for name in names] for kind in ("d", "dd"))
     return {
         None: ["y"],
@@ -66,13 +66,12 @@ def results_of(how, names):
 
 
 def directions_of(how, names):
-    """Return the names of the directions of `derived`."""
     tangents = [f"v.{name}" for name in names]
     return {None: [], "jvp": tangents, "vjp": ["g"]}.get(how, ["g", *tangents])
 
 
 def expected(how, value, gradient, floats, tangents):
-    """Return the results of `derived` for numpy arrays and functions of the oracle, by name.
+    """Return the results of `derived`, by name, computed with numpy.
 
     Args:
       value: floats -> {"y": array}.

@@ -1,4 +1,4 @@
-"""Programs with `ma.grouped_dot`: one product, or several with a sine between, in nested vmaps."""
+"""Define programs with `ma.grouped_dot` in nested vmaps, with a sine after each product but one."""
 
 import dataclasses
 import functools
@@ -21,8 +21,8 @@ NAMES = ("rows", "w")
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The static numbers and options of products. All arrays have a rank axis. Products run on
-    several devices, or on one device with an additional vmap over ranks."""
+    """The sizes and options of the products. All arrays have a rank axis. Ranks are devices, or
+    elements of a vmap on one device."""
 
     place: places.Place
     capacity: int
@@ -42,12 +42,12 @@ class Program:
     is_outside: bool  # the function of the whole batch is differentiated
 
     def lead(self, name):
-        """Return for each vmap whether the array has its axis."""
+        """Return a bool for each vmap: whether it batches the array."""
         at = (*NAMES, "sizes").index(name)
         return tuple(axes[at] is not None for axes in self.axes)
 
     def shape(self, name):
-        """Return the shape without the axes of vmaps."""
+        """Return the shape of an array without the axes of vmaps."""
         k, n = self.columns
         return {
             "rows": (self.capacity, k),
@@ -58,7 +58,6 @@ class Program:
 
 
 def program(seed, number, *, has_mesh=True):
-    """Draw the program of that number."""
     rng = draw.generator(seed, number, 5)
     chance = lambda p: bool(rng.random() < p)
     one_of = functools.partial(draw.one_of, rng)
@@ -72,8 +71,6 @@ def program(seed, number, *, has_mesh=True):
     vmaps = tuple(one_of((1, 2, 3)) for _ in range(one_of((0, 0, 1, 1, 2, 2, 3))))
     axes = []
     for _ in vmaps:
-        # The array that this vmap receives also has the axes of the inner vmaps. Draw any existing
-        # position.
         own = [None, None, None]
         while own == [None, None, None]:
             own = [int(rng.integers(3)), int(rng.integers(4)), int(rng.integers(2))]
@@ -109,7 +106,7 @@ def program(seed, number, *, has_mesh=True):
 
 
 def compiled(program):
-    """Return a function of all ranks' (floats, others, directions), numpy in and numpy out."""
+    """Return a compiled function of all ranks' (floats, others, directions), as numpy arrays."""
     p = program
 
     def product(rows, w, sizes):
@@ -162,7 +159,7 @@ class Inputs:
 
 
 def drawn_sizes(rng, p):
-    """Draw (sizes of groups, name)."""
+    """Draw the sizes of groups. Return them with the name of their distribution."""
     groups, capacity = p.groups, p.capacity
     limits = np.iinfo(p.sizes_dtype)
     name = draw.one_of(rng, ("some", "some", "some", "all", "one", "none", "cut", "wild"))
@@ -181,7 +178,7 @@ def drawn_sizes(rng, p):
 
 
 def inputs(program, seed, number, run):
-    """Draw the arrays of a run, with NaN and infinity after the last group of each element."""
+    """Draw the arrays of a run. Rows after the last group of each element are not finite."""
     p, rng = program, draw.generator(seed, number, run, 6)
     ranks = p.place.ranks
 
@@ -212,7 +209,7 @@ def inputs(program, seed, number, run):
 
 
 def as_given(p, name, array):
-    """Return an array with the axes of vmaps where the program expects them."""
+    """Move the axes of vmaps to the positions that the program expects."""
     kind = name.removeprefix("v.")
     lead = (True,) * len(p.vmaps) if kind == "g" else p.lead(kind)
     array = array.reshape(
@@ -235,8 +232,8 @@ def canonical(p, kind, array):
 
 
 def axes_of_vmaps(p, kind):
-    """Return two axes for each vmap that batches the array, the outermost first: its axis in the
-    program's array, and its axis if the axes of all vmaps come first."""
+    """Return two axes for each vmap that batches the array, the outermost vmap first: the position
+    in the program's array, and the position if the axes of all vmaps come first."""
     at = (*NAMES, "sizes").index(kind)
     axes = [axes[at] for axes in p.axes if axes[at] is not None]
     return [(1 + number + axis, 1 + number) for number, axis in enumerate(axes)]
@@ -246,7 +243,6 @@ def axes_of_vmaps(p, kind):
 
 
 def results(p, arrays, sizes, between):
-    """Return the results of `derivatives.derived` for one element, by name."""
     value = lambda a: {"y": oracle.products(a, sizes, between)}
     gradient = lambda a: oracle.products_transpose(a, sizes, between, arrays["g"])
     floats = {name: arrays[name] for name in NAMES}
@@ -255,7 +251,6 @@ def results(p, arrays, sizes, between):
 
 
 def run(program, given, fn):
-    """Run a compiled program on `Inputs`, and compare all elements."""
     p = program
     of = {name: as_given(p, name, array) for name, array in given.arrays.items()}
     floats, others = {n: of.pop(n) for n in NAMES}, {"sizes": of.pop("sizes")}

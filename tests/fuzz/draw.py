@@ -1,7 +1,7 @@
 """Draw programs for the fuzzer, and the arrays of their runs.
 
-A program consists of static choices, so it is compiled once, and runs with several routings. Every
-draw depends only on the seed and its number, so a failure can be repeated without earlier draws.
+A program consists of static choices. It is compiled once, and runs with several routings. A program
+depends only on the seed and its number, so a failure can be repeated without earlier programs.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ TRACED_SCALE = 0.37
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """The dtype of an array of a payload, and its axes after tokens or rows."""
+    """The dtype of an array of tokens or rows, and its shape after the first axis."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -43,8 +43,6 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The numbers and modes of a routing."""
-
     ranks: int
     tokens: int
     top_k: int
@@ -60,7 +58,6 @@ class Sizes:
 
     @property
     def rows(self):
-        """Return the number of rows of a rank: the drawn capacity, or the worst case."""
         if self.capacity is not None:
             return self.capacity
         numbers = self.ranks, self.tokens, self.top_k, self.local_experts, self.alignment
@@ -70,14 +67,13 @@ class Sizes:
 
     @property
     def is_empty(self):
-        """Return True if no exchange has data to move, or if ids without elements would crash a
-        process with a mesh."""
+        """Return True if the ids or the rows are empty."""
         return 0 in (self.tokens, self.top_k, self.rows)
 
 
 @dataclasses.dataclass(frozen=True)
 class Routed(Sizes):
-    """The options that exchanges and layers have."""
+    """The options that exchanges and layers have in common."""
 
     place: places.Place
     x64: bool
@@ -87,7 +83,7 @@ class Routed(Sizes):
     has_traced_scale: bool
     is_routed_first: bool
     has_load: bool
-    batched: tuple[str, ...]  # some of ids, x and weights, and y or experts
+    batched: tuple[str, ...]  # inputs that differ between elements of the batch
     derivative: str | None
 
     @property
@@ -96,17 +92,16 @@ class Routed(Sizes):
 
     @property
     def router_weights(self):
-        """Return the names of the router weights that are arrays."""
         return ["topk_weights"] * (self.topk_weights is not None)
 
     def format_with(self, scale):
-        """Return the format or None. If the program traces the global scale, it is `scale`."""
+        """Return the format or None. `scale` is the global scale if the program traces it."""
         return ma.NvFp4(global_scale=scale) if self.has_traced_scale else FORMATS.get(self.format)
 
 
 @dataclasses.dataclass(frozen=True)
 class Program(Routed):
-    """The static numbers and options of a dispatch, and of a combine of different rows."""
+    """The sizes and options of a dispatch of `x` and of a combine of `y`."""
 
     x: tuple[Leaf, ...]
     decode: bool
@@ -132,14 +127,12 @@ class Program(Routed):
 
     @property
     def is_weighted(self):
-        """Return True if the combine has weights."""
         return self.y_weights == "own" or (
             self.y_weights == "recv" and self.topk_weights is not None
         )
 
     @property
     def differentiated(self):
-        """Return the names of the inputs that have derivatives."""
         names = [f"x{i}" for i, leaf in enumerate(self.x) if leaf.is_differentiated]
         names += self.router_weights
         names += [f"y{i}" for i in range(len(self.y))] + self.addends
@@ -147,7 +140,6 @@ class Program(Routed):
 
 
 def generator(*numbers):
-    """Return a random number generator that depends only on these arguments."""
     return np.random.default_rng(numbers)
 
 
@@ -160,7 +152,7 @@ def some_of(rng, values):
 
 
 def program(seed, number, *, has_mesh=True):
-    """Draw the program of this number. Machines without a mesh draw the same program for a vmap."""
+    """Draw a program. Without a mesh, its ranks are elements of a vmap."""
     rng = generator(seed, number)
     chance = lambda p: bool(rng.random() < p)
     numbers = drawn_sizes(rng)
@@ -171,7 +163,7 @@ def program(seed, number, *, has_mesh=True):
     float_dtypes = (*FORMAT_DTYPES, *(["float64"] * 3 * x64))
     fmt = one_of(rng, tuple(FORMATS)) if chance(0.25) else None
     decode = fmt is not None and chance(0.6)
-    # A format as the wire dtype of the gradient has the same requirements on x as a token format.
+    # x must have whole groups of the token format, and of a format in which gradients travel.
     dispatch_wire = wire(rng, fmt)
     group = group_size_of(fmt, dispatch_wire)
     if group:
@@ -193,7 +185,7 @@ def program(seed, number, *, has_mesh=True):
     else:
         sums = [Leaf(one_of(rng, float_dtypes), trailing(rng)) for _ in range(num_sums)]
 
-    if hosts:  # refuses a wire dtype with more bits than the sums
+    if hosts:  # two levels refuse a wire dtype with more bits than the sums
         dispatch_wire = None if is_wider(dispatch_wire, leaves) else dispatch_wire
         combine_wire = None if is_wider(combine_wire, sums) else combine_wire
 
@@ -224,8 +216,7 @@ def program(seed, number, *, has_mesh=True):
         has_load=chance(0.2),
         y=tuple(sums),
         y_weights=y_weights,
-        # A rounding difference of half a step in the sum would become a whole step of the format or
-        # of the narrow float.
+        # With rounded products, sums could round to a neighbouring value of an 8-bit wire dtype.
         weights_are_powers=combine_wire in (*FORMATS, "float8_e4m3fn", "float8_e5m2")
         or chance(0.5),
         dispatch_wire=dispatch_wire,
@@ -269,7 +260,7 @@ def drawn_sizes(rng, most_tokens=13):
 
 
 def drawn_tokens(rng, ranks):
-    """Draw (tokens, top_k, local_experts), small, because the oracle loops over all of them."""
+    """Draw (tokens, top_k, local_experts). They are small, because the oracle has loops."""
     if ranks <= 3 and rng.random() < 0.04:  # more than one launch routes and dispatches
         return 257, int(rng.integers(1, 3)), 2
     tokens = one_of(rng, (0, 1, 1, 2, 3, 4, 5, 7, 8, 9, 13))
@@ -288,7 +279,7 @@ def wire(rng, fmt=None):
 
 
 def group_size_of(*names):
-    """Return the largest group of the formats among the names, or 0."""
+    """Return the largest group size of the formats among the names, or 0."""
     return max([FORMATS[name].group_size for name in names if name in FORMATS], default=0)
 
 
@@ -301,7 +292,6 @@ def is_wider(wire, leaves):
 
 
 def trailing(rng):
-    """Draw the axes of an array after tokens or rows."""
     width = one_of(rng, (1, 2, 3, 5, 7, 8, 17, 33))
     return one_of(rng, ((), (width,), (width,), (width,), (2, width), (0,)))
 
@@ -310,7 +300,7 @@ def trailing(rng):
 
 
 def anything(rng, ranks, layout):
-    """Draw ids from a drawn set of experts: ids crowd on experts, repeat, and leave experts out."""
+    """Draw ids from a random list of experts and invalid ids."""
     experts = layout.num_experts(ranks)
     wild = (-1, -1, -1, experts, -2, cases.INT32.max, cases.INT32.min)
     size = rng.integers(1, experts + 4)
@@ -328,8 +318,7 @@ def ids_of(rng, program):
     name = one_of(rng, NAMES) if program.tokens and program.top_k else "all_masked"
     ids = np.asarray(ROUTINGS[name](rng, program.ranks, layout), np.int64)
     limits = np.iinfo(program.ids_dtype)
-    # An id that the dtype cannot hold, such as -1 in an unsigned dtype, becomes another id that
-    # sends nothing.
+    # An id that the dtype cannot hold becomes the largest number of the dtype, which is invalid.
     fits = np.array([limits.min <= int(i) <= limits.max for i in ids.flat], bool)
     ids = np.where(fits.reshape(ids.shape), ids, 0).astype(program.ids_dtype)
     ids[~fits.reshape(ids.shape)] = limits.max
@@ -339,13 +328,12 @@ def ids_of(rng, program):
 
 
 def routings_of(program, ids):
-    """Return the routings of the domains of ids [R, T, K]."""
     p = program
     return oracle.route_mode(ids, p.local_experts, p.rows, p.alignment, p.replicated)
 
 
 def has_row(program, routings):
-    """Return True for choices with a row, [R, T, K'], from the domains of `routings_of`."""
+    """Return True for choices [R, T, K'] that have a row."""
     kept = np.concatenate([r.choice_row for r in routings]) >= 0
     if program.replicated:  # arrays of tokens are the same on all ranks
         kept = np.broadcast_to(kept.any(axis=0), kept.shape)
@@ -353,7 +341,6 @@ def has_row(program, routings):
 
 
 def routed_by(program, group):
-    """Return the arguments of `ma.route`."""
     p = program
     return dict(
         group=group,
@@ -368,7 +355,7 @@ def routed_by(program, group):
 
 
 def axis_of(name):
-    """Return the name in `batched` to which an input belongs."""
+    """Return the name in `batched` that says whether an input is batched."""
     if name == "ids":
         return "ids"
     if name in ("topk_weights", "y_weights", "scales"):
@@ -379,16 +366,14 @@ def axis_of(name):
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """The arrays of one run."""
-
     args: dict[str, np.ndarray]  # the inputs by name; a batch is axis 1
     directions: dict[str, np.ndarray]  # tangents of inputs, or cotangents of outputs
-    routings: list[list[oracle.Routing]]  # of each element of the batch, as `oracle.route_mode`
+    routings: list[list[oracle.Routing]]  # for each element of the batch, its domains
     names: list[str]  # of the routings
 
 
 def inputs(program, seed, number, run):
-    """Draw the arrays of a run, with NaN where no program may read."""
+    """Draw the arrays of a run. Elements that no program may read are NaN."""
     rng = generator(seed, number, run, 1)
     p, elements = program, max(1, program.batch)
     all_ids, names = [], []
@@ -400,7 +385,7 @@ def inputs(program, seed, number, run):
     routings = own if len(own) == elements else own * elements
 
     def drawn(name, shape, draw, is_same_on_ranks):
-        """Draw an array [R, *shape], or one for each element."""
+        """Draw one array [R, *shape], or one for each element of the batch."""
         count = elements if axis_of(name) in p.batched else 1
         arrays = [draw((p.ranks, *shape)) for _ in range(count)]
         if is_same_on_ranks:
@@ -461,7 +446,7 @@ def inputs(program, seed, number, run):
                 poisoned(name, arrays, is_row)
             directions[name] = arrays
     elif p.derivative == "vjp":
-        for name, shape, dtype in outputs_of(p):  # a batch if there is one
+        for name, shape, dtype in outputs_of(p):
             arrays = [normal(dtype)((p.ranks, *shape)) for _ in range(elements)]
             if not name.startswith("sum"):
                 poisoned(name, arrays, is_row)
@@ -479,7 +464,7 @@ def inputs(program, seed, number, run):
 
 
 def tokens(rng, program, leaf):
-    """Draw tokens: any bits if tokens only move, or numbers of many sizes for a format."""
+    """Return a function that draws tokens: numbers of many sizes for a format, or random bits."""
 
     def for_a_format(shape):
         x = rng.standard_normal(shape) * 10.0 ** rng.uniform(
@@ -496,14 +481,14 @@ def tokens(rng, program, leaf):
 
 
 def scales(rng, shape):
-    """Draw global scales of tokens, some of which are invalid, or outside the range."""
+    """Draw global scales of tokens. Some are invalid or outside of the range."""
     special = np.float32([0, -0.0, -1, np.inf, np.nan, 1e-40, 2.0**-120, 3e38])
     ordinary = (10.0 ** rng.uniform(-6, 3, shape)).astype(np.float32)
     return np.where(rng.random(shape) < 0.1, rng.choice(special, shape), ordinary)
 
 
 def outputs_of(program):
-    """Return (name, shape, dtype) of the results of one rank that have derivatives."""
+    """Return (name, shape, dtype) of one rank's results that have derivatives."""
     p = program
     found = []
     if p.format is None or p.decode:
@@ -518,5 +503,4 @@ def outputs_of(program):
 
 
 def weights_dtype(program):
-    """Return the dtype of router weights that travel with their rows."""
     return "float64" if program.topk_weights == "float64" else "float32"

@@ -1,4 +1,4 @@
-"""Run the loop of the fuzzer: programs by number, each with several routings."""
+"""Run programs by number, each with several routings."""
 
 import collections
 import dataclasses
@@ -12,13 +12,13 @@ import jax
 
 from . import check, dots, draw, layers
 
-RUNS = 16  # runs of a program, each with another routing; all take less time than compilation
+RUNS = 16  # routings of a program; the runs take less time than its compilation
 REPORT_EVERY = 30  # seconds
-FORGET_EVERY = 50  # programs, because JAX keeps all traces
+FORGET_EVERY = 50  # programs, after which `jax.clear_caches` is called
 
 
 class Kind(typing.NamedTuple):
-    """A kind of programs, with the functions that draw and run one."""
+    """The functions that draw and run programs of one kind."""
 
     share: float  # share of the programs
     program: typing.Callable  # (seed, number, has_mesh) -> program
@@ -35,15 +35,12 @@ KINDS = {
 
 
 def kind_of(seed, number):
-    """Return the name of the kind of a program."""
     shares = [kind.share for kind in KINDS.values()]
     return list(KINDS)[draw.generator(seed, number, 2).choice(len(shares), p=shares)]
 
 
 @dataclasses.dataclass
 class Done:
-    """The counts and failures of programs that have run."""
-
     seconds: float = 0
     programs: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     cases: collections.Counter = dataclasses.field(default_factory=collections.Counter)
@@ -58,22 +55,13 @@ class Done:
         )
 
 
-def failure(seed, number, text):
-    repeat = f"python -m tests.fuzz --seed {seed} --program {number}"
-    return f"seed {seed}, program {number}, {text.strip()}\nrepeat: {repeat}"
-
-
 def numbers_of(seed, kinds=None):
-    """Return the numbers of the programs of these kinds, or of all."""
     return (n for n in itertools.count() if not kinds or kind_of(seed, n) in kinds)
 
 
 def fuzz(seed, *, seconds=float("inf"), numbers=None, keep_going=False, report=print):
-    """Run programs of a seed for a number of seconds, or the programs with these numbers; return
-    `Done`.
-
-    A failure is reported with its program and the command that repeats it.
-    """
+    """Run the programs with these numbers, or all programs, until the time is over. Report each
+    failure with the command that repeats it."""
     done, begin, last = Done(), time.monotonic(), time.monotonic()
     for number in numbers_of(seed) if numbers is None else numbers:
         if time.monotonic() - begin > seconds:
@@ -92,7 +80,6 @@ def fuzz(seed, *, seconds=float("inf"), numbers=None, keep_going=False, report=p
 
 
 def run_program(seed, number, done, report):
-    """Run a program, and add it to `done`."""
     name = kind_of(seed, number)
     kind = KINDS[name]
     done.programs[name] += 1
@@ -108,6 +95,7 @@ def run_program(seed, number, done, report):
             done.cases[name] += 1
     except Exception as error:
         told = str(error) if isinstance(error, AssertionError) else traceback.format_exc()
-        text = f"{where}, {name}:\n{program}\n{told}"
-        done.failures.append(failure(seed, number, text))
+        text = f"seed {seed}, program {number}, {where}, {name}:\n{program}\n{told.rstrip()}"
+        repeat = f"python -m tests.fuzz --seed {seed} --program {number}"
+        done.failures.append(f"{text}\nrepeat: {repeat}")
         report(done.failures[-1])

@@ -1,4 +1,4 @@
-"""Programs with whole expert layers: `ma.moe_mlp`, also in a scan and under checkpoint policies."""
+"""Define programs with `ma.moe_mlp`, some in a scan or under checkpoint policies."""
 
 import dataclasses
 import functools
@@ -19,10 +19,6 @@ from . import check, derivatives, draw, places
 
 EXPERTS = ("w_in", "w_out", "b_in", "b_out", "p")
 OF_TOKENS = ("x", "topk_weights")
-
-# By name: the activation, the oracle's activation, columns of the first product per column of the
-# second, and the axes of the array `p` that the activation reads, after the rank axis (None: no
-# array).
 
 
 def sigmoid(h):
@@ -46,6 +42,8 @@ def nan_at_zero(h):
     return h + (0 * jnp.log(jnp.abs(h.astype(jnp.float32)))).astype(h.dtype)
 
 
+# Each name has: the activation; the oracle's activation; 2 if the activation is gated, else 1; and
+# "columns" or "none" if the activation reads an array `p` with or without an axis, else None.
 ACTIVATIONS = {
     "identity": (lambda h, p: h, oracle.elementwise(lambda h: h, np.ones_like), 1, None),
     "tanh": (lambda h, p: jnp.tanh(h), oracle.elementwise(np.tanh, tanh_slope), 1, None),
@@ -75,16 +73,16 @@ ACTIVATIONS = {
 }
 
 
-# A positive function that is larger, up to a factor, than the values and derivatives of all
-# activations. Its value at a sum of magnitudes bounds the errors of roundings.
+# Functions that bound the values and derivatives of all activations, up to a factor. Evaluated with
+# absolute values, they bound the rounding errors.
 MAJORANT = dict(
     plain=oracle.elementwise(lambda h: 1.5 * (h + h * h), lambda h: 1.5 + 3 * h),
     gated=oracle.gated(lambda h: 1.5 * (h + h * h), lambda h: 1.5 + 3 * h),
     columns=oracle.scaled(lambda h: 1 + h + h * h, lambda h: 1 + 2 * h),
     none=oracle.steep(lambda h: 1.5 * (h + h * h), lambda h: 1.5 + 3 * h),
 )
-# The unit is a rounding of the dtype times the majorant. In 45,000 layers and products, one error
-# was above 6, in a sum of 360 rows (seed 601, program 1931).
+# An error may be this multiple of the dtype's epsilon times the majorant. In 45,000 layers and
+# products, only one error was above 6 (seed 601, program 1931: a sum of 360 rows).
 MOST_ROUNDINGS = 12
 
 POLICIES = {
@@ -104,7 +102,7 @@ POLICIES = {
 
 @dataclasses.dataclass(frozen=True)
 class Program(draw.Routed):
-    """The static numbers and options of a layer, or of several in a scan."""
+    """The sizes and options of a layer, or of several layers in a scan."""
 
     hidden: int
     width: int  # of the activations
@@ -116,7 +114,7 @@ class Program(draw.Routed):
     policy: str | None
     is_outside: bool  # the function of all ranks is differentiated
     num_chunks: int | None
-    spare: tuple[int, ...] | None  # the experts of spare slots, -1 for none; None: no placement
+    spare: tuple[int, ...] | None  # experts of spare slots, -1 if empty; None: no placement
     weigh_input: bool
 
     @property
@@ -144,7 +142,6 @@ class Program(draw.Routed):
 
     @property
     def placement(self):
-        """Return a placement in the home form, or None."""
         if self.spare is None:
             return None
         home = np.arange(self.num_experts).reshape(self.ranks, -1)
@@ -158,8 +155,7 @@ class Program(draw.Routed):
 
 
 def program(seed, number, *, has_mesh=True):
-    """Draw the program of that number. Machines without a mesh draw the same program for another
-    place."""
+    """Draw a program. Without a mesh, its ranks are elements of a vmap."""
     rng = draw.generator(seed, number, 3)
     chance = lambda p: bool(rng.random() < p)
     one_of = functools.partial(draw.one_of, rng)
@@ -189,7 +185,7 @@ def program(seed, number, *, has_mesh=True):
     if derivative in derivatives.SECOND and activation == "p nan":
         activation = "silu"
     if activation == "p nan" and dtype in ("bfloat16", "float16"):
-        activation = "silu"  # a product of 16 bits and a bias may add up to 0
+        activation = "silu"  # in 16 bits, a product and a bias may add up to 0
     topk_weights = one_of((dtype, "float32", "bfloat16")) if chance(0.85) else None
     batch = one_of((1, 2, 3)) if chance(0.25) else 0
     kind = one_of(("vmap", "vmap", "auto", "explicit"))
@@ -206,7 +202,7 @@ def program(seed, number, *, has_mesh=True):
         place = dataclasses.replace(place, check_vma=False)
     batched = draw.some_of(rng, ("ids", "x", "weights", "experts")) if batch else ()
     if place.has_domains and "x" not in batched:
-        batched = (*batched, "x")  # cotangents, and what a scan carries, vary like the result
+        batched = (*batched, "x")  # cotangents and the carry of a scan vary like the result
     found = Program(
         **sizes,
         place=place,
@@ -238,8 +234,8 @@ def program(seed, number, *, has_mesh=True):
 def with_parts(rng, program):
     """Draw chunks and a placement for a program, such that no choices are dropped.
 
-    Both may move work between ranks, which changes the partial sums of replicated tokens. A replica
-    reads the `p` of its rank, which differs from the `p` of the expert's home rank.
+    Chunks and placements may move work to other ranks, which changes the partial sums of replicated
+    tokens. `p` differs between ranks, so a replica would read another `p` than its expert.
     """
     p = program
     has_routing = p.is_routed_first or p.has_load or p.place.hosts
@@ -303,7 +299,7 @@ def of_one_rank(program, group):
 
 
 def compiled(program):
-    """Return a function of all ranks' (floats, others, directions), numpy in and numpy out."""
+    """Return a compiled function of all ranks' (floats, others, directions), as numpy arrays."""
     p = program
     batched = lambda names: {name: p.is_batched(name) for name in names}
     inputs = batched(p.floats), batched(p.others)
@@ -341,18 +337,18 @@ def is_summed_result(program, name):
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """The arrays of one run: [R, ...], or [R, B, ...] if elements of a batch differ. Layers of a
-    scan are the next axis."""
+    """The arrays of one run, [R, ...], or [R, B, ...] if elements of the batch differ. For a scan,
+    the next axis is the layer."""
 
     floats: dict[str, np.ndarray]
     others: dict[str, np.ndarray]
     directions: dict[str, np.ndarray]
-    routings: list[list[list[oracle.Routing]]]  # for each element and layer, as `route_mode`
+    routings: list[list[list[oracle.Routing]]]  # [element][layer][domain]
     names: list[str]
 
 
 def inputs(program, seed, number, run):
-    """Draw the arrays of a run, with NaN where no program may read."""
+    """Draw the arrays of a run. Elements that no program may read are NaN."""
     rng = draw.generator(seed, number, run, 4)
     p, elements, depth = program, max(1, program.batch), max(1, program.depth)
     count = elements if p.is_batched("ids") else 1
@@ -362,12 +358,12 @@ def inputs(program, seed, number, run):
     routings = routings if count == elements else routings * elements
 
     def stacked(arrays, name):
-        """Join the arrays of elements and layers, [[[R, ...]]]."""
+        """Stack arrays[element][layer], which are [R, ...]."""
         own = [np.stack(a, axis=1) if p.has_layers(name) else a[0] for a in arrays]
         return np.stack(own, axis=1) if p.is_batched(name) else own[0]
 
     def is_read(name):
-        """Return a mask for each element that has the array: [[R, T]] or [[R, T, K]]."""
+        """Return the entries that a program reads: a mask for each element of the batch."""
         masks = []
         for own in routings:
             has_row = draw.has_row(p, own[0])
@@ -414,7 +410,7 @@ def inputs(program, seed, number, run):
 
 
 class Expected:
-    """The results and their possible errors of one element of the batch, computed by the oracle."""
+    """The oracle's results for one element of the batch, and the allowed differences."""
 
     def __init__(self, program, given, b):
         self.p = p = program
@@ -435,7 +431,7 @@ class Expected:
             )
             for i, own in enumerate(self.routings)
         ]
-        if p.format:  # the layer computes with what it receives
+        if p.format:  # the experts receive rounded tokens
             fmt = p.format_with(draw.TRACED_SCALE)
             floats["x"] = check.rounded_to(fmt, floats["x"], p.dtype)
         self.a = {name: x.astype(np.float64) for name, x in floats.items()}
@@ -444,7 +440,7 @@ class Expected:
         self.v = {name[2:]: x for name, x in directions.items() if name != "g"}
 
     def of_layer(self, a, i, x):
-        """Return the arrays of layer i as the oracle's layer expects them."""
+        """Return the arguments of the oracle's layer for layer i."""
         own = {n: array[:, i] if self.p.has_layers(n) else array for n, array in a.items()}
         tokens = own["x"].shape[:2]
         found = {n: own[n] for n in EXPERTS if n in own}
@@ -489,7 +485,7 @@ class Expected:
 
     @functools.cached_property
     def slack(self):
-        """Return, by name, the largest difference of correct results from `values`."""
+        """Return, by name, the largest allowed difference from `values`."""
         p = self.p
         _, _, columns, reads = ACTIVATIONS[p.activation]
         majorant = MAJORANT[reads or ("plain" if columns == 1 else "gated")]
@@ -518,7 +514,7 @@ class Expected:
         return "float64" if self.p.topk_weights in ("float64", None) else "float32"
 
     def of_wire(self, largest):
-        """Return the error of partial sums that travel in the wire dtype."""
+        """Return the largest rounding error of partial sums in the wire dtype."""
         wire = self.p.wire
         if wire in draw.FORMATS:  # rounding depends on the largest number of the group
             share = 0.5 if wire == "nv" else 0.1
@@ -529,7 +525,6 @@ class Expected:
 
 
 def run(program, given, fn):
-    """Run a compiled program on `Inputs`, and compare every element of the batch."""
     p = program
     found = fn(given.floats, given.others, given.directions)
     all_expected = [Expected(p, given, b) for b in range(max(1, p.batch))]
@@ -555,9 +550,8 @@ def run(program, given, fn):
 
 
 def may_be_infinite(slack, dtype, wire=None):
-    """Return True for numbers that are not compared. A slack is a multiple of the sum of the
-    magnitudes of all terms. If this sum exceeds the largest number of the layer's dtype or wire
-    dtype, terms may be infinite."""
+    """Return True for numbers that cannot be compared, because a term may have overflowed the dtype
+    or the wire dtype. The slack is a multiple of the sum of the magnitudes of all terms."""
     largest = lambda dtype: oracle.epsilon(dtype) * float(ml_dtypes.finfo(dtype).max)
     found = slack > MOST_ROUNDINGS * largest(cases.dtype(dtype))
     if wire in draw.FORMAT_DTYPES:

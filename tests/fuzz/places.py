@@ -16,7 +16,7 @@ BATCH_AXIS = "data"
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """The ranks, and the devices on which they run.
+    """The ranks and their devices.
 
     With a batch, arrays are [R, B, ...] or, if all elements share them, [R, ...].
     """
@@ -30,7 +30,6 @@ class Place:
 
     @property
     def group(self):
-        """Return the group, portable on any machine; without devices for a vmap."""
         options = dict(implementation="portable")
         if self.hosts:
             return ma.Group(self.mesh, AXES, two_level=True, **options)
@@ -40,12 +39,10 @@ class Place:
 
     @property
     def axes(self):
-        """Return the axes of the group."""
         return AXES if self.hosts else (harness.AXIS,)
 
     @property
     def shape(self):
-        """Return the sizes of the axes of the group."""
         return (self.hosts, self.ranks // self.hosts) if self.hosts else (self.ranks,)
 
     @property
@@ -61,12 +58,11 @@ class Place:
         return Mesh(devices, axes, axis_types=(kind,) * len(axes))
 
     def over_ranks(self, fn, in_batched, out_batched):
-        """Return `fn` mapped over all elements and ranks. `fn` maps dicts of one element of one
-        rank to a dict.
+        """Map `fn` over all elements and ranks. `fn` maps dicts to a dict.
 
         Args:
-          in_batched: a dict by name for each argument, with True if elements differ.
-          out_batched: the same for the result.
+          in_batched: a dict for each argument, with True for arrays that differ between elements.
+          out_batched: a dict for the result, with True for arrays that differ between elements.
         """
         if self.batch and not self.has_domains:
             axes = tuple({n: 0 if is_batched else None for n, is_batched in own.items()}
@@ -94,12 +90,11 @@ class Place:
         )
 
     def spec(self, is_batched):
-        """Return how an array is sharded over the mesh."""
         batch = (BATCH_AXIS,) if self.has_domains and is_batched else ()
         return PartitionSpec(self.axes, *batch)
 
     def compiled(self, fn, in_batched, x64=False):
-        """Return a function of all ranks, numpy in and numpy out."""
+        """Return `fn` as a compiled function of numpy arrays."""
         jitted = jax.jit(fn)
 
         def put(x, is_batched):

@@ -8,13 +8,12 @@ import harness
 
 
 def run_alone(function, *, timeout=60, **environment):
-    """Return the function's output. The function must succeed within `timeout` seconds (more if
-    many ranks share a GPU)."""
+    """Return the function's output. Fail unless it succeeds within about `timeout` seconds."""
     timeout *= harness.TIMES_SLOWER
     module, name = function.__module__, function.__name__
     environment = {
         **os.environ,
-        # This process has most of the GPUs' memory.
+        # The current process has most of the GPUs' memory.
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
         **environment,

@@ -1,18 +1,15 @@
-"""Define exchanges that check themselves on the device.
+"""Define programs that exchange tokens and check the results on the device.
 
 All moved values are hashes of (step, rank, token, ...). Every rank therefore knows without
-communication which values must arrive, and detects rows of a wrong step, rank or token. The numbers
+communication which values must arrive, and detects rows of a wrong step, rank or token. The values
 are small integers, so sums are exact in any dtype and order.
 
-A program accepts and returns a state: the step, which increases with every exchange, and the number
-of wrong values so far. Thousands of calls run without traffic to the host. The host reads the
-counts once, at the end.
+A program maps a state to a state: the next step, and the number of wrong values so far. The host
+reads the counts once, after thousands of calls.
 
 With MOE_A2A_TEST_RANKS_ON_ONE_GPU=N all N ranks share one GPU: a program is then a vmap over the
-group's axis instead of a shard_map over a mesh. In this mode, the first call counts its exchanges.
-Their number must not be 0 if the program has primitives of this package. Each later call adds this
-number, and `assert_right` compares the sum with the workspace's counters. Tests whose calls take
-the portable path therefore fail.
+group's axis instead of a shard_map over a mesh. `assert_right` then also compares the number of
+called exchanges with the workspace's counters, so a test whose calls take the portable path fails.
 """
 
 import collections
@@ -45,12 +42,12 @@ RANKS = harness.RANKS_ON_ONE_GPU or len(DEVICES)
 
 
 def mesh_of(devices):
-    """Return a mesh over the devices in this order, or None where all ranks share one GPU."""
+    """Return a mesh over the devices in this order, or None if all ranks share one GPU."""
     return None if ONE_GPU else Mesh(np.array(devices), (AXIS,))
 
 
-# Every order of devices has a separate workspace. Tests in other folders do not use this order, so
-# tests of this folder never close or break their workspaces.
+# Every order of devices has a separate workspace. Tests in other folders use another order, so the
+# tests of this folder cannot close or break their workspaces.
 MESH = mesh_of(DEVICES[1::2] + DEVICES[::2])
 
 
@@ -64,10 +61,10 @@ def new_group(
     implementation="cuda" if ON_GPU else None,
     **options,
 ):
-    """Return a group that must run the kernels. Without CUDA graphs every call is a launch.
+    """Return a group that must run the kernels.
 
-    The mesh says where the ranks are. If all ranks share one GPU, `ranks` is their number. If
-    `first_timeout` is None, the first exchange has the same timeout as the others.
+    If all ranks share one GPU, `mesh` is None and `ranks` is their number. If `first_timeout` is
+    None, the first exchange also has the timeout `timeout`.
     """
     return ma.Group(
         mesh,
@@ -86,7 +83,7 @@ GROUP = new_group()
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The static numbers of an exchange. The capacity is so large that nothing is dropped."""
+    """The sizes of an exchange whose capacity is so large that no choice is dropped."""
 
     tokens: int = 128
     hidden: int = 256
@@ -94,13 +91,12 @@ class Shape:
     local_experts: int = 2
     dtype: str = "bfloat16"
     alignment: int = 1
-    format: object = None  # of 8 bits, in which the small integers of tokens are exact
-    wire: object = None  # a format of partial sums
+    format: object = None  # an 8-bit format, in which the small integers of tokens are exact
+    wire: object = None  # the format of partial sums
 
 
 def fitting(shape, gigabytes=4.0):
-    """Return the shape, with fewer tokens if the landing zones of all ranks on one GPU would need
-    too much memory.
+    """Halve the tokens until the zones of all ranks on one GPU fit into the memory.
 
     Each rank has a zone for each source in both ring halves, so the bytes grow with the square of
     the number of ranks.
@@ -112,18 +108,17 @@ def fitting(shape, gigabytes=4.0):
     return dataclasses.replace(shape, tokens=tokens)
 
 
-# Many ranks on a GPU have few tokens each, as `fitting` says.
 enough_tokens_to_be_late = pytest.mark.skipif(
     ONE_GPU and RANKS > 16,
-    reason="with over 16 ranks on one GPU, rows arrive before a flag that comes too early",
+    reason="over 16 ranks on one GPU have few tokens, which arrive even before an early flag",
 )
 
 
 def enough_rows(shape, group):
-    """Return a capacity at which nothing is dropped. If each rank has a GPU, this is None, the
-    worst case. If all ranks share one GPU, the worst case of many ranks would fill the GPU's
-    memory. The ids are hashes, so a rank receives about as many rows as it has choices, and never
-    twice as many.
+    """Return a capacity at which no choice is dropped. None is the worst case.
+
+    On one GPU, the worst case of many ranks would not fit. There, the capacity is twice the number
+    of a rank's choices, because the ids are hashes, and a rank receives about the mean load.
     """
     if not ONE_GPU:
         return None
@@ -138,26 +133,25 @@ MANY_CHUNKS = Shape(tokens=512)
 
 
 class Counts(NamedTuple):
-    """The numbers of errors: int32 [] on a device, [ranks] on the host."""
+    """Numbers of errors: int32 [] on a device, [ranks] on the host."""
 
     wrong: object  # elements with a plausible but wrong value
-    lost: object  # elements that are NaN, or tags that are zero, in place of a value
-    misplaced: object  # rows, sizes or counts that differ from the definition of the routing
-    unsafe: object  # integers outside their range, which must not be used as size or index
+    lost: object  # values that are NaN, and tags that are zero
+    misplaced: object  # rows, sizes or counts that differ from the expected routing
+    unsafe: object  # sizes and indices outside of their range
 
 
 def counted(**found):
-    """Count the True elements of boolean arrays by name, as int32 [4]."""
+    """Return the number of True elements for each name of `Counts`, int32 [4]."""
     return jnp.stack(
         [jnp.sum(jnp.asarray(found.get(name, 0)), dtype=jnp.int32) for name in Counts._fields]
     )
 
 
-# Numbers that every rank can compute. Arguments broadcast.
+# Values that every rank can compute. Arguments broadcast.
 
 
 def hashed(*values):
-    """Return a 32-bit hash of integers."""
     mixed = jnp.uint32(0x2545F491)
     for value in values:
         mixed = (mixed ^ jnp.asarray(value).astype(jnp.uint32)) * jnp.uint32(0x9E3779B1)
@@ -167,26 +161,24 @@ def hashed(*values):
 
 
 def ids_at(shape, num_ranks, step, rank, token, k):
-    """Return the expert of a choice; one choice of eight is -1."""
+    """Return the expert of a choice, or -1 for one choice of eight."""
     mixed = hashed(1, step, rank, token, k)
     ids = (mixed >> 8) % jnp.uint32(num_ranks * shape.local_experts)
     return jnp.where(mixed % 8 == 0, -1, ids.astype(jnp.int32))
 
 
 def tokens_at(shape, step, rank, token):
-    """Return a token's row [..., hidden], whose numbers are 0, 1, 2 or 3."""
+    """Return the elements of a token, [..., hidden]: integers from 0 to 3."""
     index = jnp.arange(shape.hidden)
     mixed = hashed(2, step, jnp.asarray(rank)[..., None], jnp.asarray(token)[..., None], index)
     return ((mixed >> 9) % 4).astype(shape.dtype)
 
 
 def tags_at(step, rank, token):
-    """Return a token's tag, never zero."""
     return hashed(3, step, rank, token) | jnp.uint32(1)
 
 
 def weights_at(step, rank, token, k):
-    """Return a choice's weight, 1 or 2."""
     return (1 + (hashed(4, step, rank, token, k) >> 7) % 2).astype(jnp.float32)
 
 
@@ -242,7 +234,7 @@ def dispatch(shape, group, step, routing):
 
 
 def routed_dispatch(shape, group, step):
-    """Dispatch with ids in place of a routing. With few tokens, this is one launch."""
+    """Route and dispatch in one call. With few tokens, the call is one launch."""
     return ma.dispatch(
         payload(shape, group, step),
         own_ids(shape, group, step),
@@ -258,13 +250,12 @@ def dispatch_start(shape, group, step, routing):
 
 
 def mark_of(rank):
-    """Return the number that experts of a rank add to rows. Sums of few choices stay exact in
-    bfloat16, which holds all integers up to 256."""
+    """Return what experts of a rank add to rows. bfloat16 has all integers only up to 256."""
     return rank % 8
 
 
 def expert_output(rows, routing, group):
-    """Return rows that identify the expert's rank. Rows that no kernel may read are NaN."""
+    """Add the mark of this rank to rows. Set rows that no kernel may read to NaN."""
     rows = rows + mark_of(my_rank(group)).astype(rows.dtype)
     return jnp.where(routing.row_rank[:, None] >= 0, rows, jnp.nan)
 
@@ -280,7 +271,7 @@ def combine_start(group, recv):
 
 
 def weighted(y, weights):
-    """Return rows times their weights, which are powers of two, so that no product is rounded."""
+    """Multiply rows by their weights. The products are exact, because weights are 1 or 2."""
     return y * weights[:, None].astype(y.dtype)
 
 
@@ -293,12 +284,11 @@ def compare(actual, expected):
 
 
 def count_rows(shape, step, recv):
-    """Count wrong rows. Every row has its token's numbers, tag and weight; rows without a token are
-    zero."""
+    """Count wrong elements, tags and weights of rows. Rows without a token must be zero."""
     rank, token, k = recv.src_info
     is_row = rank >= 0
     tags = jnp.where(is_row, tags_at(step, rank, token), 0)
-    found = recv.rows.get("tag", tags)  # a format has none
+    found = recv.rows.get("tag", tags)  # payloads with a format have no tags
     lost_tags = (found == 0) & (tags != 0)
     wrong_tags = (found != tags) & ~lost_tags
     rows = jnp.where(is_row[:, None], tokens_at(shape, step, rank, token), 0)
@@ -311,7 +301,7 @@ def count_rows(shape, step, recv):
 
 
 def count_sums(shape, group, step, ids, out):
-    """Count wrong sums. Every token must be the weighted sum of `expert_output` of its rows."""
+    """Compare sums with the weighted sum of `expert_output` over the choices of each token."""
     token = jnp.arange(shape.tokens)
     x = tokens_at(shape, step, my_rank(group), token).astype(jnp.float32)
     weights = jnp.where(ids >= 0, own_weights(shape, group, step), 0)
@@ -333,8 +323,8 @@ def count_sums(shape, group, step, ids, out):
 
 
 def count_routing(shape, group, step, routing):
-    """Count wrong rows of a routing. Its rows are the choices for this rank's experts, by expert,
-    source, token and k."""
+    """Count wrong entries of a routing. Its rows must be the choices of this rank's experts, sorted
+    by expert, source rank, token and k."""
     num_ranks, capacity = group.size, routing.capacity
     expert = my_rank(group) * shape.local_experts + jnp.arange(shape.local_experts)
     rank, token, k = (
@@ -348,7 +338,7 @@ def count_routing(shape, group, step, routing):
 
     rank, token, k = routing.row_rank, routing.row_token, routing.row_k
     row = jnp.arange(capacity)
-    local_expert = jnp.sum(row[:, None] >= ends, axis=1)  # of the row; local_experts after the end
+    local_expert = jnp.sum(row[:, None] >= ends, axis=1)  # local_experts after the last group
     is_real = row[:, None] < (ends - padded + sizes)
     is_real = jnp.any(is_real & (local_expert[:, None] == jnp.arange(len(expert))), axis=1)
     is_own = ids_at(shape, num_ranks, step, rank, token, k) == expert[0] + local_expert
@@ -383,35 +373,30 @@ def count_routing(shape, group, step, routing):
 
 
 def count_psum(group, step, size):
-    """Count wrong sums of a psum of `size` integers of each rank."""
     index = jnp.arange(size)
     total = lax.psum(hashed(step, my_rank(group), index), group.axis_name)
     every = hashed(step, jnp.arange(group.size)[:, None], index)
     return counted(wrong=total != jnp.sum(every, axis=0, dtype=every.dtype))
 
 
-# The number of exchanges that ran.
-
-# The exchanges that have been called since a workspace opened. The key is the number of ranks that
-# share the GPU, because each number has its own workspace.
+# The exchanges that have been called since a workspace opened, if all ranks share one GPU. The key
+# is the number of ranks, because each number has its own workspace.
 _noted = collections.defaultdict(Count)
 _noting = threading.Lock()
 
 
 def note(group, exchanges):
-    """Count exchanges that were called on the group's workspaces."""
     with _noting:
         _noted[group.size] += exchanges
 
 
 def close(group):
-    """Close the group. Its counters begin again."""
     group.close()
     _noted.pop(group.size, None)
 
 
 def close_all():
-    """Close all groups whose ranks share a GPU. No exchange of these groups may be under way."""
+    """Close all groups whose ranks share a GPU. No exchange of these groups may run."""
     for size in range(2, native.limit("MAX_RANKS") + 1):
         group = ma.Group(axis_name=AXIS, size=size, implementation="cuda")
         if any(epochs_of(group.topology, kind) for kind in native.WORKSPACE_KINDS):
@@ -420,21 +405,20 @@ def close_all():
 
 
 def restart(group, **exchanges):
-    """Note that a test has set the counters of some workspaces of the group."""
+    """Replace the noted numbers after a test has set the counters of a workspace."""
     with _noting:
         _noted[group.size] = dataclasses.replace(_noted[group.size], **exchanges)
 
 
 def counters_of(group):
-    """Return the exchanges that each rank has made, from its counters; none while the workspaces
-    are closed."""
+    """Return the exchanges that the counters show; 0 for a closed workspace."""
     return Count(*(num_exchanges(group.topology, kind) for kind in native.WORKSPACE_KINDS))
 
 
 def assert_counted(group=GROUP):
-    """If all ranks share one GPU, check that all called exchanges ran in the kernels.
+    """If all ranks share one GPU, check that the kernels ran all called exchanges.
 
-    Nothing of the group may be under way.
+    No exchange of the group may run during this call.
     """
     if not (ONE_GPU and ON_GPU):
         return
@@ -443,8 +427,7 @@ def assert_counted(group=GROUP):
 
 
 class Noted:
-    """A compiled program that counts the exchanges of each call. If the number is not stated, it is
-    read from the counters after the first call."""
+    """A program that notes its exchanges. If `exchanges` is None, the first call counts them."""
 
     def __init__(self, program, group, exchanges=None):
         self.program, self.group, self.exchanges = program, group, exchanges
@@ -457,7 +440,6 @@ class Noted:
         return results
 
     def counted(self, *args):
-        """Make the first call."""
         jax.block_until_ready(args)
         before = counters_of(self.group)
         results = jax.block_until_ready(self.program(*args))
@@ -472,11 +454,11 @@ class Noted:
         return self.program.lower(*args)
 
 
-# Orders: (shape, group, step) -> counts, of one rank.
+# Orders are functions (shape, group, step) -> counts of one rank.
 
 
 def received(shape, group, step, recv):
-    """Check a dispatch, and the combine of its rows."""
+    """Combine the rows of a dispatch. Count errors of the routing, the rows and the sums."""
     out = combine(shape, group, recv)
     return (
         count_routing(shape, group, step, recv.routing)
@@ -486,13 +468,11 @@ def received(shape, group, step, recv):
 
 
 def whole(shape, group, step):
-    """Route, dispatch and combine."""
     routing = route(shape, group, step)
     return received(shape, group, step, dispatch(shape, group, step, routing))
 
 
 def at_once(shape, group, step):
-    """Exchange with a dispatch of ids."""
     return received(shape, group, step, routed_dispatch(shape, group, step))
 
 
@@ -506,15 +486,14 @@ def route_only(shape, group, step):
 
 
 def dispatch_only(shape, group, step):
-    """Dispatch without a use of the sums, so that XLA eliminates the combine."""
+    """Dispatch, and combine without using the sums, so that XLA eliminates the combine."""
     recv = dispatch(shape, group, step, route(shape, group, step))
     combine(shape, group, recv)
     return count_rows(shape, step, recv)
 
 
 def two_dispatches_first(shape, group, step):
-    """Dispatch twice, and then combine the rows of both dispatches, the rows of the first dispatch
-    last."""
+    """Dispatch twice, combine the rows of the second dispatch, and then those of the first."""
     steps = (2 * step, 2 * step + 1)
     recvs = [dispatch(shape, group, s, route(shape, group, s)) for s in steps]
     recvs = lax.optimization_barrier(recvs)
@@ -527,7 +506,7 @@ def two_dispatches_first(shape, group, step):
     )
 
 
-# Orders that get the routing of step 0, which another program made.
+# These orders receive the routing of step 0, which another program has made.
 
 
 def dispatch_given(shape, group, step, routing):
@@ -535,7 +514,7 @@ def dispatch_given(shape, group, step, routing):
 
 
 def combine_given(shape, group, step, routing):
-    """Combine rows that this rank computes itself and that were never dispatched."""
+    """Combine rows that this rank computes itself, without a dispatch."""
     rank, token, k = routing.row_rank, routing.row_token, routing.row_k
     y = expert_output(tokens_at(shape, step, rank, token), routing, group)
     weights = weights_at(step, rank, token, k)
@@ -547,10 +526,7 @@ def combine_given(shape, group, step, routing):
 
 
 def mapped(fn, group):
-    """Return `fn` of one rank's arrays as a function of all ranks' arrays, with a leading axis.
-
-    The result is a shard_map over the mesh of the group, or a vmap if all ranks share one GPU.
-    """
+    """Map `fn` over the ranks, by shard_map or, on one GPU, by vmap. Ranks are axis 0."""
     if group.mesh is None:
         return jax.vmap(fn, axis_name=group.axis_name, axis_size=group.size)
     spec = PartitionSpec(group.mesh.axis_names)
@@ -563,8 +539,8 @@ def mapped(fn, group):
 
 
 def on_all_ranks(fn, group, exchanges=None, **jit_options):
-    """Return `mapped(fn, group)`, compiled. `exchanges` is the number of exchanges of a call. None
-    means that `Noted` reads this number from the counters."""
+    """Return `mapped(fn, group)` under jit. `exchanges` is the number of exchanges of a call, or
+    None if `Noted` shall read it from the counters."""
     program = jax.jit(mapped(fn, group), **jit_options)
     if ONE_GPU:
         return Noted(program, group, exchanges)
@@ -572,9 +548,8 @@ def on_all_ranks(fn, group, exchanges=None, **jit_options):
 
 
 class MetProgram:
-    """A program of several processes, which wait until all of them have compiled it. Otherwise the
-    first process's kernels could time out while the last process compiles.
-    """
+    """A program of several processes. Before its first call, each process waits until all have
+    compiled it, because the kernels of the first process could otherwise time out."""
 
     def __init__(self, program):
         self.program, self.met = program, set()
@@ -592,8 +567,7 @@ class MetProgram:
 
 
 def steps_of(order, num_steps):
-    """Return an order, repeated `num_steps` times by lax.scan, as a function of the states of
-    devices."""
+    """Return a function that maps the state of one rank to its state after `num_steps` steps."""
 
     def once(state, _):
         step, counts = state
@@ -608,8 +582,7 @@ def steps_of(order, num_steps):
 
 
 def sum_program(group, shape=SMALL):
-    """Return a program that maps the state to a psum of all rows that a dispatch delivers. This
-    float32 is equal on all ranks."""
+    """Return a program from the state to the sum of all dispatched rows of all ranks."""
 
     def on_rank(state):
         routing = route(shape, group, state[0])
@@ -620,26 +593,25 @@ def sum_program(group, shape=SMALL):
 
 
 def new_program(shape=SMALL, group=GROUP, order=whole, num_steps=1):
-    """Return a compiled program: state -> state."""
     return on_all_ranks(steps_of(lambda step: order(shape, group, step), num_steps), group)
 
 
 @functools.cache
 def program(shape=SMALL, group=GROUP, order=whole):
-    """Return the compiled program, which all tests share."""
+    """Return a program that all tests share."""
     return new_program(shape, group, order)
 
 
 @functools.cache
 def routing_program(shape=SMALL, group=GROUP):
-    """Return a function () -> the Routing of step 0, every leaf with a leading device axis."""
+    """Return a function () -> the Routing of step 0. Its leaves have a leading rank axis."""
     run = on_all_ranks(lambda step: route(shape, group, step), group)
     return functools.partial(run, begin(group)[0])
 
 
 @functools.cache
 def program_with_routing(order, shape=SMALL, group=GROUP):
-    """Return a compiled program: state, Routing -> state."""
+    """Return a program (state, Routing) -> state."""
 
     def on_rank(state, routing):
         return steps_of(lambda step: order(shape, group, step, routing), 1)(state)
@@ -648,27 +620,27 @@ def program_with_routing(order, shape=SMALL, group=GROUP):
 
 
 def compile_together(*calls):
-    """Compile programs at the same time; `calls` are (program, *arguments)."""
+    """Compile programs in parallel. `calls` are (program, *arguments)."""
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda call: call[0].lower(*call[1:]).compile(), calls))
 
 
 def sharding_of(group=GROUP):
-    """Return the sharding of arrays of all ranks, which have a leading axis of ranks."""
+    """Return the sharding of arrays with a leading rank axis."""
     if group.mesh is None:
         return SingleDeviceSharding(DEVICES[0])
     return NamedSharding(group.mesh, PartitionSpec(group.mesh.axis_names))
 
 
 def begin(group=GROUP, first_step=0):
-    """Return a state in which nothing has run."""
+    """Return a state with zero counts."""
     steps = np.full(group.size, first_step, np.int32)
     counts = np.zeros((group.size, len(Counts._fields)), np.int32)
     return harness.put((steps, counts), sharding_of(group))
 
 
 def repeat(run, times, state=None, *args):
-    """Call a program again and again, without a wait."""
+    """Call a program `times` times without waiting for its results."""
     state = begin() if state is None else state
     for _ in range(times):
         state = run(state, *args)
@@ -685,9 +657,7 @@ def assert_right(state, group=GROUP):
 
 @dataclasses.dataclass
 class Outcome:
-    """The outcome of a call that may fail."""
-
-    counts: Counts | None  # None: it raised
+    counts: Counts | None  # None: the call raised an error
     error: str  # the error of the call or of a later `Group.check`, or ''
     seconds: float
 
@@ -695,13 +665,12 @@ class Outcome:
         return not self.error and not any(count.any() for count in self.counts)
 
     def is_never_wrong(self):
-        """Return True if no plausible number is wrong, and no integer is unsafe."""
+        """Return True if every wrong value is NaN (or a zero tag), and no integer is unsafe."""
         counts = self.counts
         return counts is None or not (counts.wrong.any() or counts.unsafe.any())
 
 
 def own_counts(state):
-    """Return the counts of this process's ranks, by rank."""
     found = {}
     for shard in jax.block_until_ready(state)[1].addressable_shards:
         first = shard.index[0].indices(1 << 20)[0]
@@ -710,7 +679,7 @@ def own_counts(state):
 
 
 def outcome(run, group=GROUP):
-    """Run `run() -> state` to its end. Return the outcome of each process."""
+    """Call `run() -> state`, and wait for its end. Return one outcome for all processes."""
     counts, error = None, ""
     start = time.perf_counter()
     try:
@@ -730,18 +699,18 @@ def outcome(run, group=GROUP):
     else:
         by_rank = sorted((rank, own) for each in counts for rank, own in each.items())
         counts = Counts(*np.stack([own for _, own in by_rank]).T)
-    # The record of the rank that failed says more than the record of a rank that was stopped.
+    # Prefer the error of the rank that failed to errors of ranks that were stopped.
     error = min(filter(None, errors), key=lambda error: "stopped:" in error, default="")
     return Outcome(counts, error, max(seconds))
 
 
 def assert_stopped(failed, run, group, shown="lost"):
-    """Check a call that a slow rank has stopped. The call ended in time without a wrong number. The
-    group stays stopped, and later calls report this at once."""
+    """Check that a failed call ended in time without a wrong number, and that the next call raises
+    an error at once."""
     assert failed.seconds < group.timeout + 1, failed
     assert failed.counts is not None and failed.is_never_wrong(), failed
     assert getattr(failed.counts, shown).all(), failed
-    # The late rank's process only sees the poison.
+    # The process of the slow rank only learns that another rank has failed.
     with pytest.raises(RuntimeError, match='timeout: |has reported "timeout"'):
         group.check()
     again = outcome(lambda: run(begin()), group)

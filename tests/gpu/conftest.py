@@ -1,4 +1,4 @@
-"""Provide the requirements of tests in this folder: several GPUs, and kernels with test hooks.
+"""Check that the machine has several GPUs, and that the kernels have test hooks.
 
 Without MOE_A2A_TEST_GPU=1 the tests are skipped. With it, a missing GPU or hook is an error. With
 MOE_A2A_TEST_RANKS_ON_ONE_GPU=N all N ranks share one GPU, and one GPU is enough.
@@ -15,7 +15,7 @@ from jax_moe_a2a._src.group import native
 
 ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
 HERE = pathlib.Path(__file__).parent
-# Longer than any test, even if many ranks share a GPU, because no signal ends a wait inside XLA.
+# Longer than any test. The method "thread" ends a process that waits inside XLA; a signal does not.
 TEST_SECONDS = 90 * harness.TIMES_SLOWER
 
 
@@ -32,8 +32,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def machine_and_build_are_fit():
-    """Fail, and do not skip, if the machine or the build is unfit. Users who request these tests
-    must not believe that they ran."""
+    """Fail if the machine or the build is unfit. A skip would look as if the tests had run."""
     least = 1 if harness.RANKS_ON_ONE_GPU else 2
     if len(jax.devices("gpu")) < least:
         raise RuntimeError(
@@ -52,8 +51,7 @@ def machine_and_build_are_fit():
 
 @pytest.fixture(scope="module", autouse=True)
 def counters_begin_anew(machine_and_build_are_fit):
-    """Close workspaces that other tests of this process may have used without counting their
-    exchanges."""
+    """Close all workspaces, because other tests do not count their exchanges."""
     import checked
 
     if harness.RANKS_ON_ONE_GPU:
@@ -62,7 +60,7 @@ def counters_begin_anew(machine_and_build_are_fit):
 
 @pytest.fixture(autouse=True)
 def next_test_finds_a_healthy_group():
-    """Close the workspace that a failed test has left stopped."""
+    """Close the workspace if a test has left it in a failed state."""
     import checked
 
     yield

@@ -1,8 +1,9 @@
-"""Set the hooks of a test build: rules of the protocol to break, phases to delay, ring halves to
-use."""
+"""Set the hooks of a test build: which rule of the protocol to break, which phase to delay, and how
+many ring halves to use."""
 
 import contextlib
 import enum
+import functools
 import pathlib
 import re
 
@@ -17,7 +18,7 @@ SIGNAL, STATUS = ((CUDA / name).read_text() for name in ("device/signal.cuh", "s
 
 
 def enumeration(source, name):
-    """Return an enumeration of the kernels, with NONE = 0. `kSendCredit` is `SEND_CREDIT`."""
+    """Read an enumeration from CUDA sources. `kSendCredit` becomes `SEND_CREDIT`; NONE is 0."""
     body = re.search(rf"enum (?:class )?{name} : uint32_t {{(.*?)}};", source, re.S)[1]
     numbers = {
         re.sub(r"(?<!^)(?=[A-Z])", "_", member).upper(): int(number)
@@ -29,11 +30,10 @@ def enumeration(source, name):
 Mutation = enumeration(SIGNAL, "Mutation")  # the rule to break
 Phase = enumeration(STATUS, "Phase")  # the phase to delay, and where a failure happened
 
-# The phases that the kernels can delay. In the other phases, a rank waits for a rank in one of
-# these phases.
+# The phases that the kernels can delay. In all other phases, a rank waits for another rank.
 DELAYABLE = (Phase.SEND, Phase.RECEIVE_CHUNK)
 
-# How a failure names its phase.
+# The text for each phase in error messages.
 PHASE_TEXT = {
     phase: re.search(
         rf'case Phase::k{phase.name.title().replace("_", "")}: return "(.*)";', STATUS
@@ -53,11 +53,12 @@ def set_hooks(
     depth=0,
     kind=native.WHOLE,
 ):
-    """Replace the hooks of an open group. `rank`, or all ranks for None, waits `delay` seconds in
-    `phase`.
+    """Replace the hooks of an open group. Every process must call this function.
 
-    A mutation and a depth (0: the default) hold for all ranks. Every process must call this
-    function, which sets the hooks of the ranks of this process.
+    Args:
+      mutation: the rule that all ranks break.
+      phase: the phase in which `rank` (None: every rank) waits `delay` seconds.
+      depth: the number of ring halves on all ranks (0: the default).
     """
     devices, num_ranks = group.topology
     assert len(devices) == num_ranks, "hooks are for groups of one domain"
@@ -66,21 +67,20 @@ def set_hooks(
     with nothing_under_way():
         of_all = delayed if rank is None else (0, 0)
         set_hooks_of(group, -1, mutation, *of_all, depth, kind)
-        if rank is not None:  # another process sets the hooks of its ranks
+        if rank is not None:
             set_hooks_of(group, rank, mutation, *delayed, depth, kind)
 
 
 def set_hooks_of(group, index, mutation, phase=0, delay_ns=0, depth=0, kind=native.WHOLE):
-    """Set the hooks of the rank with this index in the topology, or (-1) of all ranks of this
-    process, until the group is closed. The workspace must be open."""
+    """Set the hooks of one rank, or of all ranks of this process if `index` is -1. The hooks last
+    until the group is closed."""
     hooks = index, int(mutation), phase, delay_ns, depth
     native._raise(native._native.set_hooks(*group.topology, kind, *hooks))
 
 
-def set_epoch_of(group, index, epoch, kind=native.WHOLE):
-    """Let a rank, or (-1) all ranks of this process, continue as if `epoch - 1` exchanges had
-    run."""
-    native._raise(native._native.set_epoch(*group.topology, kind, index, epoch))
+def set_epoch_of(group, index, epoch):
+    """Let one rank (-1: all ranks of this process) continue as if `epoch - 1` exchanges had run."""
+    native._raise(native._native.set_epoch(*group.topology, native.WHOLE, index, epoch))
 
 
 def set_credits_of(group, index, epoch):
@@ -88,10 +88,15 @@ def set_credits_of(group, index, epoch):
     native._raise(native._native.set_credits(*group.topology, native.WHOLE, index, epoch))
 
 
-def set_uncapped(group, is_uncapped):
-    """Let ranks on one GPU launch all blocks of their budget. Without this setting, a launch has
-    only as many blocks as the GPU can run at once."""
-    native._native.set_uncapped(*group.topology, native.WHOLE, is_uncapped)
+@contextlib.contextmanager
+def uncapped(group):
+    """Let ranks on one GPU launch more blocks than the GPU can run at once."""
+    set_uncapped = functools.partial(native._native.set_uncapped, *group.topology, native.WHOLE)
+    set_uncapped(True)
+    try:
+        yield
+    finally:
+        set_uncapped(False)
 
 
 def set_epoch(group, epoch):
@@ -109,9 +114,9 @@ def assert_open(group, kind):
 
 @contextlib.contextmanager
 def nothing_under_way():
-    """Meet before and after the block with idle devices, so that no process raises a flag or posts
-    a credit while another process sets its hooks or its epoch."""
-    # A sum runs after all earlier work of its device.
+    """Wait for the devices and for all processes before and after the block. Otherwise one process
+    could raise a flag or post a credit while another process sets its hooks or its epoch."""
+    # The addition runs after all earlier work of its device.
     jax.block_until_ready([jax.device_put(0, device) + 1 for device in jax.local_devices()])
     harness.of_all_processes(None)
     yield
@@ -120,7 +125,7 @@ def nothing_under_way():
 
 @contextlib.contextmanager
 def hooked(group, **hooks):
-    """Set hooks as `set_hooks` does, and close the group afterwards, which removes them."""
+    """Call `set_hooks`. At the end, close the group, which removes the hooks."""
     try:
         set_hooks(group, **hooks)
         yield

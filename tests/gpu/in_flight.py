@@ -1,5 +1,5 @@
-"""Define orders of split exchanges that check themselves, like those of `checked`: (shape, group,
-step) -> counts, of one rank."""
+"""Define orders with split exchanges. As in `checked`, an order is a function (shape, group, step)
+-> counts of one rank."""
 
 import random
 
@@ -11,7 +11,7 @@ from jax_moe_a2a._src.exchange import split
 
 
 def in_order(inflights, *arrays):
-    """Return the arrays. No operation that uses an array begins before all arrays are computed."""
+    """Return the arrays, tied together: no use of an array begins before all are computed."""
     tied = iter(split.tie(*(a for each in inflights for a in each._arrays), *arrays))
     for each in inflights:
         each._arrays = [next(tied) for _ in each._arrays]
@@ -19,7 +19,6 @@ def in_order(inflights, *arrays):
 
 
 def check_dispatch(shape, group, step, inflight):
-    """Finish a dispatch; return (Recv, counts)."""
     recv = ma.dispatch_done(inflight)
     return recv, checked.count_rows(shape, step, recv)
 
@@ -30,7 +29,7 @@ def check_combine(shape, group, step, inflight):
 
 
 def split_whole(shape, group, step):
-    """Run a route, a dispatch and a combine, with a product during each of the two exchanges."""
+    """Route, dispatch and combine, with a matrix product during the dispatch and the combine."""
     routing = checked.route(shape, group, step)
     inflight = checked.dispatch_start(shape, group, step, routing)
     inflight, rows = ma.overlap(inflight, product, step)
@@ -45,21 +44,20 @@ def split_whole(shape, group, step):
 
 
 def product(step):
-    """Multiply matrices of ones. The compiler cannot know that the elements are ones."""
+    """Return a matrix product whose elements are ones, which the compiler cannot know."""
     side = 512
     ones = jnp.ones((side, side), jnp.bfloat16) + (step * 0).astype(jnp.bfloat16)
     return ones @ jnp.full((side, side), 1 / side, jnp.bfloat16)
 
 
 def started_first(number, reverse):
-    """Return a script that starts dispatches and finishes them in the same or the reverse order,
-    and then does the same with their combines."""
+    """Return a script that starts dispatches, finishes them in the order of their starts (or in the
+    reverse order), and then finishes their combines in that order."""
     places = reversed(range(number)) if reverse else [0] * number
     return [("start", None)] * number + [("done", i) for i in places] * 2
 
 
 def random_script(seed, num_actions=14, most=4):
-    """Return a script of random starts, dones in any order, whole exchanges, psums and products."""
     draw, script, pool = random.Random(seed), [], []
     names = ("start", "done", "done", "whole", "psum", "product")
 
@@ -83,8 +81,9 @@ def random_script(seed, num_actions=14, most=4):
 
 
 def scripted(script):
-    """Return an order that performs the actions (name, index) of a script in turn. The index of a
-    done is the index of its exchange in flight. The done of a dispatch also starts a combine."""
+    """Return an order that performs the actions (name, index) of a script. "done" finishes the
+    exchange with this index in the list of exchanges in flight; after a dispatch, it also starts
+    the combine."""
 
     def order(shape, group, step):
         pool, counts, first = [], checked.counted(), len(script) * step
@@ -122,7 +121,7 @@ whole_between = scripted(
 )
 
 
-# With a routing of step 0 that an earlier program made.
+# These orders receive the routing of step 0, which another program has made.
 
 
 def dispatch_given(shape, group, step, routing):

@@ -1,7 +1,6 @@
-"""Define hostile routings, and run a step with one of them thousands of times.
+"""Define hostile routings, and run thousands of steps with one of them.
 
-A routing is a function (group, step) -> ids [TOKENS, TOP_K] of one rank. The device makes the ids
-from the number of the step.
+A routing is a function (group, step) -> ids [TOKENS, TOP_K] of one rank, computed on the device.
 """
 
 import checked
@@ -15,13 +14,13 @@ RANKS = checked.RANKS
 TOP_K = 8
 LOCAL_EXPERTS = max(4, 32 // RANKS)
 EXPERTS = RANKS * LOCAL_EXPERTS
-# Tokens of a rank, an even number. With the worst-case capacity, the rows of all ranks grow with
-# the square of the number of ranks.
+# Tokens of a rank, an even number. More ranks have fewer tokens, because the rows of all ranks grow
+# with the square of the number of ranks.
 TOKENS = max(4, min(64, 1024 // RANKS) // 2 * 2)
 CHOICES = TOKENS * TOP_K
 INT32 = np.iinfo(np.int32)
-TIGHT_CAPACITY = CHOICES * 3 // 4 | 1  # less than the mean load, and no multiple of an alignment
-STEPS = 500 if checked.ON_GPU else 3  # of a program
+TIGHT_CAPACITY = CHOICES * 3 // 4 | 1  # less than the mean load, and odd
+STEPS = 500 if checked.ON_GPU else 3  # in one call of a program
 KERNELS = checked.new_group(timeout=10.0, cuda_graphs=None)
 PORTABLE = checked.new_group(implementation="portable")
 POPULARITY_STEPS = 100  # the experts' popularity is drawn again after this many steps
@@ -35,7 +34,7 @@ def random_numbers(group, step, salt):
 
 
 def random_number(step, salt):
-    """Return an integer from 0 to 2^24 - 1, the same one on all ranks."""
+    """Return an integer from 0 to 2^24 - 1, which is equal on all ranks."""
     return (checked.hashed(salt, step) >> 8).astype(jnp.int32)
 
 
@@ -48,7 +47,6 @@ def last_expert_of_the_last_rank(group, step):
 
 
 def one_expert_of_rank_0(group, step):
-    """Return one expert for all ranks. The expert changes with each step."""
     return jnp.full((TOKENS, TOP_K), random_number(step, 21) % LOCAL_EXPERTS)
 
 
@@ -57,7 +55,6 @@ def nothing(group, step):
 
 
 def a_single_choice(group, step):
-    """Return one choice of one token of one rank, and nothing else."""
     token, k = jnp.arange(TOKENS)[:, None], jnp.arange(TOP_K)
     is_it = checked.my_rank(group) == random_number(step, 22) % RANKS
     is_it &= token == random_number(step, 23) % TOKENS
@@ -83,7 +80,7 @@ def every_second_token(group, step):
 
 
 def outside_the_range(group, step):
-    """Return ids. Half are ordinary, and half are near or far outside both ends of the range."""
+    """Return ids of which about half are outside of the range."""
     outside = [EXPERTS, EXPERTS + 1, -2, -3, -EXPERTS, 1 << 16, INT32.max, INT32.min]
     drawn = random_numbers(group, step, 27)
     wild = jnp.asarray(outside, jnp.int32)[drawn // 2 % len(outside)]
@@ -130,17 +127,15 @@ ROUTINGS |= {f"skewed_{sigma}": skewed(sigma) for sigma in (0.5, 1.1, 1.7)}
 
 
 def ids_of(name_index, group, step):
-    """Return the ids of the routing with this index in ROUTINGS."""
     return jnp.stack([routing(group, step) for routing in ROUTINGS.values()])[name_index].astype(
         jnp.int32
     )
 
 
 def program(take_step, **jit_options):
-    """Return a program from (index of a routing, step, sums) to their values after STEPS steps.
+    """Return a program (index of a routing, step, sums) -> their values after STEPS steps.
 
-    ``take_step`` is a function (index of a routing, step) -> a pytree of numbers, of one rank. The
-    program adds them up.
+    Each step adds ``take_step(index of a routing, step)``, a pytree of one rank, to the sums.
     """
 
     def on_rank(name_index, step, sums):
@@ -154,19 +149,16 @@ def program(take_step, **jit_options):
 
 
 def begin(name, zeros):
-    """Return the arguments of a program for a routing, with sums that begin with ``zeros``."""
+    """Return the arguments of the first call of a program. The sums are ``zeros``."""
     index = np.full(RANKS, list(ROUTINGS).index(name), np.int32)
     state = index, np.zeros(RANKS, np.int32), zeros
     return harness.put(state, checked.sharding_of(KERNELS))
 
 
-def run_all_steps(run, name, zeros, runs=1):
-    """Run a program ``runs`` times with a routing. Return its sums, which begin with ``zeros``."""
-    state = begin(name, zeros)
-    for _ in range(runs):
-        state = run(*state)
-    _, steps, sums = harness.numpy_of(state)
+def run_all_steps(run, name, zeros):
+    """Call a program with a routing. Return its sums, which start at ``zeros``."""
+    _, steps, sums = harness.numpy_of(run(*begin(name, zeros)))
     KERNELS.check()
-    assert (steps == runs * STEPS).all()
+    assert (steps == STEPS).all()
     checked.assert_counted(KERNELS)
     return sums

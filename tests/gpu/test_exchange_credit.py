@@ -1,4 +1,4 @@
-"""Credits: no data is overwritten before it is read, whatever the depth and the order of calls."""
+"""Test that a sender waits for a credit before it overwrites rows that a slow rank still reads."""
 
 import random
 
@@ -24,8 +24,8 @@ def test_a_slow_reader_is_not_overwritten(depth):
 )
 @pytest.mark.parametrize("mutation", (Mutation.IGNORE_CREDIT, Mutation.CREDIT_BY_FIRST_BLOCK))
 def test_a_slow_reader_is_overwritten_where_the_rule_is_broken(mutation):
-    """Repeat the test above at depth 1. At larger depths, the heads of the calls imply the
-    credit."""
+    """If the kernels break a rule of credits, one of 20 tries returns a wrong result. The ring has
+    one half, because with two halves the heads of the calls already imply the credit."""
     run = checked.program()
     state = checked.repeat(run, 2)
     with hooked(checked.GROUP, mutation=mutation, depth=1, **SLOW):
@@ -39,7 +39,6 @@ def test_a_slow_reader_is_overwritten_where_the_rule_is_broken(mutation):
 
 
 def mixed_shapes():
-    """Return twenty programs that differ in shape, dtype and order of operations."""
     draw = random.Random(2)
     orders = [checked.whole] * 12 + [checked.two_dispatches_first] * 4
     orders += [checked.dispatch_only] * 2 + [checked.route_only] * 2
@@ -71,8 +70,7 @@ def programs():
 
 @pytest.mark.parametrize("depth", (2, 1))
 def test_programs_of_mixed_shapes_in_random_order_never_disturb_each_other(programs, depth):
-    """About four thousand exchanges run in random order, without a wait of the host between
-    them."""
+    """The host calls 1,200 programs in random order without waiting. No program counts an error."""
     draw = random.Random(depth)
     state = checked.begin()
     for run in programs:

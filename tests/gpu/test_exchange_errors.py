@@ -1,5 +1,5 @@
-"""If a rank does not arrive, all ranks stop in time, say which rank waited for which rank, and
-return NaN."""
+"""Test that all ranks stop in time and return NaN if a rank does not arrive, and that the error
+names both the waiting rank and the missing rank."""
 
 import dataclasses
 import re
@@ -26,7 +26,7 @@ def routing():
 
 @pytest.fixture
 def run(routing, operation):
-    """Return an operation by itself, as a function of the state."""
+    """Return a program with only this operation."""
     if operation == "route":
         return checked.program(SHAPE, GROUP, checked.route_only)
     given = checked.program_with_routing(OPERATIONS[operation], SHAPE, GROUP)
@@ -38,12 +38,12 @@ IN_ONE_LAUNCH = pytest.mark.several_devices(
 )
 
 
-# The slow phase, ring halves, calls in a row, and the phases in which the other ranks then wait.
+# (slow phase, ring halves, number of calls, phases in which the other ranks may wait)
 STALLS = {
-    # The slow rank's chunks and head do not arrive. A rank that expects no chunk from it waits for
-    # its head.
+    # The slow rank sends neither chunks nor its head. A rank that expects no chunk waits for the
+    # head.
     "sending": (Phase.SEND, 0, 1, [Phase.RECEIVE_CHUNK, Phase.RECEIVE_HEAD]),
-    # The slow rank reads for so long that it does not begin the next call in time.
+    # The slow rank still reads, so it does not begin the next call in time.
     "reading": (Phase.RECEIVE_CHUNK, 0, 2, [Phase.RECEIVE_CHUNK, Phase.RECEIVE_HEAD]),
     # The slow rank posts no credit for its only ring half, and does not begin the next call.
     "reading_at_depth_1": (
@@ -61,6 +61,8 @@ STALLS = {
 )
 @pytest.mark.parametrize("operation", ("route", "dispatch", "combine"))
 def test_a_stalled_rank_stops_all_in_time_with_nan_and_never_a_wrong_number(run, operation, stall):
+    """A rank is late in one phase. The error names this rank, all results are NaN, and the group
+    returns right results again after it was closed."""
     slow_phase, depth, calls, waits = STALLS[stall]
     state = checked.repeat(run, 2)
     checked.assert_right(state, GROUP)
@@ -85,7 +87,8 @@ def test_a_stalled_rank_stops_all_in_time_with_nan_and_never_a_wrong_number(run,
 @IN_ONE_LAUNCH
 @pytest.mark.parametrize("operation", ("dispatch",))
 def test_a_rank_that_was_done_keeps_its_results(run):
-    """The first of two calls was complete on all ranks except the slow one."""
+    """A rank is slow in the first of two calls. The second call returns NaN on all ranks. The first
+    call returns right results on all ranks except the slow rank."""
     state = checked.repeat(run, 2)
     with hooked(GROUP, phase=Phase.RECEIVE_CHUNK, rank=SLOW_RANK, delay=DELAY):
         first = run(state)
@@ -111,7 +114,8 @@ def test_only_the_first_exchange_waits_longer_for_a_rank_that_is_late():
 
 
 def test_a_group_that_does_not_raise_returns_nan_until_it_is_closed():
-    """The group also returns NaN after a collective that all ranks reach."""
+    """With on_failure="nan", three psums after a failure are NaN. After the group was closed, the
+    psum is right again."""
     group = checked.new_group(timeout=TIMEOUT, on_failure="nan")
     run = checked.sum_program(group, SHAPE)
     state = checked.begin(group)
@@ -126,7 +130,7 @@ def test_a_group_that_does_not_raise_returns_nan_until_it_is_closed():
             assert np.isnan(sums()).all()
         with pytest.raises(RuntimeError, match='timeout: |has reported "timeout"'):
             group.check()
-        # Another group over the same devices raises.
+        # A group over the same devices without on_failure="nan" raises an error.
         failed = checked.outcome(lambda: checked.program(SHAPE, GROUP)(checked.begin()), GROUP)
         assert failed.counts is None and failed.error, failed
     group.check()
@@ -163,7 +167,8 @@ def test_a_program_over_another_order_of_devices_is_told_so():
     ),
 )
 def test_an_index_out_of_range_is_an_error_and_not_a_stray_access(routing, operation, field, limit):
-    """A routing that was not made by `route` may be damaged."""
+    """One field of a routing has indices that are too large. The error says so, and the group
+    returns right results after it was closed."""
     run = checked.program_with_routing(OPERATIONS[operation], SHAPE, GROUP)
     checked.assert_right(run(checked.begin(), routing), GROUP)
 

@@ -1,5 +1,4 @@
-"""Fences: a thread that has seen a chunk's flag sees the chunk's rows, even if a format encodes
-them."""
+"""Test that a thread sees the rows of a chunk after it has seen the chunk's flag."""
 
 import functools
 from typing import NamedTuple
@@ -21,8 +20,8 @@ FORMATS = {"mx": ma.MxFp8(), "blockwise": ma.BlockwiseFp8(), "none": None}
 class Case(NamedTuple):
     order: object
     shape: checked.Shape
-    mutation: Mutation = Mutation.FLAG_BEFORE_ROWS  # the broken rule
-    calls: int = 20  # enough to detect the breach
+    mutation: Mutation = Mutation.FLAG_BEFORE_ROWS
+    calls: int = 20  # enough to detect the mutation
 
 
 def case_of(order, tokens, hidden, top_k=1, dtype="float32", **options):
@@ -46,8 +45,8 @@ CASES = {
     ),
     "encoded_sums": case_of(COMBINE, 1024, 8192, 2, wire=ma.MxFp8()),
     "encoded_sums_shared_flags": case_of(COMBINE, 5000, 128, 2, "bfloat16", wire=ma.BlockwiseFp8()),
-    # The most tokens of one launch. With four ranks, planning the received rows takes less time
-    # than writing them.
+    # 256 is the largest number of tokens that one launch routes and dispatches. The rows are wide,
+    # so that writing them takes longer than planning the received rows.
     **{
         f"at_once_{name}": case_of(AT_ONCE, 256, 32768, format=format)
         for name, format in FORMATS.items()
@@ -57,7 +56,6 @@ CASES = {
 
 @functools.cache
 def program(case):
-    """Return a program, state -> state, which makes its routing once."""
     if case.order is AT_ONCE:
         return checked.program(case.shape, order=AT_ONCE)
     run = checked.program_with_routing(case.order, case.shape)
@@ -66,12 +64,9 @@ def program(case):
 
 
 def marked(name, *marks):
-    """Return a case with the marks. Skip the case if XLA encodes the partial sums, as for many
-    ranks."""
+    """Return a parameter with the marks. Skip it if the kernels do not encode its partial sums."""
     shape = CASES[name].shape
-    lanes = (
-        shape.top_k + checked.RANKS
-    )  # of a warp: `_wire_applies` in exchange/dispatch_combine.py
+    lanes = shape.top_k + checked.RANKS  # `_wire_applies` in exchange/dispatch_combine.py
     is_portable = shape.wire is not None and lanes > 32
     reason = "XLA encodes the partial sums of so many ranks"
     return pytest.param(name, marks=[*marks, pytest.mark.skipif(is_portable, reason=reason)])
@@ -79,6 +74,7 @@ def marked(name, *marks):
 
 @pytest.mark.parametrize("name", [marked(name) for name in CASES])
 def test_rows_have_arrived_when_their_flag_has(name):
+    """One rank is late, so that the other ranks poll its flags. No call returns a wrong row."""
     run = program(CASES[name])
     for phase in DELAYABLE:
         checked.assert_right(run(checked.begin()))  # opens the workspace
@@ -87,8 +83,7 @@ def test_rows_have_arrived_when_their_flag_has(name):
 
 
 # On H200 the stores of a bulk copy are visible before a flag that follows `wait_group.read`,
-# although PTX does not guarantee this. This test can therefore not show a breach of the rule on
-# H200.
+# although PTX does not guarantee this order. The test cannot detect this mutation on H200.
 NOT_SHOWN_BY_HOPPER = pytest.mark.xfail(
     reason="Hopper shows no difference between read and stored", strict=False
 )
@@ -100,6 +95,7 @@ NOT_SHOWN_BY_HOPPER = pytest.mark.xfail(
 )
 @checked.enough_tokens_to_be_late
 def test_a_flag_before_its_rows_is_noticed(name):
+    """The kernels raise flags too early. Some call returns a wrong row."""
     case, run = CASES[name], program(CASES[name])
     checked.assert_right(run(checked.begin()))
     with hooked(checked.GROUP, mutation=case.mutation, **LATE):

@@ -1,4 +1,4 @@
-"""Thousands of exchanges that quantize are right."""
+"""Test thousands of exchanges with token formats."""
 
 import checked
 import jax.numpy as jnp
@@ -11,16 +11,14 @@ FORMATS = {"blockwise": ma.BlockwiseFp8(), "mx": ma.MxFp8()}
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_thousands_of_exchanges_with_a_format_show_no_error(name):
-    """Every step has a different routing. Combines and dispatches of other shapes run in
-    between."""
+    """2,000 steps exchange quantized and plain tokens with new routings. All results are right."""
     shape = checked.Shape(tokens=200, hidden=384, format=FORMATS[name], wire=FORMATS[name])
     plain = checked.Shape(tokens=64)
     group = checked.new_group(timeout=10.0, cuda_graphs=None)
 
     def order(step):
         whole = checked.whole(shape, group, step) + checked.whole(plain, group, step)
-        # The tokens differ. Otherwise, with many ranks, both would make equal calls, and XLA would
-        # merge them.
+        # Other tokens, because XLA would merge equal calls.
         step += 1
         return whole + checked.at_once(shape, group, step) + checked.at_once(plain, group, step)
 

@@ -1,7 +1,7 @@
-"""CUDA graphs: a replayed call has the results of a launched call.
+"""Test that calls that CUDA graphs replay return the results of launched calls.
 
 XLA replays a graph from the second run of a program on, and drops all graphs if it compiles another
-program. The tests of this file therefore compile all programs first, and run them often.
+program. The tests therefore compile all programs first, and run them often.
 """
 
 import concurrent.futures
@@ -27,7 +27,8 @@ def captured_group():
 
 
 def test_tens_of_thousands_of_replays_with_launches_between_are_right():
-    """Route, dispatch and combine run 20,000 times. Between the loops, uncaptured calls run."""
+    """A loop with a route, a dispatch and a combine is replayed 20,000 times. Calls without graphs
+    run between the loops. No call counts an error."""
     group = captured_group()
     captured = checked.new_program(SHAPE, group, num_steps=STEPS)
     launched = checked.program(OTHER)
@@ -51,7 +52,7 @@ def test_short_programs_replay_in_any_order():
 
 
 def layer(shape, group, step):
-    """Return results and gradients of one rank, from real numbers whose sums are never exact."""
+    """Return results and gradients of one rank for normal tokens, whose sums are rounded."""
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), step), checked.my_rank(group))
     x = jax.random.normal(key, (shape.tokens, shape.hidden), shape.dtype)
     routing = checked.route(shape, group, step)
@@ -80,8 +81,8 @@ def test_captured_calls_return_the_bits_of_launched_calls():
 
 @pytest.mark.one_process("the number of its calls is by the clock")
 def test_compiling_another_program_while_graphs_replay_changes_nothing():
-    """XLA drops all graphs when it loads a program that has graphs. In the middle of a loop, one
-    device may then launch a call that another device replays."""
+    """A thread compiles three programs while another thread runs a captured loop. XLA then drops
+    all graphs, so one device may launch a call that another device replays. No result is wrong."""
     group = captured_group()
     captured = checked.new_program(SHAPE, group, num_steps=STEPS)
     state = captured(checked.begin())
@@ -105,7 +106,8 @@ def two_independent_exchanges(shape, group, step):
 
 
 def test_exchanges_that_xla_lets_overlap_are_right_or_raise():
-    """In this mode, a graph orders its nodes only by the buffers that XLA knows."""
+    """In the mode "CONCURRENT", a graph orders calls only by their buffers. Two independent
+    exchanges are right or raise an error, but never return a wrong number."""
     group = checked.new_group(cuda_graphs=True, timeout=1.0)
     step = checked.steps_of(lambda step: two_independent_exchanges(SHAPE, group, step), 1)
     concurrent = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
@@ -139,6 +141,6 @@ def replay_after_close_and_after_failure():
 
 @pytest.mark.one_process("it starts a process of its own")
 def test_a_captured_program_runs_again_after_close_and_after_failure():
-    """The test runs in a separate process, because a graph that accesses freed memory makes the
-    devices unusable."""
+    """Captured programs return right results after their group was closed or has failed. They run
+    in a separate process, because access to freed memory would make the devices unusable."""
     run_alone(replay_after_close_and_after_failure)

@@ -1,4 +1,4 @@
-"""Ranks that make different calls get an error that says so. These ranks never hang or get a wrong
+"""Test that ranks that make different calls raise an error, and neither hang nor return a wrong
 result."""
 
 import concurrent.futures
@@ -61,8 +61,8 @@ def in_order(first, second):
     return both
 
 
-# Pairs: the calls of rank 0, and the calls of the other ranks. Except in the last pair, both raise
-# the same number of flags.
+# (the calls of rank 0, the calls of all other ranks). Except in the last pair, both raise the same
+# number of flags.
 CASES = {
     "another_shape": (dispatch_narrower, dispatch),
     "another_number_of_arrays": (dispatch_two_arrays, dispatch),
@@ -79,15 +79,13 @@ CASES = {
 
 @functools.cache
 def routing():
-    """Return the routing of step 0. The routing is made once, because with several processes the
-    program's first call is a meeting of all processes."""
+    """Return the routing of step 0. Its first computation waits for all processes."""
     return jax.block_until_ready(checked.routing_program(SHAPE)())
 
 
 @functools.cache
 def compiled_program(case):
-    """Return a compiled program: state, Routing -> state. The call of rank 0 differs from the calls
-    of the other ranks."""
+    """Return a program (state, Routing) -> state, in which rank 0 makes another call."""
     calls = [
         lambda *args, call=call: jnp.sum(call(*args), dtype=jnp.float32) for call in CASES[case]
     ]
@@ -113,16 +111,18 @@ RANKS_DIFFER = pytest.mark.several_devices(
 
 @pytest.fixture(scope="module")
 def programs_are_compiled():
-    routing()  # before several threads ask for it
+    routing()  # compute it before several threads need it
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         list(pool.map(compiled_program, CASES))
-    harness.of_all_processes(None)  # other processes may be ready seconds later
+    harness.of_all_processes(None)  # wait for the slowest process
 
 
 @RANKS_DIFFER
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.usefixtures("programs_are_compiled")
 def test_ranks_that_make_different_calls_are_told_so_at_once(case):
+    """Rank 0 makes another call than the other ranks. The error says "mismatched calls" before the
+    timeout, and the group returns right results after it was closed."""
     mismatched = run_mismatched(case)
     assert "mismatched calls" in mismatched.error, mismatched
     assert mismatched.seconds < GROUP.timeout, mismatched
@@ -134,6 +134,7 @@ def test_ranks_that_make_different_calls_are_told_so_at_once(case):
 @pytest.mark.parametrize("case", ("another_shape", "another_order"))
 @pytest.mark.usefixtures("programs_are_compiled")
 def test_the_signature_is_what_tells_them(case):
+    """If the kernels ignore signatures, mismatched calls raise no error about the mismatch."""
     checked.assert_right(checked.repeat(checked.program(SHAPE), 1))
     with hooked(GROUP, mutation=Mutation.IGNORE_SIGNATURE):
         unnoticed = run_mismatched(case)
@@ -141,7 +142,7 @@ def test_the_signature_is_what_tells_them(case):
 
 
 def run_in_two_threads():
-    """Run rounds of two threads on one group; print their outcomes, and fail on a wrong result."""
+    """Let two threads call programs of one group. Fail if a result is wrong without an error."""
     programs = [
         checked.program(SHAPE),
         checked.program(checked.Shape(tokens=200)),

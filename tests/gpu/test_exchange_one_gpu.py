@@ -1,4 +1,4 @@
-"""Test behaviour that needs all ranks on one GPU, and that no test passes without the kernels."""
+"""Test groups whose ranks all share one GPU, and that tests fail if no kernel runs."""
 
 import checked
 import jax
@@ -19,7 +19,7 @@ STEPS = 200
 
 
 def alternating_program():
-    """Return a program of the states of both groups. The groups exchange in turn in a loop."""
+    """Return a program (states of both groups) -> states. The groups alternate in a loop."""
     orders = {GROUP: checked.whole, SMALLER: checked.at_once}
 
     def a_step(group):
@@ -33,7 +33,7 @@ def alternating_program():
         return (large, a_step(SMALLER)(small)), None
 
     program = jax.jit(lambda *states: lax.scan(once, states, length=STEPS)[0])
-    of_step = {GROUP: Count(whole=3), SMALLER: Count(whole=2)}  # route, dispatch, combine; at once
+    of_step = {GROUP: Count(whole=3), SMALLER: Count(whole=2)}
 
     def run(*states):
         for group, exchanges in of_step.items():
@@ -53,7 +53,8 @@ def test_groups_of_different_sizes_alternate_on_one_device():
 
 
 def test_a_group_that_was_closed_between_calls_counts_from_the_first_epoch_again():
-    """The other group on the device keeps its workspace."""
+    """A group is closed between its calls. Its counters restart, and all results are right. The
+    other group on the device keeps its counters."""
     run, other = checked.program(SHAPE, GROUP), checked.program(SHAPE, SMALLER)
     state, other_state = checked.begin(GROUP), checked.begin(SMALLER)
     checked.close(GROUP)

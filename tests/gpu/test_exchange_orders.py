@@ -1,4 +1,4 @@
-"""Orders that break other implementations."""
+"""Test rematerialized exchanges, and compare the kernels with the portable path bit for bit."""
 
 import functools
 
@@ -28,7 +28,7 @@ def programs_are_compiled():
 
 
 def layer(group, remat, step):
-    """Return output and gradients of a layer on one rank, in small integers: exact in any order."""
+    """Return output and gradients of a layer on one rank, all small integers with exact sums."""
     shape, rank = SHAPE, checked.my_rank(group)
     token = jnp.arange(shape.tokens)
 

@@ -1,4 +1,4 @@
-"""Exchanges alongside NCCL collectives and matrix products that fill the GPU, in one program."""
+"""Test exchanges alongside NCCL collectives and matrix products that fill the GPU."""
 
 import checked
 import jax.numpy as jnp
@@ -7,10 +7,10 @@ from alone import run_alone
 from jax import lax
 
 STEPS = 2000
-# Side of the square matrices. Each rank has one matrix, even if ranks share one GPU.
+# The side of each rank's square matrix. It is smaller if all ranks share one GPU.
 SIDE = (1024 if checked.ONE_GPU else 4096) if checked.ON_GPU else 64
 SUMMED = 1 << 18  # integers in the psum of each step
-# Searching for the fastest product would take longer than the test.
+# Autotuning would take longer than the test.
 NO_SEARCH = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 
 
@@ -21,7 +21,7 @@ def run_beside_collectives_and_products(num_sms=None):
     def once(carry, _):
         (step, counts), ones = carry
         counts = counts + checked.whole(checked.SMALL, group, step)
-        # Each row sums to one. The sums are exact, and unknown to the compiler.
+        # The elements stay exactly one, which the compiler does not know.
         ones = ones @ jnp.full((SIDE, SIDE), 1 / SIDE, ones.dtype)
         counts = counts + checked.count_psum(group, step, SUMMED) + checked.counted(wrong=ones != 1)
         return ((step + 1, counts), ones), None

@@ -1,28 +1,26 @@
-"""Epochs and roles: with any number of blocks, any slow rank, and senders admitted first."""
+"""Test exchanges with one block, with many blocks, and with more blocks than fit on the GPU."""
 
 import contextlib
 import random
 
 import checked
 import pytest
-from hooks import DELAYABLE, Mutation, hooked, set_hooks, set_uncapped
+from hooks import DELAYABLE, Mutation, hooked, set_hooks, uncapped
 
-# Work for more than 400 blocks, in dispatch and in combine.
+# Dispatch and combine have work for more than 400 blocks.
 MANY_CHUNKS = checked.fitting(checked.Shape(tokens=4096, hidden=64))
-# Ranks that share one GPU have equal shares of its multiprocessors. With the larger numbers, each
-# rank uses its whole share.
+# Ranks that share one GPU divide its multiprocessors. With 200 and 400, each rank uses its whole
+# share.
 GROUPS = {num_sms: checked.new_group(num_sms=num_sms) for num_sms in (1, 2, 200, 400)}
 SMALL_GRID = checked.new_group(num_sms=16)
 # More receivers than a GPU can hold at once. If all receivers started first, no sender would have
 # room.
 if checked.ONE_GPU:
-    # Each rank has a budget of 400 blocks. A launch has only as many as fit, unless a hook lifts
-    # the cap.
+    # Each rank may have 400 blocks. Outside of `uncapped`, a launch has only as many as fit.
     FLOOD = checked.fitting(checked.Shape(tokens=2048, hidden=8, top_k=1), gigabytes=1.0)
     FLOODED = checked.new_group(num_sms=400, timeout=1.0)
 else:
-    # Work for 2400 blocks, half of them senders in dispatch. Even 132 multiprocessors with four
-    # blocks each cannot hold that many.
+    # 2400 blocks, half of them senders in dispatch. 132 multiprocessors hold at most 4 blocks each.
     FLOOD = checked.Shape(tokens=8192, hidden=8, top_k=1)
     FLOODED = checked.new_group(num_sms=2400, timeout=1.0)
 
@@ -56,21 +54,10 @@ def test_a_slow_rank_changes_no_result(num_sms):
                 checked.assert_right(state, group)
 
 
-@contextlib.contextmanager
-def more_blocks_than_fit():
-    if not checked.ONE_GPU:
-        yield
-        return
-    set_uncapped(FLOODED, True)
-    try:
-        yield
-    finally:
-        set_uncapped(FLOODED, False)
-
-
 def test_blocks_that_outnumber_the_gpu_end_because_senders_are_admitted_first():
+    """With more blocks than fit, calls are right. If receivers start first, a call times out."""
     run = checked.program(FLOOD, FLOODED)
-    with more_blocks_than_fit():
+    with uncapped(FLOODED) if checked.ONE_GPU else contextlib.nullcontext():
         state = checked.repeat(run, 3)
         checked.assert_right(state, FLOODED)
         with hooked(FLOODED, mutation=Mutation.RECEIVERS_FIRST):
@@ -80,8 +67,7 @@ def test_blocks_that_outnumber_the_gpu_end_because_senders_are_admitted_first():
 
 
 def test_the_order_of_admission_is_free_where_all_blocks_run_at_once():
-    """If all blocks run, the calls are right with this mutation. The test above therefore fails
-    only because of the order."""
+    """If all blocks fit, results are right even if receivers start first."""
     for group in (FLOODED, SMALL_GRID) if checked.ONE_GPU else (SMALL_GRID,):
         run = checked.program(FLOOD if group is FLOODED else checked.SMALL, group)
         state = checked.repeat(run, 1)

@@ -1,4 +1,4 @@
-"""Degenerate routings are right, even if landing zones still hold data of earlier calls."""
+"""Test degenerate routings while the ring holds NaN from earlier calls."""
 
 import dataclasses
 import functools
@@ -30,7 +30,7 @@ ROUTINGS = (
 
 @functools.cache
 def nan_arrays():
-    """Return tokens, weights and rows of `harness.exchange_fn` that are NaN."""
+    """Return NaN for the tokens, weights and rows of `harness.exchange_fn`."""
     (_, *arrays), _ = harness.exchange_inputs(cases.Case(FULL, "uniform"), RANKS)
     sharding = harness.placement(harness.mesh_of(RANKS))
     return jax.tree.map(lambda array: harness.poison(array, sharding), arrays)
@@ -39,8 +39,7 @@ def nan_arrays():
 def leave_nan_in_both_ring_halves():
     """Fill every landing slot of dispatch and of combine."""
     experts = FULL.num_experts(RANKS)
-    # One after the other, these routings send every token to every rank. One routing is enough for
-    # up to 16 ranks.
+    # Together, these routings send every token to every rank. Up to 16 ranks need one routing.
     for first in range(0, experts, FULL.top_k):
         everywhere = np.arange(first, first + FULL.top_k, dtype=np.int32) % experts
         ids = np.broadcast_to(everywhere, (RANKS, FULL.tokens, FULL.top_k))
@@ -52,6 +51,7 @@ def leave_nan_in_both_ring_halves():
 @pytest.mark.parametrize("layout", (*LAYOUTS, FULL), ids=lambda layout: layout.name)
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_stale_bytes_never_reach_a_result(layout, routing):
+    """All results equal the oracle's after earlier calls have filled both ring halves with NaN."""
     case = cases.Case(layout, routing)
     leave_nan_in_both_ring_halves()
     for seed in range(2):  # each run begins with another ring half

@@ -1,4 +1,4 @@
-"""Test the workspace from outside: its reserved and mapped memory, its growth, and its counters."""
+"""Test the reserved and mapped memory of a workspace, its growth, and its counters."""
 
 import checked
 import harness
@@ -12,8 +12,8 @@ from exchanges import Count
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.group import native
 
-# These tests use a separate order of devices, so that opening, growing and closing its workspace
-# does not disturb other tests. On one GPU, a different number of ranks has a separate workspace.
+# This order of devices has its own workspace, so that these tests do not disturb other tests. On
+# one GPU, another number of ranks has its own workspace.
 MESH = checked.mesh_of((checked.DEVICES[1::2] + checked.DEVICES[::2])[::-1])
 RANKS = max(checked.RANKS - 1, 3 if checked.RANKS == 2 else 2) if checked.ONE_GPU else checked.RANKS
 SHAPE = checked.Shape(tokens=64)
@@ -34,8 +34,8 @@ def begin():
 
 
 def sizes_of(shape):
-    """Return keyword arguments of `memory_estimate` for a step of `checked.whole`. Its payload also
-    has a tag of 4 bytes, which lands in a separate row."""
+    """Return the keyword arguments of `memory_estimate` for `checked.whole`. Its payload also has a
+    tag of 4 bytes, which needs a separate row."""
     return dict(
         num_tokens=shape.tokens,
         hidden=shape.hidden + 8,
@@ -49,10 +49,8 @@ def sizes_of(shape):
 def group(request):
     group = new_group(cuda_graphs=request.param)
     checked.close(group)
-    # A workspace that opens again reserves as much as before. Only unused devices begin with
-    # nothing.
     yield group
-    harness.of_all_processes(None)  # reserving does not wait for other processes
+    harness.of_all_processes(None)  # another process may still reserve memory
     checked.close(group)
 
 
@@ -72,6 +70,7 @@ def test_a_header_and_two_ring_halves_are_mapped(group):
 
 
 def test_a_program_finds_what_was_reserved_for_it(group):
+    """A program runs after `reserve` with its sizes. The memory of the group does not change."""
     group.reserve(**sizes_of(LARGER))
     reserved = group.memory()
     run = checked.new_program(LARGER, group)
@@ -80,7 +79,8 @@ def test_a_program_finds_what_was_reserved_for_it(group):
 
 
 def test_programs_that_exist_go_on_when_the_workspace_grows(group):
-    """Running programs, and graphs that have captured its addresses, also stay valid."""
+    """The workspace grows after a program has run, and graphs may have captured its addresses. The
+    program then still returns right results, alternating with a larger program."""
     old = checked.new_program(SHAPE, group)
     state = checked.repeat(old, 20, begin())  # later calls are replays
     before = group.memory()[0].mapped_bytes
@@ -117,7 +117,7 @@ def test_counters_count_exchanges_and_say_what_each_rank_has_read_and_announced(
 
 
 def there_and_back(group, step):
-    """Return the sums of replicated tokens. All ranks have the tokens of rank 0."""
+    """Dispatch and combine replicated tokens, which are those of rank 0."""
     token = jnp.arange(SHAPE.tokens)
     ids = checked.ids_at(SHAPE, RANKS, step, 0, token[:, None], jnp.arange(SHAPE.top_k))
     route_args = dict(
@@ -128,7 +128,7 @@ def there_and_back(group, step):
 
 
 def test_replicated_tokens_have_a_header_of_their_own_and_no_landing_zones(group):
-    # These exchanges do not use the group's own workspace.
+    # These exchanges use the workspace of `group.single_rank`.
     run = checked.on_all_ranks(lambda step: there_and_back(group, step), group, Count())
     jax.block_until_ready(run(begin()[0]))
     memory = group.memory()

@@ -1,4 +1,4 @@
-"""Epochs cross the limits of narrower integers, while flags from before the limit exist."""
+"""Test exchanges whose epochs cross 2^31, 2^32 and 2^47."""
 
 import checked
 import pytest
@@ -9,7 +9,8 @@ LIMITS = (2**31, 2**32, 2**47)  # at 2**47, a flag's highest bit is set
 
 @pytest.mark.parametrize("limit", LIMITS)
 def test_a_flag_raised_before_the_limit_is_no_flag_of_after_it(limit):
-    """Small calls cross the limit, and do not overwrite the flags that only large calls raise."""
+    """Small calls cross the limit while flags of large calls from before the limit remain. Large
+    calls after the limit return right results."""
     large, small = checked.program(checked.MANY_CHUNKS), checked.program(checked.ONE_CHUNK)
     state = checked.repeat(large, 2)
     with hooked(checked.GROUP):

@@ -1,10 +1,9 @@
-"""Thousands of expert layers with hostile routings equal their portable form.
+"""Compare thousands of expert layers with hostile routings with the portable path.
 
-Each step makes a new routing, new tokens and new experts on the device, from the number of the
-step. `moe_mlp` runs with the kernels, and a layer of dispatch, products and combine runs on the
-portable path, both with all gradients. All data are small integers, so that each sum is exact in
-any order, and results and gradients must be equal. In bfloat16, which holds integers up to 256
-exactly, the kernels of the products compute the activation. In float32, XLA computes the experts.
+Each step makes a new routing, new tokens and new experts on the device. `moe_mlp` runs with the
+kernels. A layer of dispatch, products and combine runs on the portable path. All data are small
+integers, so sums are exact in any order, and results and gradients must be equal. In bfloat16, the
+kernels of the products compute the activation. In float32, XLA computes the experts.
 """
 
 import dataclasses
@@ -39,8 +38,6 @@ activation = jax.nn.relu
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Static numbers of a program."""
-
     is_tight: bool  # the capacity is less than the mean load; otherwise it is the worst case
     dtype: str
 
@@ -52,8 +49,7 @@ class Layout:
     def largest(self):
         """Return the largest integer in tokens, weights of experts and cotangents.
 
-        Outputs are then at most 256, which bfloat16 holds exactly: 8 activations of at most 16,
-        times 2 for the weight of a choice.
+        In bfloat16, outputs are then at most 8 activations * 16 * weight 2 = 256, which is exact.
         """
         return 1 if self.dtype == "bfloat16" else 2
 
@@ -69,7 +65,7 @@ LAYOUTS = [
 
 
 class Differences(NamedTuple):
-    """Numbers of elements in which a layer differs from its portable form."""
+    """Numbers of elements that differ between the kernels and the portable path."""
 
     out: object
     x: object
@@ -97,7 +93,6 @@ def unfused(layout, ids, x, topk_weights, w_in, w_out):
 
 
 def take_step(layout, name_index, step, is_broken):
-    """Return the differences of one rank in a step."""
     rank = checked.my_rank(KERNELS)
     ids = ids_of(name_index, KERNELS, step)
     made = functools.partial(
@@ -116,7 +111,7 @@ def take_step(layout, name_index, step, is_broken):
         return out, *transpose(cotangent)
 
     actual = results(fused, floats)
-    if is_broken:  # One element of one token differs in the portable form.
+    if is_broken:  # change one element of one token on the portable path
         is_it = (rank == 0) & (step == 1)
         floats = floats[0].at[0, 0].add(is_it.astype(layout.dtype)), *floats[1:]
     expected = results(unfused, floats)
@@ -131,7 +126,7 @@ def program(layout, is_broken=False):
 
 
 def differences(run, name):
-    """Return the sums of the differences over all steps and ranks."""
+    """Run all steps with a routing. Return the sums of the differences over steps and ranks."""
     zeros = np.zeros((RANKS, len(Differences._fields)), np.int32)
     sums = routings.run_all_steps(run, name, zeros)
     return Differences(*map(int, sums.sum(axis=0)))

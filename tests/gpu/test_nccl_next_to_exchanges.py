@@ -1,9 +1,8 @@
-"""Layers next to collectives of NCCL on another stream: gathers of weights and sums of gradients.
+"""Test layers next to NCCL collectives on another stream, as in FSDP and data parallelism.
 
-Each step has a layer with all gradients, and collectives that do not depend on the layer, as in
-FSDP and data parallelism. XLA may run layer and collectives at the same time. Each step has a new
-routing. The layer is compared with its portable form, as in `test_hostile_layers.py`, and the
-results of the collectives are compared with numbers that every rank can compute alone.
+Each step has a layer with all gradients, and collectives that do not depend on the layer, so XLA
+may run both at the same time. The layer is compared with the portable path, as in
+`test_hostile_layers.py`. The collectives are compared with numbers that every rank computes alone.
 """
 
 import checked
@@ -19,9 +18,9 @@ pytestmark = [
     pytest.mark.several_devices("NCCL has nothing to do on one GPU"),
     pytest.mark.skipif(len(checked.DEVICES) < 2, reason="NCCL has nothing to do on one GPU"),
 ]
-GATHERED = 1 << (20 if checked.ON_GPU else 10)  # integers of each rank: several blocks of NCCL
+GATHERED = 1 << (20 if checked.ON_GPU else 10)  # integers of each rank
 NAMES = list(ROUTINGS)
-# The sums of all differences of layers, and of all wrong numbers of the three collectives.
+# Initial sums: differences of layers, and wrong elements of three collectives.
 ZEROS = tuple(
     np.zeros((routings.RANKS, number), np.int32) for number in (len(layers.Differences._fields), 3)
 )
@@ -56,7 +55,7 @@ def collectives(step):
 @pytest.mark.parametrize("layout", layers.LAYOUTS, ids=lambda layout: layout.name)
 def test_layers_and_collectives_next_to_them_are_right_in_every_step(layout):
     def take_step(name_index, step):
-        # Each step uses the next of all routings.
+        # Each step uses the next routing.
         name_index = (name_index + step) % len(ROUTINGS)
         return layers.take_step(layout, name_index, step, is_broken=False), collectives(step)
 

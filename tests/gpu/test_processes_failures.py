@@ -1,10 +1,9 @@
 """Test how two processes end, and what remains, if one of them dies, stops, is late, never arrives
 or makes a different call.
 
-Each process has a GPU. With MOE_A2A_TEST_RANKS_ON_ONE_GPU both share the first GPU, which runs them
-alternately, except in tests that need NCCL or a full GPU.
-
-Each test starts two workers, which run this file, and tells them when to continue.
+Each test starts two worker processes, which run this file. Each worker has a GPU. With
+MOE_A2A_TEST_RANKS_ON_ONE_GPU both share the first GPU, and tests that need NCCL or fill a GPU are
+skipped.
 """
 
 import ctypes
@@ -31,12 +30,12 @@ import processes
 import pytest
 
 TIMEOUT = 5.0  # of the group, in seconds
-SLACK = 4.0  # between the timeout and the error that the user sees
-START = 60.0  # until a worker has its devices and programs (after about 15)
-COMPILE = 15.0  # the part that makes a group and compiles a program
-LIMIT = 85.0  # the longest life of a worker
-SURVIVOR, VICTIM = 0, 1  # the processes, and their ranks
-CLOSE = 2.0  # seconds that a process waits when it closes a group
+SLACK = 4.0  # seconds from the timeout to the error of the process
+START = 60.0  # seconds for a worker to start and compile
+COMPILE = 15.0  # seconds for a worker to make a group and compile a program
+LIMIT = 85.0  # seconds that a worker lives at most
+SURVIVOR, VICTIM = 0, 1  # numbers of the processes, and their ranks
+CLOSE = 2.0  # timeout of close(), in seconds
 CYCLES = 20  # of opening and closing
 OWN_GPU_ONLY = "MOE_A2A_TEST_OWN_GPU_ONLY"
 SHARES_GPU = cases.RANKS_ON_ONE_GPU > 0
@@ -49,7 +48,7 @@ needs_nccl = pytest.mark.several_devices("NCCL refuses two processes on one GPU"
 
 
 class Job:
-    """A worker's group over both processes, and its programs, which check themselves."""
+    """A worker's group over both processes, and programs of `checked`."""
 
     def __init__(self, **options):
         import checked
@@ -72,25 +71,23 @@ class Job:
         return self.checked.begin(self.group)
 
     def compile(self, *programs):
-        """Compile the programs, in this order; return functions."""
         return [program.lower(self.begin()).compile() for program in programs]
 
     def ready(self, *programs):
-        """Compile, and meet the other process, whose compiler may take longer than `TIMEOUT`."""
+        """Compile the programs, and wait until the other process has compiled them, too."""
         compiled = self.compile(*programs)
         meet()
         return compiled
 
     def wrong(self, program, times=3):
-        """Call a program; return how many results were wrong on this process's ranks."""
+        """Call a program. Return the number of errors on this process's ranks."""
         state = self.checked.repeat(program, times, self.begin())
         counts = self.checked.own_counts(state)
         self.group.check()
         return int(sum(own.sum() for own in counts.values()))
 
     def sums(self, program, times):
-        """Call `checked.sum_program` repeatedly; return the sum that this process's rank received
-        each time."""
+        """Call `checked.sum_program` repeatedly. Return the sums of this process's rank."""
         found = []
         for _ in range(times):
             (shard,) = program(self.begin()).addressable_shards
@@ -109,8 +106,8 @@ class Job:
         return ""
 
     def until_it_fails(self, program):
-        """Call a program until it raises. Return the error, the number of wrong results before it,
-        and whether some of these were plausible."""
+        """Call a program until it raises an error or returns wrong numbers that are not NaN. Return
+        the error, and the number of such wrong numbers."""
         state, checked = self.begin(), self.checked
         try:
             while True:
@@ -129,13 +126,11 @@ def tell(word, **found):
 
 
 def wait_for(word):
-    """Wait until the test says this word."""
     said = sys.stdin.readline().strip()
     assert said == word, f"waiting for {word!r}, got {said!r}"
 
 
 def meet():
-    """Wait until the other process has also reached this point."""
     tell("met")
     wait_for("met")
 
@@ -152,7 +147,7 @@ def num_contexts():
 
 
 def fill_gpu(but):
-    """Allocate all memory of this process's GPU but this many GiB, until the process ends."""
+    """Allocate the memory of this process's GPU, except `but` GiB, until the process ends."""
     import jax
 
     cuda, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
@@ -168,7 +163,6 @@ def fill_gpu(but):
 
 
 def exchanging():
-    """Return a job and its small program, after some exchanges."""
     job = Job()
     (small,) = job.ready(job.small)
     tell("ready", wrong=job.wrong(small))
@@ -176,14 +170,13 @@ def exchanging():
 
 
 def loop_until_it_fails(process):
-    """Exchange until an exchange fails. The test makes one fail."""
     job, small = exchanging()
     tell("failed", **job.until_it_fails(small))
     job.close()
 
 
 def idle(process):
-    """Let the victim make no call while the survivor waits for it until its timeout."""
+    """Let the victim make no call, so that the survivor's call times out."""
     job, small = exchanging()
     if process == VICTIM:
         wait_for("check")
@@ -194,8 +187,8 @@ def idle(process):
 
 
 def late_with_psum(process):
-    """Let the victim reach its next call after the survivor has given up. With `on_failure="nan"`,
-    no process raises an error, so both finish a psum."""
+    """Let the victim make its next call after the timeout of the survivor. With `on_failure="nan"`,
+    both processes finish a program that ends with a psum."""
     job = Job(on_failure="nan")
     small, summed = job.ready(job.small, job.summed)
     tell("ready", sums=job.sums(summed, 2))
@@ -254,7 +247,6 @@ def never_makes_a_group(process):
 
 
 def never_calls(process):
-    """Compile the victim's program without running it."""
     job = Job()
     (program,) = job.compile(job.small)
     tell("ready")
@@ -268,13 +260,13 @@ def other_order_of_execution(process):
     job = Job()
     programs = job.ready(job.small, job.large)
     tell("ready", wrong=sum(map(job.wrong, programs)))
-    found = job.until_it_fails(programs[process])  # each process calls a different one
+    found = job.until_it_fails(programs[process])  # a different program in each process
     tell("failed", **found)
     go_on_after_close(job, *programs)
 
 
 def growth(process):
-    """Compile programs when they are needed, before and after the group was closed."""
+    """Run three programs of growing memory, and run them again after close()."""
     job = Job()
     (small,) = job.ready(job.small)
     wrong = [job.wrong(small)]
@@ -284,16 +276,14 @@ def growth(process):
     (larger,) = job.ready(job.larger)
     wrong += [job.wrong(larger), job.wrong(small), job.wrong(large)]
     memory = [m.mapped_bytes for m in job.group.memory()]
-    # The processes do not wait for each other, so one may close while the other still finishes its
-    # exchange.
-    job.group.close()
+    job.group.close()  # the other process may still finish its exchange
     wrong += [job.wrong(large), job.wrong(larger), job.wrong(small)]
     tell("right", wrong=sum(wrong), memory=[small_memory, memory])
     job.close()
 
 
 def no_room(process):
-    """Let the survivor reserve more than the memory of the victim; both continue with less."""
+    """Fill the GPU of the victim. The survivor tries to reserve much memory; then both exchange."""
     job = Job()
     (small,) = job.ready(job.small)
     wrong, error = [job.wrong(small)], ""
@@ -312,8 +302,8 @@ def no_room(process):
 
 
 def reopening(process):
-    """Count descriptors after two cycles of opening and closing, and after many cycles. Count
-    contexts before and after all cycles."""
+    """Open and close the group repeatedly. Count open descriptors after 2 and after 22 cycles, and
+    CUDA contexts before and after all cycles."""
     import jax
 
     jax.devices()
@@ -325,9 +315,9 @@ def reopening(process):
     for cycle in range(CYCLES + 2):
         wrong += job.wrong(small, times=1)
         job.group.close()
-        if cycle in (1, CYCLES + 1):  # the first opening also starts the CUDA runtime
+        if cycle in (1, CYCLES + 1):  # not 0, because the first opening starts the CUDA runtime
             meet()
-            time.sleep(0.5)  # until no process has an open request
+            time.sleep(0.5)  # until all requests have ended
             descriptors.append(len(os.listdir("/proc/self/fd")))
             meet()
     contexts.append(num_contexts())
@@ -343,35 +333,34 @@ def exchange(process):
 
 
 def work(scenario):
-    """Run a worker, which ends in bounded time, without waiting for the other worker."""
     faulthandler.dump_traceback_later(LIMIT, exit=True)
     process = processes.joined()[2]
-    # JAX ends the survivors if a process is missing. A long heartbeat timeout delays this end.
+    # JAX ends a process if the other process is missing for longer than the heartbeat timeout.
     own_gpu = {"local_device_ids": [0]} if OWN_GPU_ONLY in os.environ else {}
     processes.join(heartbeat_timeout_seconds=600, **own_gpu)
     try:
         scenario(process)
-        wait_for("end")  # without process 0, the coordinator, JAX would end the other process
+        wait_for("end")  # process 0 is the coordinator; if it ends first, JAX ends process 1
     except BaseException:
         traceback.print_exc()
         os._exit(1)
     os._exit(0)
 
 
-# ------------------------------------------------------------------------------------ two of them
+# ------------------------------------------------------------------------------------ two workers
 
 
 class Worker:
-    """A worker, as the test sees it."""
+    """The test's handle of a worker process."""
 
     def __init__(self, scenario, address, process, folder, meet, own_gpu_only=False):
         environment = processes.environment_of(address, 2, process, 1)
-        environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # others have most of the memory
+        environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # pytest has most of the memory
         environment["TMPDIR"] = str(folder)
         root = str(HERE.parent.parent)
         path = [root, *filter(None, [environment.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(path)
-        # Otherwise XLA's compilers wait for each other, even if they compile different programs.
+        # Otherwise the compilers of both processes wait for each other.
         environment["XLA_FLAGS"] = "--xla_gpu_shard_autotuning=false"
         environment.pop("MOE_A2A_TEST_RANKS_ON_ONE_GPU", None)  # each worker has one rank
         if own_gpu_only or SHARES_GPU:
@@ -400,7 +389,7 @@ class Worker:
         self.lines.put(None)
 
     def hear(self, word, seconds):
-        """Wait this many seconds for this word from the worker, and return the text after it."""
+        """Wait for this word from the worker, and return the values that follow it."""
         end = time.monotonic() + seconds
         while True:
             try:
@@ -425,20 +414,19 @@ class Worker:
         self.process.wait()
 
     def finish(self):
-        """Wait until the worker ends by itself."""
         self.hear("closed", 20)
         self.say("end")
         assert self.process.wait(timeout=20) == 0, self.end()
 
     def end(self):
-        """Kill the worker; return what it printed last."""
+        """Kill the worker. Return the end of its output."""
         self.kill()
         self.errors.seek(0)
         return "".join(self.printed)[-2000:] + self.errors.read()[-4000:]
 
 
 class Pair:
-    """Two workers of one scenario, both ready or both dead."""
+    """Two workers that run one scenario."""
 
     def __init__(self, scenario, folder, **options):
         address = processes.free_address()
@@ -463,7 +451,7 @@ class Pair:
             worker.say(word)
 
     def hear_right(self):
-        """Return the texts of both workers after all their results were right."""
+        """Check that both workers report no errors. Return their reports."""
         found = self.hear("right")
         assert [right["wrong"] for right in found] == [0, 0], found
         return found
@@ -474,7 +462,7 @@ class Pair:
 
 
 def leavings(folder):
-    """List what a process may leave: shared memory, files, sockets with a name of this package."""
+    """Return names of shared memory, files in the folder, and sockets of this package."""
     shared = {name for name in os.listdir("/dev/shm") if not name.startswith("nccl-")}
     files = {str(path) for path in pathlib.Path(folder).rglob("*") if path.is_file()}
     unix = pathlib.Path("/proc/net/unix").read_text().splitlines()
@@ -483,8 +471,8 @@ def leavings(folder):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Return a folder for files of the workers; check at the end that the workers left nothing, in
-    this folder or elsewhere."""
+    """Return a folder for the workers. At the end, check that no files, sockets or shared memory
+    remain."""
     shared_before, _, sockets_before = leavings(tmp_path)
     yield tmp_path
     shared, files, sockets = leavings(tmp_path)
@@ -492,7 +480,7 @@ def folder(tmp_path):
     assert not files and sockets <= sockets_before, (files, sockets)
 
 
-# The phases that an error may name: of a waiting kernel, or of opening a workspace.
+# The error must say what the process did: wait in a kernel, send, or open a workspace.
 PHASE = "waiting for|sending rows|open"
 
 
@@ -525,7 +513,7 @@ def test_a_process_that_is_stopped_is_an_error_of_the_others_in_time(folder):
         pair.victim.signal(signal.SIGSTOP)
         found = pair.survivor.hear("failed", TIMEOUT + 2 * SLACK)
         assert_names_who_and_where(found, time.monotonic() - start)
-        # The victim continues after the survivor has failed.
+        # The victim continues after the survivor has failed, and then fails, too.
         start = time.monotonic()
         pair.victim.signal(signal.SIGCONT)
         found = pair.victim.hear("failed", TIMEOUT + 2 * SLACK)
@@ -617,7 +605,8 @@ def test_less_can_be_reserved_when_another_process_had_no_room_for_more(folder):
 
 
 def test_opening_and_closing_leaves_no_descriptor_and_makes_no_context(folder):
-    """No context appears on a GPU that this process sees and another process owns."""
+    """22 cycles of opening and closing leave no more descriptors than 2 cycles. They create no CUDA
+    context, such as one on the GPU of the other process."""
     with Pair(reopening, folder) as pair:
         for right in pair.hear_right():
             few, many = right["descriptors"]
@@ -628,7 +617,7 @@ def test_opening_and_closing_leaves_no_descriptor_and_makes_no_context(folder):
 
 
 def test_processes_that_see_only_their_own_gpu_exchange(folder):
-    """A scheduler may start processes in this way, each with a different CUDA_VISIBLE_DEVICES."""
+    """Processes with different CUDA_VISIBLE_DEVICES, as under schedulers, get right results."""
     with Pair(exchange, folder, own_gpu_only=True) as pair:
         pair.hear_right()
         pair.finish()

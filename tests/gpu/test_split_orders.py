@@ -1,5 +1,4 @@
-"""Split exchanges in orders that break other implementations, with whole exchanges and work in
-between."""
+"""Test split exchanges that finish in any order, with other work and whole exchanges in between."""
 
 import functools
 
@@ -16,7 +15,7 @@ from jax_moe_a2a._src.group import native
 
 SHAPE = checked.SMALL
 SHAPES = (checked.ONE_CHUNK, SHAPE, checked.MANY_CHUNKS)
-MANY = 24  # more than there are events in the pool, and many more than ring halves
+MANY = 24  # more than the events in the pool, and more than the ring halves
 ORDERS = {
     "split_whole": in_flight.split_whole,
     "in_the_order_of_starts": in_flight.scripted(in_flight.started_first(2, reverse=False)),
@@ -71,7 +70,8 @@ def test_a_scan_may_hold_a_start_and_its_done():
 
 
 def test_the_workspace_grows_while_a_split_exchange_is_in_flight():
-    """The load of a program with a larger shape grows the workspace while rows are in flight."""
+    """A program with a larger shape is compiled and loaded while a slow exchange is in flight. The
+    workspace grows, and both programs return right results."""
     run = checked.program(checked.ONE_CHUNK, checked.GROUP, in_flight.split_whole)
     large = checked.fitting(checked.Shape(tokens=4096, hidden=2048), gigabytes=6.0)
     routing = checked.routing_program(large)()
@@ -90,7 +90,7 @@ def test_the_workspace_grows_while_a_split_exchange_is_in_flight():
         state = checked.repeat(run, 3, state)
         assert not state[1].is_ready()
         compiled = checked.Noted(lowered.compile(), checked.GROUP, Count(split=1))
-        if checked.ONE_GPU:  # reserves only when it runs, because it then learns its device
+        if checked.ONE_GPU:  # the program reserves memory only when it runs
             assert compiled(checked.begin()[0], routing).all()
         after = native.reserved_bytes(checked.GROUP.topology, native.SPLIT)
         assert after > before > 0
@@ -111,7 +111,7 @@ def test_split_exchanges_end_with_a_single_hardware_queue():
 
 
 def test_random_programs_in_random_order_never_disturb_each_other():
-    """Two thousand steps have starts, dones in any order, whole exchanges, psums and products."""
+    """Six random scripts of starts, dones and other work alternate. All results are right."""
     programs = [random_program(order) for order in RANDOM]
     state = checked.begin()
     for i in range(STEPS // 15):

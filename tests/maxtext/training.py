@@ -1,9 +1,9 @@
-"""MaxText's own training with ``enable`` equals its training without it, for five kinds of models.
+"""Compare MaxText's training with and without ``maxtext.enable``, for five kinds of models.
 
-``make test-maxtext`` runs this module where MaxText is installed. Here, unchanged MaxText
-multiplies all tokens by all experts (``sparse_matmul=False``). No other layer of MaxText runs on
-CPUs, drops no token, and computes losses of all tokens together. Without momentum, warmup and
-clipping, one step changes the parameters by the gradients.
+``make test-maxtext`` installs MaxText and runs this module. Unchanged MaxText multiplies all tokens
+by all experts (``sparse_matmul=False``), because only this layer of MaxText runs on CPUs, drops no
+token, and computes losses over all tokens. One step of plain SGD changes the parameters by the
+gradients.
 """
 
 import os
@@ -79,11 +79,10 @@ METRICS = ("loss", "lm_loss", "moe_lb_loss", "grad_norm")
 
 @dataclasses.dataclass
 class Trained:
-    """Five steps of training."""
-
     metrics: np.ndarray
+    """METRICS of each step."""
     updates: list[np.ndarray]
-    """Changes of all parameters, those of the router's bias among them, in the first step."""
+    """Changes of all parameters (also of the router's bias) in the first step."""
 
 
 def train(options, steps=5):
@@ -110,6 +109,7 @@ def enabled():
 
 @pytest.mark.parametrize("model", MODELS)
 def test_training_is_that_of_maxtext(model):
+    """Metrics of five steps, and the updates of the first step, equal those of MaxText."""
     maxtext.disable()
     expected = train(MODELS[model] | AS_IT_IS)
     maxtext.enable()
@@ -125,7 +125,8 @@ def test_training_is_that_of_maxtext(model):
 
 
 def test_tensor_parallelism_and_token_chunks_do_not_change_training(enabled):
-    """GPT-OSS has biases. With a tensor axis, each bias must still be added once."""
+    """GPT-OSS, with a tensor axis and with chunks of tokens, has the losses without both. Each bias
+    is therefore added only once."""
     model = MODELS["gpt_oss"] | ENABLED
     expected = train(model, steps=2)
     divided = dict(ici_fsdp_parallelism=1, ici_tensor_parallelism=2, per_device_batch_size=1)

@@ -18,7 +18,7 @@ import time
 
 from .catalogue import ROOT, read
 
-TREE = ROOT / "build" / "mutations"  # kept, so that most of the C++ code is compiled once
+TREE = ROOT / "build" / "mutations"  # kept, so that later runs compile little C++ code
 
 
 def main():
@@ -36,7 +36,7 @@ def main():
     chosen = [m for m in every if any(text in f"{m} {m.test}" for text in options.only)]
     TREE.mkdir(parents=True, exist_ok=True)
     with open(f"{TREE}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # another run mutates the same copy
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another run would use the same copy
         copy_tree()
         failed = sum(not is_noticed for is_noticed in notice_each(chosen, options.seconds))
     print(f"{len(chosen) - failed} of {len(chosen)} mutations were noticed")
@@ -44,7 +44,7 @@ def main():
 
 
 def notice_each(chosen, limit):
-    """Run the test of each mutation. Yield True if the test detected the mutation."""
+    """Run the test of each mutation. Yield whether it detects the mutation."""
     passes = {}
     for mutation in chosen:
         path = TREE / mutation.file
@@ -70,8 +70,7 @@ def report(verdict, seconds, what):
 
 
 def copy_tree():
-    """Make ``TREE`` a copy of all files that git does not ignore. Unchanged files keep their times,
-    so that make does not compile them again."""
+    """Copy all files that git does not ignore to ``TREE``. Unchanged files keep their times."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     names = {name for name in listed.split("\0") if (ROOT / name).is_file()}
@@ -87,12 +86,12 @@ def copy_tree():
 
 
 def run(test, limit):
-    """Run a test in ``TREE``. Return "passed", "failed" or why it is neither, and its seconds."""
+    """Run a test in ``TREE``. Return "passed", "failed" or another reason, and its duration."""
     words = shlex.split(test)
     if words[0].startswith("tests/"):
         words = ["pytest", "-q", "-x", "-p", "no:cacheprovider", *words]
-    # Otherwise Python could use a compiled module of the unchanged source, because source and
-    # mutation may have the same size and time.
+    # Python could otherwise reuse the compiled module of the unchanged source, because the mutated
+    # source may have the same size and time.
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
     start = time.monotonic()
     process = subprocess.Popen(
@@ -112,7 +111,6 @@ def run(test, limit):
     seconds = time.monotonic() - start
     if process.returncode == 0:
         return ("passed" if not re.search(r"^\d+ skipped", output, re.M) else "skipped"), seconds
-    # The last line of pytest, or of ``python -m tests.emulation``.
     last = (output.strip().splitlines() or [""])[-1]
     if process.returncode == 1 and re.match(r"=*\s*\d+ failed", last):
         return "failed", seconds

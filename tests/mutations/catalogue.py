@@ -39,11 +39,9 @@ class Mutation:
         return f"{module} must have {', '.join(lacking)} of the test {self.test}" * bool(lacking)
 
     def applied(self, text):
-        """Return the text of the file with the mutation."""
         return text.replace(self.old, self.new)
 
 
 def read():
-    """Return the mutations of the list."""
     entries = tomllib.loads(pathlib.Path(__file__).with_name("list.toml").read_text())
     return [Mutation(**entry) for entry in entries["mutation"]]

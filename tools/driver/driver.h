@@ -25,9 +25,8 @@ inline Problem ProblemOf(cudaError_t error) {
 inline Problem ProblemOf(const Problem& problem) { return problem; }
 inline Problem ProblemOf(bool holds) { return holds ? "" : "does not hold"; }
 
-// Ends the process from any thread, because other threads may be waiting for a device. No `call`
-// may contain the name of the variable, because the variable would otherwise be initialized with
-// itself.
+// Ends the whole process after an error in any thread, because other threads may be waiting for a
+// device. `call` must not contain the name `check_problem`, which would then refer to itself.
 #define CHECK(call)                                                                      \
   do {                                                                                   \
     const Problem check_problem = ProblemOf(call);                                       \
@@ -126,7 +125,7 @@ __global__ void FillRandom(T* to, int64_t count, uint64_t seed) {
   }
 }
 
-// Adds a hash of each word and its index to a sum, so that equal arrays have equal sums.
+// Adds a hash of each word and its index to `sum`. Equal arrays then have equal sums.
 static __global__ void Fingerprint(const uint32_t* words, int64_t count, unsigned long long* sum) {
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
   unsigned long long own = 0;

@@ -8,8 +8,7 @@
 //        tools/driver/kernels.cu cuda/kernels/*.cu cuda/kernels/*.cc
 //        cuda/colocated/*.cu cuda/colocated/*.cc cuda/runtime/*.cc
 //
-//   kernels_bench [--tokens 4096] [--sms 96] [--send-blocks 0]      lists, separated by commas
-//                 [--send-teams 0] [--receive-teams 0]
+//   kernels_bench [--tokens 4096] [--sms 96]      lists, separated by commas
 //                 [--hidden 7168] [--top-k 8] [--experts 256]
 //                 [--ops dispatch,combine,route,routed,weighted]
 //                 [--gpus N | --ranks N] [--iters 32] [--samples 7] [--check] [--timeout 5]
@@ -20,20 +19,21 @@
 // kernels of route make the plan of all other operations. The capacity holds the rows of the
 // fullest rank.
 //
-//   --gpus         runs one rank on each of the first N GPUs; the default is all visible GPUs
-//   --ranks        runs N ranks, at least 2, on the first GPU, with the kernels of cuda/colocated/:
-//                  a launch is for all ranks. Numbers in --sms are reduced to what
-//                  cuda/ffi/call_state.cc allows for a rank. The bytes of `wire` cross no link
-//   --send-blocks  blocks that send; 0: as kernels/grid.h chooses. route ignores it. --send-teams
-//                  and --receive-teams (teams of a block) work in the same way
-//   --check        requires that all launches of an operation return the same bits: the first
-//                  launch, which writes to poisoned arrays, the last timed launch, and the launches
-//                  with other numbers of the lists. It skips inner products of a weighted
-//                  dispatch, because their rounding depends on these numbers
-//   --timeout      bound of the kernels' waits in seconds; a sanitizer may need more than five
+//   --gpus     runs one rank on each of the first N GPUs; the default is all visible GPUs
+//   --ranks    runs N ranks, at least 2, on the first GPU, with the kernels of cuda/colocated/: a
+//              launch is for all ranks. Numbers in --sms are reduced to what cuda/ffi/call_state.cc
+//              allows for a rank. The bytes of `wire` cross no link
+//   --check    requires that all launches of an operation return the same bits: the first launch,
+//              which writes to poisoned arrays, the last timed launch, and the launches with other
+//              numbers of SMs. It skips inner products of a weighted dispatch, because their
+//              rounding depends on the number of teams. It also prints a hash of the results
+//   --timeout  bound of the kernels' waits in seconds; a sanitizer may need more than five
+//
+// To try another number of tuning.h, build with, for example, "-DMOE_A2A_CANDIDATE=kStages = 4".
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <bitset>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -68,8 +68,7 @@ constexpr int kTightMultiple = 128;
 // ---- Command line
 
 struct Options {
-  std::vector<int> tokens = {4096}, sms = {96}, send_blocks = {0};
-  std::vector<int> send_teams = {0}, receive_teams = {0};
+  std::vector<int> tokens = {4096}, sms = {96};
   int hidden = 7168, top_k = 8, experts = 256;
   std::vector<std::string> ops = {"dispatch", "combine", "route", "routed"};
   bool check = false;
@@ -114,9 +113,6 @@ Options ParseOptions(int argc, char** argv) {
               {{"--check", &o->check},
                {"--tokens", &o->tokens},
                {"--sms", &o->sms},
-               {"--send-blocks", &o->send_blocks},
-               {"--send-teams", &o->send_teams},
-               {"--receive-teams", &o->receive_teams},
                {"--hidden", &o->hidden},
                {"--top-k", &o->top_k},
                {"--experts", &o->experts},
@@ -135,12 +131,6 @@ Options ParseOptions(int argc, char** argv) {
   for (int tokens : options.tokens) CHECK(tokens >= 1);
   for (int sms : options.sms) CHECK(sms >= 1);
   if (options.gpus < options.ranks) LimitBlocks(&options);
-  for (int send_blocks : options.send_blocks) CHECK(send_blocks >= 0);
-  for (const std::vector<int>& list : {options.send_teams, options.receive_teams}) {
-    for (int teams : list) {  // 0, or a power of two
-      CHECK(teams >= 0 && teams <= kMaxTeams && (teams & (teams - 1)) == 0);
-    }
-  }
   return options;
 }
 
@@ -187,12 +177,13 @@ void CountRows(Workload* w) {
   for (int source = 0; source < w->num_ranks; ++source) {
     const std::vector<int32_t>& ids = w->ids[source];
     for (size_t token = 0; token < ids.size(); token += w->top_k) {
-      uint64_t seen = uint64_t{1} << source;
+      std::bitset<kMaxRanks> seen;
+      seen.set(source);
       for (int k = 0; k < w->top_k; ++k) {
         const int rank = ids[token + k] / w->local_experts();
         ++rows[rank];
-        if (seen >> rank & 1) continue;
-        seen |= uint64_t{1} << rank;
+        if (seen[rank]) continue;
+        seen.set(rank);
         ++leaving[source];
         ++entering[rank];
       }
@@ -330,21 +321,6 @@ struct RankData {
 // The operations that --ops names.
 enum class Op { kDispatch, kCombine, kRoute, kRoutedDispatch, kWeightedDispatch };
 
-// A combination of the lists on the command line.
-struct Tuning {
-  int sms, send_blocks, send_teams, receive_teams;  // 0: kernels/grid.h chooses
-};
-
-// Returns the grid that the handlers choose, but with the senders and teams of the command line.
-template <typename Params>
-Grid ChooseGrid(const Params& p, const Tuning& tuning) {
-  Grid grid = grid_of(p, tuning.sms);
-  if (tuning.send_blocks > 0) grid.roles.send_blocks = std::min(tuning.send_blocks, grid.blocks);
-  if (tuning.send_teams > 0) grid.roles.send_teams = tuning.send_teams;
-  if (tuning.receive_teams > 0) grid.roles.receive_teams = tuning.receive_teams;
-  return grid;
-}
-
 // Returns the bytes of the largest landing zone of all operations.
 int64_t ZoneBytes(const Workload& w) {
   const int64_t ids = array_bytes(1, w.ids_bytes());
@@ -358,7 +334,7 @@ struct Call {
   const Workload& workload;
   const RankData& data;
   RankView view;  // all members except those that depend on the operation
-  Tuning tuning;
+  int sms;
 };
 
 // The calls that a launch receives: the call of the GPU's rank, or the calls of ranks 0 and 1 if
@@ -419,11 +395,6 @@ void AddPayload(const Call& call, Arguments* a) {
   a->results.Add(kFloat32, {w.capacity}, call.data.row_weights);
 }
 
-void SetRoles(const Roles& roles, DispatchParams& p) { p.roles = roles; }
-void SetRoles(const Roles& roles, RoutedDispatchParams& p) { p.exchange.roles = roles; }
-void SetRoles(const Roles& roles, CombineParams& p) { p.roles = roles; }
-void SetRoles(const Roles&, RouteParams&) {}  // route has no roles
-
 // Launches the operation that `kind` describes. bind(call, &arguments) adds the arrays of a rank.
 template <typename Kind, typename Bind>
 void LaunchKind(const Kind& kind, const Calls& calls, const Kernels& kernels, cudaStream_t stream,
@@ -432,7 +403,6 @@ void LaunchKind(const Kind& kind, const Calls& calls, const Kernels& kernels, cu
   std::vector<Params> ranks(calls.size());
   // Even padding bytes must be equal on all ranks that share a GPU (device/ranks.cuh).
   std::memset(static_cast<void*>(ranks.data()), 0, ranks.size() * sizeof(Params));
-  Grid grid = {};
   for (size_t i = 0; i < calls.size(); ++i) {
     const Call& call = calls[i];
     Arguments a;
@@ -441,13 +411,12 @@ void LaunchKind(const Kind& kind, const Calls& calls, const Kernels& kernels, cu
     view.operation = Kind::kOperation;
     view.signature = Hash(static_cast<uint64_t>(Kind::kOperation), call.workload.num_experts);
     const bool is_colocated = calls.size() > 1;
-    CHECK(kind.Describe({view, is_colocated, call.tuning.sms},
+    CHECK(kind.Describe({view, is_colocated, call.sms},
                         {a.args.arrays.data(), a.args.arrays.size()},
                         {a.results.arrays.data(), a.results.arrays.size()}, &ranks[i]));
-    grid = ChooseGrid(ranks[i], call.tuning);
-    SetRoles(grid.roles, ranks[i]);
   }
-  CHECK(kernels.launch(ranks.data(), grid.blocks, stream));
+  const int blocks = grid_of(ranks[0], calls[0].sms).blocks;
+  CHECK(kernels.launch(ranks.data(), blocks, stream));
 }
 
 void LaunchCalls(const Calls& calls, Op operation, const Kernels& kernels, cudaStream_t stream) {
@@ -586,7 +555,7 @@ Ranks MakeRanks(const Options& options, const Workload& w, Workspace& workspace)
 
 using Graphs = std::vector<std::unique_ptr<GpuGraph>>;  // by GPU
 
-Graphs MakeGraphs(const Ranks& ranks, Op operation, const Tuning& tuning, int untimed, int timed) {
+Graphs MakeGraphs(const Ranks& ranks, Op operation, int sms, int untimed, int timed) {
   const Workload& w = ranks.workload;
   Graphs graphs;
   for (int gpu = 0; gpu < w.num_gpus; ++gpu) {
@@ -594,7 +563,7 @@ Graphs MakeGraphs(const Ranks& ranks, Op operation, const Tuning& tuning, int un
     Calls calls;
     for (int rank = 0; rank < w.num_ranks && calls.size() < 2; ++rank) {
       if (w.gpu_of(rank) != gpu) continue;
-      calls.push_back({w, *ranks.data[rank], ranks.views[rank], tuning});
+      calls.push_back({w, *ranks.data[rank], ranks.views[rank], sms});
     }
     graphs.push_back(
         std::make_unique<GpuGraph>(calls, operation, ranks.workspace.kernels(), untimed, timed));
@@ -672,75 +641,54 @@ int64_t WireBytes(const Workload& w, Op operation) {
   return w.crossing_tokens * w.row_bytes();
 }
 
-void PrintLine(const Workload& w, const std::string& name, const Tuning& tuning, const Summary& us,
-               bool is_checked) {
+void PrintLine(const Workload& w, const std::string& name, int sms, const Summary& us,
+               const uint64_t* bits) {
   const int64_t bytes = WireBytes(w, kOperations.at(name));
   std::printf("%-16s tokens=%d hidden=%d top_k=%d experts=%d ranks=%d", name.c_str(), w.num_tokens,
               w.hidden, w.top_k, w.num_experts, w.num_ranks);
   if (w.ranks_per_gpu() > 1) std::printf(" gpus=%d", w.num_gpus);
-  std::printf(" capacity=%d sms=%d", w.capacity, tuning.sms);
-  if (tuning.send_blocks > 0) std::printf(" send_blocks=%d", tuning.send_blocks);
-  if (tuning.send_teams > 0) std::printf(" send_teams=%d", tuning.send_teams);
-  if (tuning.receive_teams > 0) std::printf(" receive_teams=%d", tuning.receive_teams);
-  std::printf(" us=%.2f min=%.2f max=%.2f wire=%lld GB/s=%.1f%s\n", us.median, us.least,
-              us.greatest, static_cast<long long>(bytes),
-              static_cast<double>(bytes) / us.median * 1e-3, is_checked ? " checked" : "");
+  std::printf(" capacity=%d sms=%d", w.capacity, sms);
+  std::printf(" us=%.2f min=%.2f max=%.2f wire=%lld GB/s=%.1f", us.median, us.least, us.greatest,
+              static_cast<long long>(bytes), static_cast<double>(bytes) / us.median * 1e-3);
+  if (bits != nullptr) std::printf(" bits=%016llx", static_cast<unsigned long long>(*bits));
+  std::printf("\n");
   std::fflush(stdout);
 }
 
-void Measure(const Options& options, const Ranks& ranks, const std::string& name,
-             const Tuning& tuning, Fingerprints* checked) {
+void Measure(const Options& options, const Ranks& ranks, const std::string& name, int sms,
+             Fingerprints* checked) {
   const Op operation = kOperations.at(name);
   if (options.check) {
     Poison(ranks, operation);
-    Graphs once = MakeGraphs(ranks, operation, tuning, 0, 1);
+    Graphs once = MakeGraphs(ranks, operation, sms, 0, 1);
     RunGraphs(ranks, once);
     CheckResults(ranks, operation, checked);
   }
-  Graphs graphs = MakeGraphs(ranks, operation, tuning, kUntimedLaunches, options.iters);
+  Graphs graphs = MakeGraphs(ranks, operation, sms, kUntimedLaunches, options.iters);
   std::vector<double> us;
   for (int i = 0; i < options.samples; ++i) {
     us.push_back(RunGraphs(ranks, graphs) / options.iters);
   }
   if (options.check) CheckResults(ranks, operation, checked);
-  PrintLine(ranks.workload, name, tuning, Summary(us), options.check);
-}
-
-// Returns every combination of the lists.
-std::vector<Tuning> AllTunings(const Options& options) {
-  std::vector<Tuning> tunings;
-  for (int sms : options.sms) {
-    for (int send_blocks : options.send_blocks) {
-      for (int send_teams : options.send_teams) {
-        for (int receive_teams : options.receive_teams) {
-          tunings.push_back({sms, send_blocks, send_teams, receive_teams});
-        }
-      }
-    }
-  }
-  return tunings;
+  PrintLine(ranks.workload, name, sms, Summary(us),
+            options.check ? &checked->at(operation) : nullptr);
 }
 
 void MeasureTokens(const Options& options, int num_tokens, Workspace& workspace) {
   const Workload workload = MakeWorkload(options, num_tokens);
   const Ranks ranks = MakeRanks(options, workload, workspace);
-  Graphs route = MakeGraphs(ranks, Op::kRoute, {options.sms[0], 0, 0, 0}, 0, 1);
+  Graphs route = MakeGraphs(ranks, Op::kRoute, options.sms[0], 0, 1);
   RunGraphs(ranks, route);
   Fingerprints checked;
-  int last_route_sms = 0;
-  for (const Tuning& tuning : AllTunings(options)) {
+  for (int sms : options.sms) {
     for (const std::string& name : options.ops) {
       CHECK(kOperations.count(name) > 0 ? Problem() : "not an operation: '" + name + "'");
       const Op operation = kOperations.at(name);
-      if (operation == Op::kRoute) {  // only the number of SMs can be chosen
-        if (tuning.sms == last_route_sms) continue;
-        last_route_sms = tuning.sms;
-      }
       if (operation == Op::kRoutedDispatch &&
           !fits_routed_dispatch(options.ranks, num_tokens, options.top_k, options.experts)) {
         continue;
       }
-      Measure(options, ranks, name, tuning, &checked);
+      Measure(options, ranks, name, sms, &checked);
     }
   }
 }

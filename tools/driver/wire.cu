@@ -1,12 +1,10 @@
-// Measures the link limit: in a plain kernel, every GPU stores to all its peers at the same time.
+// Measures the link limit: a plain kernel on every GPU stores to all its peers at the same time.
 // Also measures the rate of a GPU's own memory.
 //
-//   wire GPUS BYTES...   BYTES: what each of the first GPUS sends in total, evenly to all its peers.
-//                        Prints JSON.
+//   wire GPUS BYTES...   each of the first GPUS sends BYTES in total, evenly to all its peers
 //
-// benchmarks/wire.py builds and runs it. A launch sends the bytes many times, so that neither the
-// launch nor the latency of the last store affects the result. The result is the throughput of the
-// links; no exchange of these bytes can take less time.
+// Prints JSON. benchmarks/wire.py builds and runs this program. A launch sends the bytes many
+// times, so that neither the launch nor the latency of the last store affects the result.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -30,16 +28,15 @@ constexpr int kBlocks[] = {8, 16, 32, 64};
 constexpr double kLaunchBytes = 3e9;  // per launch: about 10 ms at the speed of NVLink 4
 constexpr double kMaxRounds = 5000;
 constexpr int kLocalRounds = 4;
-constexpr int64_t kLeastBytes = 192
-                                << 20;  // of the arrays, so that they do not fit in the L2 cache
+// The arrays are at least this large, so that they do not fit in the L2 cache.
+constexpr int64_t kLeastBytes = 192 << 20;
 
 struct Peers {
   int count;
-  uint4* zone[kMaxPeers];  // where each peer receives this GPU's words
+  uint4* zone[kMaxPeers];  // addresses at which the peers receive this GPU's words
 };
 
-// Stores `count` words to each peer, `rounds` times. Every peer receives a different segment of
-// `from`.
+// Stores `count` words to each peer, `rounds` times. Each peer gets a different segment of `from`.
 __global__ void __launch_bounds__(kThreads)
     StoreToPeers(const __grid_constant__ Peers peers, const uint4* from, int64_t count,
                  int rounds) {
@@ -71,7 +68,7 @@ struct Gpu {
   TimedStream stream;
   int sms;
   uint4* from;
-  uint4* zone;  // a segment per peer, in the order of ranks
+  uint4* zone;  // a segment for each peer, in the order of ranks
 };
 
 // The first GPUs of the machine, with access to each other's memory, and the measurements.
@@ -121,8 +118,8 @@ class Machine {
     CHECK(cudaDeviceSynchronize());
   }
 
-  // Calls launch(g, gpu) for some GPUs at the same time. Returns the longest time on any of these
-  // GPUs, in microseconds.
+  // Calls launch(g, gpu) for the first GPUs at the same time. Returns the longest time on a GPU, in
+  // microseconds.
   template <typename Launch>
   double Time(int num_gpus, const Launch& launch) {
     std::vector<double> us(num_gpus);
@@ -136,7 +133,7 @@ class Machine {
     return *std::max_element(us.begin(), us.end());
   }
 
-  // Returns the times of one of the rounds that launch(g, gpu) makes on all GPUs.
+  // Returns the times of one round, if launch(g, gpu) runs `rounds` rounds on each GPU.
   template <typename Launch>
   Summary Sample(int rounds, const Launch& launch) {
     std::vector<double> us;
@@ -145,14 +142,13 @@ class Machine {
     return Summary(us);
   }
 
-  // Returns where the words of GPU g land at a peer. The words of all other GPUs lie there in the
-  // order of ranks.
+  // Returns the address at a peer to which GPU g stores. A peer has a segment for each other GPU.
   uint4* ZoneOf(int g, int peer) const {
     return gpus_[peer]->zone + (g < peer ? g : g - 1) * most_;
   }
 
   void Store(int g, int blocks, int64_t words, int rounds) {
-    Peers peers{num_peers(), {}};  // each GPU has another first peer
+    Peers peers{num_peers(), {}};  // each GPU begins with a different peer
     for (int i = 0; i < num_peers(); ++i) peers.zone[i] = ZoneOf(g, (g + 1 + i) % size_);
     StoreToPeers<<<blocks, kThreads, 0, gpus_[g]->stream>>>(peers, gpus_[g]->from, words, rounds);
   }
@@ -162,7 +158,7 @@ class Machine {
   std::vector<std::unique_ptr<Gpu>> gpus_;
 };
 
-// Prints the best of several numbers of blocks.
+// Prints the times of the fastest number of blocks.
 void PrintStores(Machine& machine, int64_t asked_bytes, int64_t words) {
   int best = kBlocks[0];
   Summary us = machine.TimeStores(words, best);

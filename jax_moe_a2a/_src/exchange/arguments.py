@@ -1,4 +1,4 @@
-"""Check all arguments of a dispatch or combine, and hold the operands of its primitives."""
+"""Check the arguments of dispatch and combine, and return the operands of their primitives."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ class DispatchArguments(NamedTuple):
 
     If the primitive applies the token format, bind it with ``payload`` and ``params``, and pass the
     results to ``recv``. If XLA applies the format before and after the primitive, use ``encoded``
-    and ``recv_of_encoded``.
-    """
+    and ``recv_of_encoded``."""
 
     source: CheckedIds | AnyRouting
     leaves: list[jax.Array]
@@ -48,21 +47,19 @@ class DispatchArguments(NamedTuple):
 
     @property
     def route_options(self) -> RouteOptions:
-        """Return the static fields of the routing."""
         return self.source.options if isinstance(self.source, CheckedIds) else self.source
 
     @property
     def payload(self) -> list[jax.Array]:
-        """Return the operands of a dispatch that quantizes, without the routing."""
+        """Return the operands of a dispatch that quantizes in the primitive, except the routing."""
         choice_arrays = [*self.choice_arrays, *self._scales_of_choices]
         return [*self.leaves, *choice_arrays, *self._token_scales]
 
     @property
     def params(self) -> dict[str, Any]:
-        """Return the parameters of a dispatch that quantizes."""
         options, num_choice_arrays = self.options, len(self.choice_arrays)
         if options.token_format is not None:
-            # A traced global scale is an operand; the static format has the default in its place.
+            # A traced global scale is an operand, so the static format has the default scale.
             scaled = bool(self._token_scales)
             static = NvFp4() if scaled else options.token_format
             options = options._replace(token_format=static, has_token_scales=scaled)
@@ -93,13 +90,13 @@ class DispatchArguments(NamedTuple):
 
     @property
     def encoded(self) -> tuple[list[jax.Array], dict[str, Any]]:
-        """Return payload and parameters of a dispatch that does not quantize."""
+        """Return payload and parameters of a dispatch that moves values and scales unchanged."""
         if self.options.token_format is None:
             return self.payload, self.params
         return reference.encoded(self.payload, **self.params)
 
     def recv(self, routing: AnyRouting, moved: Sequence[jax.Array]) -> Recv:
-        """Return a ``Recv`` made of the results of a dispatch that quantizes."""
+        """Return a ``Recv`` from the results of the primitive with ``payload``."""
         scales_of_choices, options = self._scales_of_choices, self.options
         fmt = options.token_format
         end = len(moved) - len(scales_of_choices)
@@ -115,7 +112,7 @@ class DispatchArguments(NamedTuple):
         return recv_of(routing, rows, weights[0] if weights else None, scales)
 
     def recv_of_encoded(self, routing: AnyRouting, moved: Sequence[jax.Array]) -> Recv:
-        """Return a ``Recv`` made of the results of a dispatch that does not quantize."""
+        """Return a ``Recv`` from the results of the primitive with ``encoded``."""
         if self.options.decode:
             num_leaves, dtypes = len(self.leaves), [x.dtype for x in self.leaves]
             found = reference.decoded(moved, dtypes, self.params["options"])
@@ -142,13 +139,9 @@ def check_dispatch(
     decode: bool,
     tail: Tail,
 ) -> DispatchArguments:
-    """Check the arguments of ``dispatch`` or ``dispatch_start``, and raise their errors."""
     source = check_ids_or_routing(topk_ids, route_arguments)
-    if isinstance(source, CheckedIds):
-        route_options, (num_tokens, top_k) = source.options, source.ids.shape
-    else:
-        route_options, num_tokens, top_k = source, source.num_tokens, source.top_k
-
+    ids, route_options = source if isinstance(source, CheckedIds) else (source.topk_ids, source)
+    num_tokens, top_k = ids.shape
     leaves, treedef = check_leaves("x", x, "num_tokens", num_tokens)
     if not leaves:
         raise ValueError(f"x must have at least one array; got {x!r}")
@@ -174,19 +167,17 @@ class CombineArguments(NamedTuple):
 
     @property
     def payload(self) -> list[jax.Array]:
-        """Return the operands of the primitive, without the routing."""
         weights = [] if self.weights is None else [self.weights]
         return [*self.leaves, *weights, *self.addends]
 
     @property
     def params(self) -> dict[str, Any]:
-        """Return the parameters of the primitive."""
         options = self.options._replace(num_addends=len(self.addends))
         return dict(num_leaves=len(self.leaves), num_choice_arrays=0, options=options)
 
-    def sums(self, sums: Sequence[jax.Array]) -> PyTree:
+    def sums(self, results: Sequence[jax.Array]) -> PyTree:
         """Return the results of the primitive as a pytree like ``y``."""
-        return jax.tree.unflatten(self.treedef, sums)
+        return jax.tree.unflatten(self.treedef, results)
 
 
 def check_combine(
@@ -196,7 +187,6 @@ def check_combine(
     wire_dtype: DTypeLike | TokenFormat | None,
     add: PyTree | None = None,
 ) -> CombineArguments:
-    """Check the arguments of ``combine`` or ``combine_start``, and raise their errors."""
     if not isinstance(recv, Recv | AnyRouting):
         is_swapped = isinstance(y, Recv | AnyRouting)
         raise TypeError(
@@ -238,8 +228,6 @@ def _check_addends(
     rows: Sequence[jax.Array],
     treedef: jax.tree_util.PyTreeDef,
 ) -> list[jax.Array]:
-    """Return the arrays of ``add``, which have the structure, shapes and dtypes of the sums of
-    ``rows``."""
     leaves, structure = check_leaves("add", add, "num_tokens", routing.num_tokens)
     if routing.replicated:
         raise ValueError(
@@ -260,11 +248,7 @@ def _check_addends(
     return leaves
 
 
-# Checks of the options and of the payload
-
-
 def check_options(options: Options, leaves: Sequence[jax.Array], has_levels: bool) -> Options:
-    """Return the checked options of a dispatch, or raise the errors of ``dispatch``."""
     check_bool("decode", options.decode)
     check_format(options.token_format, options.decode, leaves)
     wire = check_wire_dtype(options.wire_dtype, "x", leaves, has_levels=has_levels)
@@ -274,8 +258,8 @@ def check_options(options: Options, leaves: Sequence[jax.Array], has_levels: boo
 def check_leaves(
     name: str, tree: PyTree, axis: str, size: int, *, remedy: str = ""
 ) -> tuple[list[jax.Array], jax.tree_util.PyTreeDef]:
-    """Return the leaves of ``tree`` as arrays [size, ...], and its structure. The error about a
-    wrong leading axis ends with ``remedy``."""
+    """Return the leaves of ``tree`` as arrays [size, ...], and the structure of ``tree``. The error
+    about a wrong leading axis ends with ``remedy``."""
     leaves, treedef = jax.tree.flatten(tree)
     return [_check_leaf(name, leaf, axis, size, remedy) for leaf in leaves], treedef
 
@@ -300,13 +284,11 @@ def _check_leaf(name: str, leaf: Any, axis: str, size: int, remedy: str) -> jax.
 def check_weights(name: str, weights: ArrayLike, axes: str, shape: tuple[int, ...]) -> jax.Array:
     """Return weights as float32, or as float64 if they are float64."""
     array = jnp.asarray(weights)
+    message = f"{name} must be a float array {axes}={list(shape)}; got {short(array)}"
     if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise TypeError(f"{name} must be a float array {axes}={list(shape)}; got {short(array)}")
+        raise TypeError(message)
     if array.shape != shape:
-        raise ValueError(
-            f"{name} must be a float array {axes}={list(shape)}; got {short(array)}"
-            f"{merge_axes(name, array, len(shape))}"
-        )
+        raise ValueError(message + merge_axes(name, array, len(shape)))
     return array if array.dtype == jnp.float64 else array.astype(jnp.float32)
 
 
@@ -317,9 +299,9 @@ def check_wire_dtype(
     *,
     has_levels: bool,
 ) -> WireDtype:
-    """Return the wire dtype, or the token format, for sums of ``leaves``.
-    With levels, the wire dtype must not have more bits than the dtype of a leaf, because the sum of
-    a host is rounded to the dtype of the leaf."""
+    """Return the wire dtype or token format for sums of ``leaves``, or raise an error. With levels,
+    the wire dtype must not have more bits than the dtype of a leaf, because the sum of a host is
+    rounded to the dtype of the leaf."""
     dtype = as_wire_dtype(wire_dtype)
     if isinstance(dtype, TokenFormat):
         for leaf in leaves:
@@ -340,8 +322,6 @@ def check_wire_dtype(
 
 
 def check_format(fmt: TokenFormat | None, decode: bool, leaves: Sequence[jax.Array]) -> None:
-    """Raise an error if the format cannot quantize every leaf, or if ``decode`` is set without a
-    format."""
     if fmt is None:
         if decode:
             raise ValueError(

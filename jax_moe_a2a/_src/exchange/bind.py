@@ -36,8 +36,8 @@ def route_ids(ids: jax.Array, options: RouteOptions) -> AnyRouting:
 def route_and_dispatch(
     checked: CheckedIds, payload: Sequence[jax.Array], **params: Any
 ) -> tuple[AnyRouting, list[jax.Array]]:
-    """Route ids and dispatch in one primitive, over one level. Payload and parameters are the same
-    as for ``DISPATCH``. Return the routing, and the results of ``DISPATCH``."""
+    """Route ids and dispatch in one primitive, over one level. The payload, the parameters and the
+    results after the routing are those of ``DISPATCH``."""
     planned, plan_options = _planned(*checked)
     params.update(group=checked.options.domain, plan_options=plan_options)
     plan, moved = bind_routed_dispatch(planned, payload, **params)
@@ -52,7 +52,6 @@ def bind(
     routing: AnyRouting,
     **params: Any,
 ) -> list[jax.Array]:
-    """Bind an exchange with a routing of one level or two."""
     if isinstance(routing, TwoLevelRouting):
         return two_level.bind(exchange, payload, routing, **params)
     return exchange.bind(payload, routing.arrays, group=routing.domain, **params)
@@ -81,9 +80,9 @@ def bind_start(
 
 
 def _planned(ids: jax.Array, options: RouteOptions) -> tuple[jax.Array, PlanOptions]:
-    """Return the ids and the options of ``route_p``."""
+    """Return the operand and the options of ``route_p``."""
     num_local_experts = options.num_local_experts
-    if options.replicated:  # only the experts of this rank have ids in its domain
+    if options.replicated:  # experts of other ranks have no ids in the domain of one rank
         local = ids - own_rank(options.group) * num_local_experts
         ids = jnp.where((local >= 0) & (local < num_local_experts), local, -1)
     may_drop = options.may_drop(*ids.shape)
@@ -93,7 +92,6 @@ def _planned(ids: jax.Array, options: RouteOptions) -> tuple[jax.Array, PlanOpti
 def _routing_of(
     plan: RoutePlan | dict[str, Any], ids: jax.Array, options: RouteOptions
 ) -> AnyRouting:
-    """Return the routing with the arrays of a plan."""
     num_invalid = ((ids < -1) | (ids >= options.num_experts)).sum(dtype=jnp.int32)
     num_invalid = compat.checkpoint_name(num_invalid, ROUTING_CHECKPOINT_NAME)
     # ``dataclasses.asdict`` would also convert the group to a dictionary.

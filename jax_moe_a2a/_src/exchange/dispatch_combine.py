@@ -1,15 +1,13 @@
 """Define dispatch and combine.
 
-A dispatch with a format is linear except for the rounding, and has the derivatives of a dispatch
-without a format. The global scales of the tokens may be its last operand. Its results are the
-decoded rows of all leaves if it decodes; values and scales of each leaf unless it only decodes; and
-the choice arrays.
+The global scales of the tokens may be the last operand of a dispatch with a format. Its results are
+the decoded rows of all leaves if ``decode`` is set; values and scales of each leaf if ``decode`` is
+not set or ``keeps_encoded`` is set; and the choice arrays.
 
 With ``tail="unspecified"``, the results of a dispatch and their tangents hold any values after the
-last group. The transpose of the dispatch, a combine, does not read these values. The transpose of a
-combine writes zeros after the last group, because the function that computed the rows may read
-their cotangent. If the combine has ``tail="unspecified"``, that function does not read this
-cotangent, and the transpose leaves it unspecified.
+last group. The transpose, a combine, does not read the cotangents of the rows after the last group.
+The transpose of a combine is a dispatch with the ``tail`` of the combine, which therefore says
+whether the program reads the cotangents of the rows after the last group.
 """
 
 from __future__ import annotations
@@ -29,10 +27,8 @@ from ..formats.formats import NvFp4, TokenFormat
 from ..group import native
 from ..plan.plan import RoutingArrays
 from . import reference, rules
-from .lowering import FORMAT_NUM_SMS, CallPlacement, KernelCall
+from .lowering import CallPlacement, KernelCall
 from .record import CHOICE, ROW, TOKEN, Layout, Layouts, Options, Record, split_routing
-
-# Layouts and types
 
 
 def _dispatch_layouts(
@@ -40,8 +36,7 @@ def _dispatch_layouts(
 ) -> Layouts:
     operands: list[Layout] = [TOKEN] * num_leaves + [CHOICE] * num_choice_arrays
     operands += [TOKEN] * options.has_token_scales
-    # The scales of tokens are not a source, because they may be batched independently of the
-    # leaves.
+    # The scales of tokens are not a source, because a batch of leaves may share them.
     has_floats = options.token_format is None or options.decode
     sources = [(leaf,) for leaf in range(num_leaves * has_floats)]
     sources += [(i // 2,) for i in range(2 * num_leaves * options.has_encoded)]
@@ -61,7 +56,7 @@ def _combine_layouts(
 def _dispatch_types(
     results: list[Any], *, num_leaves: int, options: Options, **_: object
 ) -> list[Any]:
-    """Return the result types, with the types of values and scales."""
+    """Return ``results`` with the types of values and scales in place of the types of rows."""
     fmt = options.token_format
     if fmt is None or not options.has_encoded:
         return results
@@ -78,16 +73,11 @@ def _dispatch_types(
     return [*results[:first], *encoded, *results[end:]]
 
 
-# Kernel calls
-
-
 def global_scale(fmt: TokenFormat | None) -> float:
-    """Return the global scale of a format as an attribute; 1 if the format has no global scale."""
     return float(fmt.global_scale) if isinstance(fmt, NvFp4) else 1.0
 
 
 def dispatch_attributes(params: dict[str, Any]) -> dict[str, Any]:
-    """Return how a dispatch moves its payload, and quantizes it if there is a format."""
     options: Options = params["options"]
     attributes = dict(
         num_choice_arrays=params["num_choice_arrays"],
@@ -109,13 +99,12 @@ def dispatch_attributes(params: dict[str, Any]) -> dict[str, Any]:
 def dispatch_calls(
     call_placement: CallPlacement, payload: Sequence[jax.Array], params: dict[str, Any]
 ) -> list[KernelCall]:
-    """Return the call of a dispatch, whole or split, which moves all arrays as bytes."""
     options: Options = params["options"]
     arrays, attributes = range(len(payload)), dispatch_attributes(params)
     if options.token_format is None:
         return [KernelCall("moe_a2a_dispatch", arrays, arrays, attributes)]
     num_results = options.results_per_leaf * params["num_leaves"] + params["num_choice_arrays"]
-    num_sms = call_placement.group.sms_of("dispatch") or FORMAT_NUM_SMS
+    num_sms = call_placement.group.sms_of("dispatch") or native.tuning("FORMAT_NUM_SMS")
     return [KernelCall("moe_a2a_format_dispatch", arrays, range(num_results), attributes, num_sms)]
 
 
@@ -154,18 +143,14 @@ def combine_call(
     fmt = wire if isinstance(wire, TokenFormat) else None
     num_sms, name = None, ""
     if fmt and call_placement.group.size > 1:
-        num_sms = call_placement.group.sms_of("combine") or FORMAT_NUM_SMS
+        num_sms = call_placement.group.sms_of("combine") or native.tuning("FORMAT_NUM_SMS")
     if dtype is not None:
         name = type(fmt).__name__ if fmt else native.type_name(dtype if wire is None else wire)
     attributes = dict(counts, wire=name, global_scale=global_scale(fmt))
     return KernelCall("moe_a2a_combine", arrays, results, attributes, num_sms)
 
 
-# The primitives
-
-
 def bind_dispatch(*operands: jax.Array, **params: Any) -> list[Any]:
-    """Bind a dispatch, with the operands of its primitive."""
     return DISPATCH.bind(*split_routing(operands), **params)
 
 
@@ -204,11 +189,12 @@ def keep_arrays(keep: Sequence[bool], params: dict[str, Any]) -> dict[str, Any]:
 
 
 # Derivatives. Let P be the linear map of the exchange.
-#   jvp: d(P x) = P dx. transpose: P^T. P^T of a dispatch is a combine, and P^T of a combine is a
-#   dispatch. With an addend a, the tangent is P dx + da, rounded once, and a has the cotangent of
-#   the result. Only arrays with a tangent move, because P moves each array separately. With a
-#   format, decoded rows have the derivative of P (straight-through), and quantized rows have no
-#   derivative.
+#   jvp: d(P x) = P dx. With an addend a: P dx + da, rounded once. Arrays without a tangent do not
+#   move.
+#   transpose: P^T, which is a combine for a dispatch, and a dispatch for a combine. An addend has
+#   the cotangent of the result.
+# With a format, decoded rows have the derivative of P (straight-through), and quantized rows have
+# no derivative.
 
 
 def _jvp(
@@ -256,18 +242,16 @@ def moved_tangents(
 
 
 def added_tangents(d_addends: compat.Tangents) -> list[Any]:
-    """Return the addends of the combine of the tangents: none if all ``d_addends`` are zero."""
+    """Return the addends of the combine that computes tangents; [] if all are zero."""
     return [] if all(map(is_zero, d_addends)) else list(map(ad.instantiate_zeros, d_addends))
 
 
 def cotangents_of_addends(addends: Sequence[Any], cotangents: compat.Tangents) -> list[Any]:
-    """Return the cotangents of addends from the cotangents of the results."""
     pairs = zip(addends, cotangents, strict=False)  # a choice array has no addend
     return [ct if ad.is_undefined_primal(x) else None for x, ct in pairs]
 
 
 def of_transpose(exchange: Record, options: Options) -> Options:
-    """Return the options of the transpose of ``exchange``."""
     tail = "zero" if exchange.is_outward else options.tail
     return options.unencoded._replace(tail=tail, num_addends=0)
 
@@ -295,9 +279,8 @@ def _transpose(
     ]
     moved: list[Any] = []
     if any(keep):
-        moved = exchange.transpose.bind(
-            select(keep, cotangents), routing, **keep_arrays(keep, params)
-        )
+        params = keep_arrays(keep, params)
+        moved = exchange.transpose.bind(select(keep, cotangents), routing, **params)
     of_addends = cotangents_of_addends(addends, cotangents)
     return cotangents_of(payload, keep, moved) + of_addends + [None] * len(routing)
 

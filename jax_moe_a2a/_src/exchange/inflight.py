@@ -1,4 +1,4 @@
-"""Hold a split exchange between its start and its done, and run other work meanwhile."""
+"""Define ``InFlight``, a split exchange between start and done, and ``overlap``."""
 
 from __future__ import annotations
 
@@ -45,8 +45,7 @@ class InFlight:
         return f"InFlight({self._operation}, {state}, group={self._group})"
 
     def _take(self, user: str) -> Sequence[jax.Array]:
-        """Return the arrays. A second call raises an error. The message names ``user``, the
-        caller."""
+        """Return the arrays, or raise an error at the second call. ``user`` names the caller."""
         if self._arrays is None:
             raise ValueError(
                 f"inflight must be used once; {user} got an InFlight that was already used. After "
@@ -69,9 +68,7 @@ def check_start(operation: str, routing: RouteOptions) -> None:
             f"{operation}_start must have a routing without replicated tokens, because replicated "
             f"tokens do not travel; got replicated=True. Use {operation}"
         )
-    if compat.traced_function() is not None:
-        return
-    if routing.group.path == "cuda":
+    if compat.traced_function() is None and routing.group.path == "cuda":
         raise ValueError(
             f"{operation}_start must be called under jax.jit on the CUDA path, because arrays must "
             "stay in place while other ranks read them; got a call outside jax.jit. Wrap the "
@@ -80,7 +77,6 @@ def check_start(operation: str, routing: RouteOptions) -> None:
 
 
 def finish_exchange(inflight: InFlight, operation: str) -> Any:
-    """Finish the exchange, and return the result of ``<operation>_done``."""
     if not isinstance(inflight, InFlight) or inflight._operation != operation:
         got = inflight if isinstance(inflight, InFlight) else type(inflight).__name__
         raise TypeError(f"inflight must be the result of {operation}_start; got {got}")
@@ -146,7 +142,6 @@ def _tied(arrays: Sequence[jax.Array], tree: T) -> tuple[Sequence[jax.Array], T]
 
 
 def _refuse(inflight: InFlight) -> NoReturn:
-    """Raise the error of an ``InFlight`` that is used as a pytree."""
     raise TypeError(
         f"{inflight!r} must stay in the function that started it; got an InFlight as argument, "
         "result or carry of jit, scan, cond, while_loop, vmap, grad or checkpoint. Call start and "
@@ -154,5 +149,4 @@ def _refuse(inflight: InFlight) -> NoReturn:
     )
 
 
-# Flattening this pytree raises an error, which says what is wrong.
 jax.tree_util.register_pytree_node(InFlight, _refuse, lambda of, _: of)

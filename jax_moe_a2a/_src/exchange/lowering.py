@@ -24,23 +24,10 @@ from ..group.group import Group
 from ..paths import Choice
 from .record import Record, split_routing
 
-# True if XLA may capture the calls in CUDA graphs. This choice is measured (docs/history/speed.md).
-DEFAULT_CUDA_GRAPHS = True
-# The default numbers of SMs of calls are measured; cuda/tuning.h has their reasons. The handler
-# limits a budget to the SMs of the GPU.
-DEFAULT_NUM_SMS = native.tuning("DEFAULT_NUM_SMS")
-FEW_TOKENS = native.tuning("FEW_TOKENS")
-FEW_BYTES = native.tuning("FEW_BYTES")
-FEW_NUM_SMS = native.tuning("FEW_NUM_SMS")  # for few tokens, or few bytes on the links
-WEIGHTED_NUM_SMS = native.tuning("WEIGHTED_NUM_SMS")
-FORMAT_NUM_SMS = native.tuning("FORMAT_NUM_SMS")
-ALONE_NUM_SMS = native.tuning("ALONE_NUM_SMS")  # for a domain of one rank
-SPLIT_NUM_SMS = native.tuning("SPLIT_NUM_SMS")  # for a split exchange
+DEFAULT_CUDA_GRAPHS = True  # measured (docs/history/speed.md)
+ALL_SMS = 2**31 - 1  # the handler limits the SMs of a call to the SMs of the GPU
 # The arrays of a routing that the kernels read, in the order of the handlers' operands.
 READ_BY_KERNELS = ("token_slot", "slot_token", "choice_rank", "slot_rows", "row_slot")
-
-
-# Where a call runs
 
 
 class Refused(Exception):
@@ -48,7 +35,7 @@ class Refused(Exception):
 
 
 class CallPlacement(NamedTuple):
-    """The group and topology on which the kernels run a call."""
+    """Where the kernels run a call."""
 
     group: Group
     """The group, with the devices of the program if each rank has its own device."""
@@ -76,7 +63,7 @@ def _placement_of(ctx: compat.Context, params: dict[str, Any]) -> CallPlacement 
                 f"got {group} with a mesh: use Group(axis_name={group.axis_name!r}, "
                 f"size={group.size}, implementation='cuda')"
             )
-        topology = native.on_one_gpu(None, group.size)
+        topology = native.Topology((), group.size)
         return CallPlacement(group, topology, lead=int(params["emulated"]))
     if has_devices or paths.named_gpu():
         if group.path != "cuda":
@@ -118,15 +105,15 @@ def register(
         if not native.has_kernels() and params["group"].implementation is None:
             extension.warn_of_missing_kernels()
 
-        def traced(path: str, why: str, fn: Any, is_within: bool = True) -> Choice:
+        def traced(path: str, why: str, fn: Any, within: Any) -> Choice:
             lower = partial(mlir.lower_fun(fn, multiple_results=True), ctx, *operands, **params)
-            return Choice(path, why, lower, partial(fn, **params) if is_within else None)
+            return Choice(path, why, lower, within and partial(within, **params))
 
         found, composition, what = _placement_of(ctx, params), unfused(**params), "portable path"
         if isinstance(found, CallPlacement):
             if found.lead and found.group.size == 1:
                 # A handler expects an axis of ranks only if several ranks share a launch.
-                return traced("", "", of_only_rank)
+                return traced("", "", of_only_rank, of_only_rank)
             try:
                 return Choice(paths.KERNEL, "", kernels(ctx, found, *operands, **params))
             except Refused as refused:
@@ -137,9 +124,7 @@ def register(
                 what = "not fused"
         else:
             why = found
-        if composition is None:
-            return traced(what, why, reference, is_within=False)
-        return traced(what, why, composition)
+        return traced(what, why, composition or reference, composition)
 
     lower_reference = mlir.lower_fun(reference, multiple_results=True)
 
@@ -156,7 +141,6 @@ def register(
 
 
 def check_platforms(group: Group, platforms: Sequence[str]) -> None:
-    """Raise a ValueError if the group requires the kernels, and a platform has no kernels."""
     if group.implementation == "cuda":
         raise ValueError(
             "implementation='cuda' needs a program for NVIDIA GPUs; got one that is lowered "
@@ -165,7 +149,6 @@ def check_platforms(group: Group, platforms: Sequence[str]) -> None:
 
 
 def check_may_refuse(group: Group, primitive: compat.Primitive, why: str) -> None:
-    """Raise a ValueError if the group requires the kernels, and they do not support a call."""
     if group.implementation == "cuda":
         raise ValueError(
             f"implementation must be None or 'portable' for a {primitive} that the kernels do not "
@@ -177,24 +160,20 @@ barrier = mlir.lower_fun(lambda *arrays: lax.optimization_barrier(arrays), multi
 """Lowers the identity. No result is available before all operands have been computed."""
 
 
-# Custom calls
-
-
 def default_num_sms(num_tokens: int, half_bytes: int) -> int:
-    """Return the default number of SMs of a call with ``num_tokens`` tokens per rank.
-
-    ``half_bytes`` is the size of a ring half: the bytes of a rank's tokens, times the ranks.
-    """
-    is_few = num_tokens <= FEW_TOKENS or half_bytes <= FEW_BYTES
-    return FEW_NUM_SMS if is_few else DEFAULT_NUM_SMS
+    """Return the default SMs of a call with ``num_tokens`` tokens per rank. ``half_bytes`` is the
+    size of a ring half: the bytes of a rank's tokens, times the ranks."""
+    tuning = native.tuning
+    is_few = num_tokens <= tuning("FEW_TOKENS") or half_bytes <= tuning("FEW_BYTES")
+    return tuning("FEW_NUM_SMS" if is_few else "DEFAULT_NUM_SMS")
 
 
 def num_sms_of(group: Group, operation: str, num_tokens: int, half_bytes: int) -> int:
-    """Return the SMs of a route or a whole exchange, for its tokens per rank and the bytes of a
-    ring half."""
-    if group.size == 1:  # all SMs, because only local memory limits the speed
-        return group.sms_of(operation) or ALONE_NUM_SMS
-    return group.sms_of(operation) or default_num_sms(num_tokens, half_bytes)
+    """Return the SMs of a route or a whole exchange. The last two arguments are those of
+    ``default_num_sms``."""
+    is_alone = group.size == 1  # then only local memory limits the speed
+    default = ALL_SMS if is_alone else default_num_sms(num_tokens, half_bytes)
+    return group.sms_of(operation) or default
 
 
 def half_bytes_of(
@@ -253,8 +232,9 @@ def custom_call(
     )
     # If a loop stores a result in a larger array, and the program also uses the result elsewhere,
     # XLA's dynamic_slice_fusion copies the call, and the exchange runs twice. A barrier prevents
-    # the copy. Each result has a separate barrier. From a shared barrier, XLA would remove unused
-    # results, and would then not merge two equal calls of which the program uses different results.
+    # the copy. Each result has a separate barrier, because XLA would remove the unused results of a
+    # shared barrier. Two equal calls could then differ in their results, and XLA would not merge
+    # them.
     alone = [ctx.replace(avals_in=[aval], avals_out=[aval]) for aval in ctx.avals_out]
     return [out for args in zip(alone, results, strict=True) for out in barrier(*args)]
 
@@ -262,9 +242,6 @@ def custom_call(
 def _hash(text: str) -> np.int64:
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return np.int64(int.from_bytes(digest, "big", signed=True))
-
-
-# Whole exchanges and split phases, as the kernel calls of an operation
 
 
 class KernelCall(NamedTuple):
@@ -287,7 +264,6 @@ def _inputs(operands: Sequence[Any]) -> list[Any]:
 
 
 def _of_call(call: KernelCall, inputs: Sequence[Any]) -> list[Any]:
-    """Return the inputs that a call reads."""
     return [*(inputs[i] for i in call.arrays), *inputs[-len(READ_BY_KERNELS) :]]
 
 
@@ -299,8 +275,8 @@ def lower_by_kernels(
     *operands: compat.Value,
     **params: Any,
 ) -> Callable[[], list[Any]]:
-    """Choose the calls of an exchange, or of its start or done, and return the function that emits
-    them and returns the results.
+    """Return the function that emits the custom calls of a whole exchange (``phase`` is ""), of its
+    start or of its done, and returns the results.
 
     The calls of a done have two kinds of operands: the operands of the start, so that XLA keeps
     them in place, and the arrays in flight, which become the results.
@@ -342,7 +318,7 @@ def lower_by_kernels(
             become_results = [in_flight[i] for i in call.results] if phase == "done" else []
             num_inputs, num_aliased = len(call_avals_in), len(become_results)
             if phase:
-                num_sms = group.sms_of(operation) or SPLIT_NUM_SMS
+                num_sms = group.sms_of(operation) or native.tuning("SPLIT_NUM_SMS")
             else:
                 num_sms = call.num_sms or num_sms_of(group, operation, num_slots, half_bytes)
             call_results = custom_call(
@@ -383,10 +359,8 @@ def _held(
     ctx: compat.Context, arrays: Sequence[compat.Value], avals: Sequence[compat.Aval]
 ) -> list[Any]:
     """Return arrays in the layout of the calls. One barrier keeps XLA from copying the arrays
-    between start and done. The done must read the memory of the start.
-
-    Without the barrier, XLA's dynamic_slice_fusion would fuse a call with slices of its operands,
-    and with the update of a larger array by a result. XLA would also copy each constant, and each
-    array in a different layout, once for the start and once for the done.
-    """
+    between start and done, because the done must read the memory of the start. Without the barrier,
+    XLA's dynamic_slice_fusion would fuse a call with slices of its operands, or with the update of
+    a larger array by a result. XLA would also copy constants, and arrays in other layouts, once for
+    the start and once for the done."""
     return list(_lower_hold(ctx.replace(avals_in=avals, avals_out=avals), *arrays))

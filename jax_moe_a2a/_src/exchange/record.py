@@ -1,16 +1,16 @@
-"""Define the record of an exchange primitive, which all rules of transforms read.
+"""Define the record of an exchange primitive, which the rules of all its transforms read.
 
 An exchange moves a payload by a routing: from tokens to rows (outward), or from rows to tokens.
 For a fixed routing (integers), an exchange is linear in its payload, or bilinear in pairs of rows
 and weights. Dispatch and combine are transposes of each other, and so are their weighted forms.
 
-Operands are the payload, then the arrays of a ``RoutingArrays``. Parameters of every exchange:
+The operands are the payload, then the arrays of a ``RoutingArrays``. The parameters are:
 
-- ``num_leaves``, ``num_choice_arrays``: the numbers of two kinds of payload arrays: with an entry
-  for each token, and with an entry for each choice of a token.
+- ``num_leaves``: the number of payload arrays with an entry for each token.
+- ``num_choice_arrays``: the number of payload arrays with an entry for each choice of a token.
 - ``options``: static ``Options``.
-- ``group``, and ``emulated``. ``emulated`` is True under ``vmap`` over the group's own axis. In
-  this case, every array has a leading axis of ranks.
+- ``group``.
+- ``emulated``: True under ``vmap`` over the group's axis. Arrays then have a leading axis of ranks.
 """
 
 from __future__ import annotations
@@ -37,10 +37,7 @@ ROW: Layout = ("C",)
 
 
 class Options(NamedTuple):
-    """The options of an exchange, without the options of its routing. The same class holds the
-    checked options of the caller and the static parameter of the primitive. A combine has no
-    format.
-
+    """The options of an exchange, without the options of its routing. A combine has no format.
     Derive options by ``_replace``, so that a new option reaches each part of an exchange."""
 
     wire_dtype: Any = None
@@ -65,22 +62,20 @@ class Options(NamedTuple):
 
     @property
     def has_encoded(self) -> bool:
-        """Return True if values and scales are results."""
+        """Return True if a dispatch returns values and scales."""
         return self.token_format is not None and (self.keeps_encoded or not self.decode)
 
     @property
     def unencoded(self) -> Options:
-        """Return the same options without the options of quantization."""
         return self._replace(
             token_format=None, decode=False, keeps_encoded=False, has_token_scales=False
         )
 
 
 class Layouts(NamedTuple):
-    """The axes of all arrays of a payload, as the parameters determine them."""
+    """The axes of all operands and results of a payload, for the parameters of an exchange."""
 
     operands: Sequence[Layout]
-    """The payload operands."""
     results: Sequence[Layout]
     sources: Sequence[tuple[int, ...]]
     """For each result, the operands from which it is computed. The result has the payload axes and
@@ -103,14 +98,14 @@ class Record:
     reference: Callable[..., list[jax.Array]]
     """Computes the results with jnp and lax from the operands and parameters."""
     layouts: Callable[..., Layouts]
-    """Returns the ``Layouts``. It receives all parameters by name, and ignores some."""
+    """Returns the ``Layouts`` for the parameters of the primitive."""
     kernel_calls: Callable[..., Any]
     """Returns the kernel calls that make the exchange (see ``lowering.py``). It receives a
     ``CallPlacement``, the abstract payload of one rank and the parameters."""
     unfused: Callable[..., Callable[..., list[jax.Array]] | None] = lambda **_: None
     """Receives the parameters, and returns a function that computes the results with other
     exchanges, for GPUs whose kernels do not support this payload. None means ``reference``."""
-    result_types: Callable[..., list[Any]] | None = None
+    result_types: Callable[..., list[Any]] = lambda results, **_: results
     """Changes the abstract values of results whose type differs from the type of their source."""
     primitive: Any = dataclasses.field(init=False)
     transpose: Record = dataclasses.field(init=False)
@@ -130,19 +125,14 @@ class Record:
         emulated: bool = False,
         **params: Any,
     ) -> list[Any]:
-        """Bind the primitive after casting all operands to vary over the same mesh axes."""
         operands = compat.align_varying([*payload, *routing], crossed_axes(group, emulated))
         return self.primitive.bind(*operands, group=group, emulated=emulated, **params)
 
 
 def crossed_axes(group: Group, emulated: bool) -> tuple[str, ...]:
-    """Return the mesh axes over which results vary even if operands do not.
-
-    A group of one rank exchanges nothing, so its results vary over the same axes as its operands.
-    """
+    """Return the mesh axes over which results vary even if operands do not."""
     return () if emulated or group.size == 1 else group.axes
 
 
 def split_routing(operands: Sequence[Any]) -> tuple[list[Any], RoutingArrays]:
-    """Split the operands of an exchange into payload and routing."""
     return list(operands[:-NUM_ROUTING]), RoutingArrays(*operands[-NUM_ROUTING:])

@@ -77,9 +77,8 @@ def recv_of(
     routing: AnyRouting,
     rows: PyTree,
     weights: jax.Array | None,
-    global_scales: jax.Array | None = None,
+    global_scales: jax.Array | None,
 ) -> Recv:
-    """Return the ``Recv`` of rows that were dispatched with a routing."""
     local = jnp.arange(routing.num_local_experts, dtype=jnp.int32)
     expert_ids = own_rank(routing.group) * routing.num_local_experts + local
     ends = jnp.cumsum(routing.group_sizes, dtype=jnp.int32)

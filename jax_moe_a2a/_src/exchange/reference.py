@@ -31,9 +31,8 @@ from ..group.group import Group
 from ..plan.plan import TAIL_ROW, PlanOptions, RoutePlan, RoutingArrays, plan_route
 from .record import Options, Record, split_routing
 
-# XLA:CPU compiles a sum of few terms in half the time of a loop. Many or large terms are added by a
-# loop: otherwise the program would grow with their number, and XLA might hold all of them in
-# memory.
+# XLA:CPU compiles a sum of few terms in half the time of a loop. A loop adds many or large terms,
+# because XLA might hold all terms of an unrolled sum in memory, and the program would be long.
 MAX_UNROLLED_TERMS = 16
 MAX_UNROLLED_BYTES = 4 * 2**20
 
@@ -41,8 +40,7 @@ MAX_UNROLLED_BYTES = 4 * 2**20
 def route(
     ids: jax.Array, *, group: Group, emulated: bool, plan_options: PlanOptions
 ) -> list[jax.Array]:
-    """Route ids int32 [*lead, T, K]. Return the arrays of a ``RoutePlan``, also with the axes
-    ``lead``."""
+    """Route ids int32 [*lead, T, K]. Return the arrays of a ``RoutePlan`` with axes ``lead``."""
     num_lead = ids.ndim - 2 - int(emulated)
     plan: Callable[..., RoutePlan] = partial(plan_route, options=plan_options)
     for _ in range(num_lead):
@@ -93,7 +91,7 @@ def encode_and_decode(
     options: Options,
     **params: object,
 ) -> list[jax.Array]:
-    """Encode leaves, dispatch their values and scales like leaves, and decode the rows."""
+    """Dispatch the values and scales of leaves like leaves, and decode the rows."""
     payload, routing = split_routing(operands)
     parts, of_parts = encoded(payload, num_leaves, num_choice_arrays, options)
     moved = dispatch(*parts, *routing, **of_parts, **params)
@@ -121,8 +119,8 @@ def encoded(
 def decoded(
     moved: Sequence[jax.Array], dtypes: Sequence[DTypeLike], options: Options
 ) -> list[jax.Array]:
-    """Return the results of a dispatch with a format, from the results of the dispatch of
-    ``encoded``. ``dtypes`` are the dtypes of the leaves."""
+    """Return the results of a dispatch with a format, from the results of the dispatch of values
+    and scales (``encoded``). ``dtypes`` are the dtypes of the leaves."""
     if not options.decode:
         return list(moved)
     first = 2 * len(dtypes)
@@ -135,7 +133,6 @@ def decoded(
 
 
 def _format_of(options: Options, scales: Sequence[jax.Array]) -> TokenFormat:
-    """Return the format with the global scales of tokens or rows, if there is an array of them."""
     fmt = options.token_format
     if scales:
         assert isinstance(fmt, NvFp4)
@@ -190,19 +187,28 @@ def weighted_dispatch(
     emulated: bool,
     **params: object,
 ) -> list[jax.Array]:
-    """Let G be the dispatched g [T, *W, ...]. Return weights_i * G for weights_1..n [C, *W], and
-    then the dot products <rows_i, G> [C, *W] for rows_1..m [C, *W, ...]."""
+    """Let G be the dispatched g [T, *W, ...]. Return weights_i * G for weights_1..n [C, *W] in the
+    dtype of g, and then the dot products <rows_i, G> [C, *W] for rows_1..m [C, *W, ...] in the
+    accumulation dtype."""
     del num_choice_arrays
     (g, *payload), routing = split_routing(operands)
     params.update(num_leaves=1, num_choice_arrays=0, emulated=emulated)
     (moved,) = dispatch(g, *routing, **params)
-    return scale_and_dot(
-        moved,
-        payload[:num_leaves],
-        payload[num_leaves:],
-        routing,
-        num_axes=int(emulated) + 1 + num_weight_axes,
-    )
+    num_axes = int(emulated) + 1 + num_weight_axes
+    acc_dtype = accumulation_dtype(moved.dtype)
+    wide = moved.astype(acc_dtype)
+    is_row = routing.row_rank >= 0  # rows without a token may hold NaN
+
+    def scaled(weights: jax.Array) -> jax.Array:
+        product = expand_like(weights.astype(acc_dtype), wide) * wide
+        return jnp.where(expand_like(is_row, wide), product, 0).astype(moved.dtype)
+
+    def dotted(rows: jax.Array) -> jax.Array:
+        dots = (rows.astype(acc_dtype) * wide).sum(axis=range(num_axes, wide.ndim))
+        return jnp.where(expand_like(is_row, dots), dots, 0)
+
+    rows, weights = payload[:num_leaves], payload[num_leaves:]
+    return [scaled(w) for w in weights] + [dotted(r) for r in rows]
 
 
 def routed_dispatch(
@@ -213,18 +219,17 @@ def routed_dispatch(
     plan_options: PlanOptions,
     **params: Any,
 ) -> list[jax.Array]:
-    """Route the ids, int32 [T, K]. Then dispatch the payload: its leaves [T, ...] and its choice
-    arrays [T, K, ...]. Return the results of a ``RoutePlan``, then leaves [C, ...] and choice
-    arrays [C, ...]."""
+    """Route the ids, int32 [T, K], and dispatch the payload. Return the results of a ``RoutePlan``,
+    then the results of ``dispatch``."""
     results = route(ids, group=group, emulated=emulated, plan_options=plan_options)
     plan = RoutePlan.of_results(results)
     moved = dispatch(*payload, *plan.arrays, group=group, emulated=emulated, **params)
     return [*plan.results, *moved]
 
 
-# Split phases. While a payload is in flight, only its arrays at the rows have a meaning. A dispatch
-# moves data in its start, and a combine moves data in its done. The other half is the identity, so
-# each half transposes to the other half of the transposed exchange.
+# Split phases. A dispatch moves data in its start, and a combine moves data in its done. The other
+# half is the identity, so each half transposes to the other half of the transposed exchange. While
+# a payload is in flight, only its arrays at the rows have a meaning.
 
 
 def start(exchange: Record, *operands: jax.Array, **params: Any) -> list[jax.Array]:
@@ -234,11 +239,11 @@ def start(exchange: Record, *operands: jax.Array, **params: Any) -> list[jax.Arr
         return [*payload, *exchange.reference(*operands, **params)]
     layouts, lead = exchange.layouts(**params), int(params["emulated"])
     rows = [payload[sources[0]] for sources in layouts.sources]
-    zeros = [
-        _at_tokens(x, routing, lead, num_axes=len(layout))
-        for x, layout in zip(rows, layouts.results, strict=True)
-    ]
-    return [*zeros, *rows]
+    at_tokens = []
+    for x, layout in zip(rows, layouts.results, strict=True):
+        core = routing.choice_rank.shape[lead : lead + len(layout)]
+        at_tokens.append(jnp.zeros((*x.shape[:lead], *core, *x.shape[lead + 1 :]), x.dtype))
+    return [*at_tokens, *rows]
 
 
 def done(exchange: Record, *operands: jax.Array, **params: object) -> list[jax.Array]:
@@ -249,38 +254,6 @@ def done(exchange: Record, *operands: jax.Array, **params: object) -> list[jax.A
     if exchange.is_outward:
         return at_rows
     return exchange.reference(*at_rows, *routing, **params)
-
-
-def _at_tokens(x: jax.Array, routing: RoutingArrays, lead: int, *, num_axes: int) -> jax.Array:
-    """Return zeros like ``x``, with the first ``num_axes`` axes of [T, K] in place of C."""
-    core = routing.choice_rank.shape[lead : lead + num_axes]
-    return jnp.zeros((*x.shape[:lead], *core, *x.shape[lead + 1 :]), x.dtype)
-
-
-def scale_and_dot(
-    moved: jax.Array,
-    rows: Sequence[jax.Array],
-    weights: Sequence[jax.Array],
-    routing: RoutingArrays,
-    *,
-    num_axes: int,
-) -> list[jax.Array]:
-    """Compute the local step of ``weighted_dispatch``: products in the dtype of ``moved``, then dot
-    products over the axes after the first ``num_axes``, in the accumulation dtype. Rows without a
-    token are masked, because they may hold NaN."""
-    acc_dtype = accumulation_dtype(moved.dtype)
-    wide = moved.astype(acc_dtype)
-    is_row = routing.row_rank >= 0
-
-    def scaled(weights: jax.Array) -> jax.Array:
-        product = expand_like(weights.astype(acc_dtype), wide) * wide
-        return jnp.where(expand_like(is_row, wide), product, 0).astype(moved.dtype)
-
-    def dotted(rows: jax.Array) -> jax.Array:
-        dots = (rows.astype(acc_dtype) * wide).sum(axis=range(num_axes, wide.ndim))
-        return jnp.where(expand_like(is_row, dots), dots, 0)
-
-    return [scaled(w) for w in weights] + [dotted(r) for r in rows]
 
 
 def own_rank(group: Group) -> jax.Array:
@@ -320,18 +293,17 @@ def take_any_rows(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def send_tokens(x: jax.Array, routing: RoutingArrays) -> jax.Array:
-    """Place tokens [T, ...] into slots [R, T, ...]. A slot that no token uses holds an arbitrary
-    token. No mask clears them, because no rank reads them, and XLA:CPU would compile the mask once
-    for each rank."""
+    """Place tokens [T, ...] into slots [R, T, ...]. An unused slot holds an arbitrary token, which
+    no rank reads. XLA:CPU would compile a mask of unused slots once for each rank."""
     return take_any_rows(x, routing.slot_token)
 
 
 def receive_rows(
     landed: jax.Array, routing: RoutingArrays, *, of_choices: bool, tail_value: Any
 ) -> jax.Array:
-    """Copy the tokens in slots [R, T, ...] to rows [C, ...], one row for each choice of an expert
-    of this rank. From slots [R, T, K, ...] of a choice array, copy the entries of these choices.
-    Rows after the last group have the value ``tail_value``."""
+    """Copy the tokens in slots [R, T, ...], or the entries of a choice array in slots [R, T, K,
+    ...], to rows [C, ...], one row for each choice of an expert of this rank. Rows after the last
+    group have the value ``tail_value``."""
     index = routing.row_rank * landed.shape[1] + routing.row_slot
     if of_choices:
         index = index * landed.shape[2] + routing.row_k
@@ -448,11 +420,8 @@ def receive_sums(
     slots = routing.token_slot.T
     first = num_tokens * lax.broadcasted_iota(jnp.int32, slots.shape, 0)
     sums = _merge(returned, 2)
-    total = _sum_in_order(
-        lambda index: [take_rows(sums, index).astype(acc_dtype)],
-        jnp.where(slots >= 0, first + slots, -1),
-        total,
-    )
+    terms = lambda index: [take_rows(sums, index).astype(acc_dtype)]
+    total = _sum_in_order(terms, jnp.where(slots >= 0, first + slots, -1), total)
     for addend in addends:
         total += addend.astype(acc_dtype)
     return total.astype(dtype)
@@ -516,14 +485,12 @@ def _partial_and_total_sums(
 
 
 def _as_integers(x: jax.Array) -> jax.Array:
-    """Return floats of fewer than 32 bits as integers with the same bits."""
     if not _travels_as_integers(x.dtype):
         return x
     return lax.bitcast_convert_type(x, f"uint{jnp.finfo(x.dtype).bits}")
 
 
 def _travels_as_integers(dtype: DTypeLike) -> bool:
-    """Return True for floats of fewer than 32 bits."""
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
 
 
@@ -547,20 +514,16 @@ def _exchange(
 
 
 def _merge(x: jax.Array, num_axes: int) -> jax.Array:
-    """Merge the first ``num_axes`` axes into one."""
     return x.reshape(math.prod(x.shape[:num_axes]), *x.shape[num_axes:])
 
 
-# The swap between ranks
-
 # XLA:CPU compiles one copy kernel for each block of an all_to_all, and a concatenation with one
-# operand per block. An all_gather has no such kernels, but moves and holds the blocks of all pairs
-# of ranks.
+# operand per block. An all_gather compiles faster, but moves and holds the blocks of all pairs of
+# ranks.
 MAX_GATHERED_BYTES = 4 * 2**20
 
-# The swap is a primitive, because on CPUs a different implementation compiles faster for small
-# blocks. The primitive has no derivative and no batching rule, because the portable path is traced
-# only when a program is lowered, after these transformations.
+# The swap is a primitive, because only CPUs use the all_gather. The primitive needs no derivative
+# and no batching rule, because the portable path is traced only when a program is lowered.
 swap_p = compat.Primitive("moe_a2a_swap")
 
 

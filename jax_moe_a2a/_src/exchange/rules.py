@@ -19,19 +19,14 @@ from .record import Layout, Record, split_routing
 
 
 def register_exchange(exchange: Record) -> None:
-    """Register the lowering, the abstract values and the batching of an exchange."""
     by_kernels = partial(lowering.lower_by_kernels, exchange, "")
     lowering.register(exchange.primitive, exchange.reference, by_kernels, exchange.unfused)
     register_shapes(exchange)
 
 
 def register_shapes(exchange: Record) -> None:
-    """Register abstract values and batching."""
     exchange.primitive.def_abstract_eval(partial(abstract, exchange))
     batching.fancy_primitive_batchers[exchange.primitive] = partial(batch, exchange)
-
-
-# Abstract values
 
 
 def abstract(
@@ -43,8 +38,7 @@ def abstract(
     sizes = {"T": num_tokens, "K": top_k, "C": routing.row_rank.shape[-1]}
     layouts = exchange.layouts(**params)
     for aval, layout in zip(payload, layouts.operands, strict=True):
-        num_axes = len(lead) + len(layout)
-        check_unsharded(f"operands of {exchange.primitive}", aval, num_axes)
+        check_unsharded(f"operands of {exchange.primitive}", aval, len(lead) + len(layout))
 
     def result(layout: Layout, source: int) -> Any:
         aval, num_core = payload[source], len(lead) + len(layouts.operands[source])
@@ -55,12 +49,7 @@ def abstract(
         result(layout, sources[0])
         for layout, sources in zip(layouts.results, layouts.sources, strict=True)
     ]
-    if exchange.result_types is None:
-        return results
     return exchange.result_types(results, lead=lead, **params)
-
-
-# Batching
 
 
 def move_or_broadcast(x: jax.Array, dim: int | None, to: int, size: int) -> Any:
@@ -94,10 +83,9 @@ def batch(
 ) -> tuple[list[Any], list[Any]]:
     """Bind one exchange for the whole batch.
 
-    There are three cases. If ``vmap`` is over the group's own axis, the primitive is bound with
-    ``emulated``. If the batch shares the routing, the batch becomes the first axis after the rows,
-    so each row is larger. If the routing is batched, the batch is merged into the tokens and rows
-    of one larger routing.
+    If ``vmap`` is over the group's own axis, the primitive is bound with ``emulated``. If the batch
+    shares the routing, the batch becomes the first axis after the rows, so each row is larger. If
+    the routing is batched, the batch is merged into the tokens and rows of one larger routing.
     """
     size = axis_data.size
     bind: Callable[..., list[Any]] = partial(exchange.bind, group=group, **params)
@@ -112,8 +100,7 @@ def batch(
     payload, routing = split_routing(args)
     payload_dims, routing_dims = split_routing(dims)
 
-    # If the global scales of tokens are batched, the tokens must also be batched, as with a batched
-    # routing.
+    # If the global scales of tokens are batched, the batch is merged into the tokens, too.
     own_scales = params["options"].has_token_scales and payload_dims[-1] is not None
     if all(dim is None for dim in routing_dims) and not own_scales:
         batched = [dim is not None for dim in payload_dims]

@@ -1,9 +1,8 @@
-"""Define split phases: the halves of an exchange, and the tie, which orders halves and other work.
+"""Define start and done, the halves of a split exchange, and the tie, which orders other work.
 
-Each half is linear. A start transposes to a done of the transposed exchange, and a done transposes
-to a start. So the backward pass is split as well, and the work between the halves stays between
-them. Both halves must move the same arrays. Therefore all arrays that can have tangents take part
-in a derivative, even if a tangent is zero.
+A start transposes to a done of the transposed exchange, and a done to a start, so the backward pass
+is split too, and work between the halves stays between them. Because both halves must move the same
+arrays, all arrays that can have tangents take part in a derivative, even if a tangent is zero.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def tie(*arrays: jax.Array) -> list[Any]:
 
 
 def add_halves(whole: Record) -> None:
-    """Derive and register the records ``start`` and ``done`` of an exchange."""
+    """Define and register ``whole.start`` and ``whole.done``."""
 
     def in_flight(layouts: Layouts) -> list[Layout]:
         operands = [layouts.operands[sources[0]] for sources in layouts.sources]
@@ -45,10 +44,9 @@ def add_halves(whole: Record) -> None:
 
     def done_layouts(**params: object) -> Layouts:
         layouts = whole.layouts(**params)
-        in_flight_layouts = in_flight(layouts)
         num_results = len(layouts.results)
         sources = [(i, num_results + i) for i in range(num_results)]
-        return Layouts(in_flight_layouts, layouts.results, sources)
+        return Layouts(in_flight(layouts), layouts.results, sources)
 
     for phase, layouts, compute in (
         ("start", start_layouts, reference.start),
@@ -65,10 +63,6 @@ def add_halves(whole: Record) -> None:
         by_kernels = partial(lowering.lower_by_kernels, whole, phase)
         lowering.register(half.primitive, half.reference, by_kernels)
         rules.register_shapes(half)
-
-
-# Derivatives of the halves of dispatch and combine, which are linear:
-#   jvp: the same half, of the tangents.   transpose: the other half of the transposed exchange.
 
 
 def _half_jvp(
@@ -111,8 +105,8 @@ def _have_tangents(arrays: Sequence[Any]) -> list[bool]:
     return [carries_tangent(aval_of(x).dtype) for x in arrays]
 
 
-# The tie. ``lax.optimization_barrier`` cannot replace it, because its derivatives may turn missing
-# tangents into zeros, which leads to a done without a start. It also removes unused arrays.
+# ``lax.optimization_barrier`` cannot replace the tie, because it removes unused arrays, and its
+# derivatives may turn missing tangents into zeros, which leads to a done without a start.
 
 
 def _tie_those_with_tangents(tangents: compat.Tangents) -> list[Any]:

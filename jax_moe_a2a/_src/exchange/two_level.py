@@ -2,8 +2,7 @@
 
 A token first travels between ranks of equal local index (level ``hosts``), and crosses to each host
 once. The rank on which the token lands sends it to the ranks of its own host (level ``ranks``). A
-combine sums within the host before the sums cross back. Both levels are ordinary exchanges, so
-derivatives, batching, the kernels and the portable path need no further code.
+combine sums within the host before the sums cross back. Both levels are ordinary exchanges.
 
 There are H hosts with N ranks each; rank ``h * N + n`` is rank n of host h. If token t of host h
 lands on a rank, it is the *relayed* token ``t * H + h`` of that rank. The route within a host drops
@@ -13,7 +12,7 @@ flat group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -30,8 +29,8 @@ from .routed import bind_route
 
 
 def plan_levels(ids: jax.Array, group: Group, options: PlanOptions) -> dict[str, Any]:
-    """Route ids int32 [T, K] of this rank over both levels, with the options of one level. Return
-    the arrays of a ``TwoLevelRouting`` by name."""
+    """Route ids int32 [T, K] of this rank over both levels. Return the arrays of a
+    ``TwoLevelRouting`` by name."""
     hosts, ranks = group.levels
     num_tokens, top_k = ids.shape
     host = own_rank(hosts)
@@ -51,14 +50,9 @@ def plan_levels(ids: jax.Array, group: Group, options: PlanOptions) -> dict[str,
     source = lax.broadcasted_iota(jnp.int32, gathered.shape, 1)
     local = (gathered - host * per_host) * hosts.size + source
     relayed = jnp.where(to_host == host, local, -1).reshape(num_tokens * hosts.size, top_k)
-    plan = bind_route(
-        relayed,
-        group=ranks,
-        emulated=False,
-        plan_options=options._replace(
-            num_local_experts=options.num_local_experts * hosts.size, parts=hosts.size
-        ),
-    )
+    num_local_experts = options.num_local_experts * hosts.size
+    options = options._replace(num_local_experts=num_local_experts, parts=hosts.size)
+    plan = bind_route(relayed, group=ranks, emulated=False, plan_options=options)
     is_row = plan.arrays.row_rank >= 0
     source_host = remainder(plan.row_token, hosts.size)
     return dict(
@@ -73,12 +67,11 @@ def plan_levels(ids: jax.Array, group: Group, options: PlanOptions) -> dict[str,
 
 
 def _hosts_of_tokens(to_host: jax.Array, num_hosts: int) -> jax.Array:
-    """Return the distinct hosts of tokens, [T, H, min(K, H)], from the hosts of choices [T, H,
-    K]."""
+    """Return the hosts of each token, [T, H, min(K, H)], from the hosts of choices [T, H, K]."""
     hosts = jnp.arange(num_hosts, dtype=jnp.int32)[None, None, None, :]
     goes_to = (to_host[..., None] == hosts).any(axis=2)
     # ``wanted`` counts the hosts of a token up to each host. Choice k is the first host whose count
-    # exceeds k, so its index is the number of hosts before it.
+    # exceeds k, so the index of this host is the number of counts that do not exceed k.
     wanted = running_sum(goes_to.astype(jnp.int32), axis=2)
     choices = jnp.arange(min(to_host.shape[2], num_hosts), dtype=jnp.int32)
     found = (wanted[..., None] <= choices[None, None, None, :]).sum(axis=2, dtype=jnp.int32)
@@ -86,22 +79,18 @@ def _hosts_of_tokens(to_host: jax.Array, num_hosts: int) -> jax.Array:
 
 
 def _between_hosts(choices: jax.Array, host: jax.Array) -> RoutingArrays:
-    """Return the routing between hosts, given the choices [T, H, K] of all ranks with this local
-    index. The choices of a token name different hosts. Token t of host h has slot t on every host,
-    and becomes row t * H + h."""
-    num_tokens, num_hosts, _ = choices.shape
+    """Return the routing between hosts, given the chosen hosts [T, H, K] of the tokens of all ranks
+    with this local index. A token chooses different hosts. Token t of host h has slot t on every
+    host, and becomes row t * H + h."""
+    num_hosts = choices.shape[1]
     own = lax.dynamic_index_in_dim(choices, host, axis=1, keepdims=False)
     hosts = jnp.arange(num_hosts, dtype=jnp.int32)
-    token_slot = jnp.where(
-        (own[:, :, None] == hosts[None, None, :]).any(axis=1),
-        lax.broadcasted_iota(jnp.int32, (num_tokens, num_hosts), 0),
-        -1,
-    )
+    goes_to = (own[:, :, None] == hosts[None, None, :]).any(axis=1)
+    token_slot = jnp.where(goes_to, lax.broadcasted_iota(jnp.int32, goes_to.shape, 0), -1)
     is_here = choices == host
     token, source, k = (lax.broadcasted_iota(jnp.int32, choices.shape, axis) for axis in range(3))
 
     def by_row(values: jax.Array) -> jax.Array:
-        """Return the value of the choice for this host, or -1 if no choice is for this host."""
         return jnp.where(is_here, values, -1).max(axis=2, initial=-1).reshape(-1)
 
     return RoutingArrays(
@@ -124,32 +113,18 @@ def bind(
     **params: Any,
 ) -> list[Any]:
     """Bind an exchange over both levels. The level between hosts adds the addends."""
-    between, within = _levels(routing, params)
+    hosts, ranks = routing.group.levels
+    between, within = dict(params, group=hosts), dict(params, group=ranks, num_leaves=num_leaves)
     if exchange.is_outward:
-        relayed = between(exchange, _for_hosts(payload, num_leaves, routing), num_leaves)
-        return within(exchange, relayed, num_leaves)
+        payload = _for_hosts(payload, num_leaves, routing)
+        relayed = exchange.bind(payload, routing.hosts, num_leaves=num_leaves, **between)
+        return exchange.bind(relayed, routing.ranks, **within)
     options = params["options"]
     first = len(payload) - options.num_addends
-    sums = within(exchange, payload[:first], num_leaves, options=options._replace(num_addends=0))
-    return between(COMBINE, [*sums, *payload[first:]], len(sums))
-
-
-def _levels(
-    routing: TwoLevelRouting, params: dict[str, Any]
-) -> tuple[Callable[..., list[Any]], Callable[..., list[Any]]]:
-    """Return two functions: the first binds an exchange between hosts, the second within a host."""
-
-    def over(arrays: RoutingArrays, group: Group) -> Callable[..., list[Any]]:
-        def bind(
-            exchange: Record, payload: Sequence[Any], num_leaves: int, **changed: Any
-        ) -> list[Any]:
-            changed.update(group=group, num_leaves=num_leaves)
-            return exchange.bind(payload, arrays, **(params | changed))
-
-        return bind
-
-    hosts, ranks = routing.group.levels
-    return over(routing.hosts, hosts), over(routing.ranks, ranks)
+    within["options"] = options._replace(num_addends=0)
+    sums = exchange.bind(payload[:first], routing.ranks, **within)
+    payload = [*sums, *payload[first:]]
+    return COMBINE.bind(payload, routing.hosts, num_leaves=len(sums), **between)
 
 
 def _for_hosts(
@@ -159,8 +134,5 @@ def _for_hosts(
     [T, min(K, H), K], because each host receives the entries of all choices of a token. Unlike the
     gradient of leaves, the gradient of choice arrays is not rounded to ``wire_dtype``."""
     num_tokens, most_hosts = routing.hosts.choice_rank.shape
-    arrays = (
-        jnp.broadcast_to(x[:, None], (num_tokens, most_hosts, x.shape[1]))
-        for x in payload[num_leaves:]
-    )
-    return [*payload[:num_leaves], *arrays]
+    repeated = lambda x: jnp.broadcast_to(x[:, None], (num_tokens, most_hosts, x.shape[1]))
+    return [*payload[:num_leaves], *map(repeated, payload[num_leaves:])]

@@ -8,7 +8,7 @@ of a weight after the axis of rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -25,10 +25,10 @@ from ..ad import (
     select,
     zero_tangent,
 )
-from ..group.group import Group
+from ..group import native
 from . import reference, rules
 from .dispatch_combine import added_tangents, bind_dispatch, combine_call, cotangents_of_addends
-from .lowering import WEIGHTED_NUM_SMS, CallPlacement, KernelCall, Refused
+from .lowering import CallPlacement, KernelCall, Refused
 from .record import ROW, TOKEN, Layouts, Options, Record, split_routing
 
 
@@ -51,24 +51,18 @@ def _dispatch_types(
     num_weight_axes: int,
     **_: object,
 ) -> list[Any]:
-    """Return the types of the results: scaled rows, then dot products."""
     if not results:
         return results
     moved = results[0]
     num_axes = len(lead) + 1 + num_weight_axes
-    dotted = compat.result_aval(
-        moved,
-        moved.shape[:num_axes],
-        accumulation_dtype(moved.dtype),
-        moved.sharding.spec[len(lead) + 1 : num_axes],
-    )
+    shape, tail = moved.shape[:num_axes], moved.sharding.spec[len(lead) + 1 : num_axes]
+    dotted = compat.result_aval(moved, shape, accumulation_dtype(moved.dtype), tail)
     return [moved] * num_choice_arrays + [dotted] * num_leaves
 
 
 def _combine_calls(
     call_placement: CallPlacement, payload: Sequence[jax.Array], params: dict[str, Any]
 ) -> list[KernelCall]:
-    """Return the call of a weighted combine."""
     num_pairs = params["num_leaves"]
     options = params["options"]
     counts = dict(num_choice_arrays=0, num_pairs=num_pairs, num_addends=options.num_addends)
@@ -79,29 +73,17 @@ def _combine_calls(
 def _dispatch_calls(
     call_placement: CallPlacement, payload: Sequence[jax.Array], params: dict[str, Any]
 ) -> list[KernelCall]:
-    """Return the call of a weighted dispatch. The call multiplies rows by weights as they
-    arrive."""
     if call_placement.group.size == 1:
         raise Refused("XLA's fusion is faster on a single rank")  # docs/history/speed.md
     num_rows, num_weights = params["num_leaves"], params["num_choice_arrays"]
-    return [
-        KernelCall(
-            "moe_a2a_weighted_dispatch",
-            range(len(payload)),
-            range(num_rows + num_weights),
-            dict(num_rows=num_rows, num_weights=num_weights),
-            call_placement.group.sms_of("dispatch") or WEIGHTED_NUM_SMS,
-        )
-    ]
+    arrays, results = range(len(payload)), range(num_rows + num_weights)
+    attributes = dict(num_rows=num_rows, num_weights=num_weights)
+    num_sms = call_placement.group.sms_of("dispatch") or native.tuning("WEIGHTED_NUM_SMS")
+    return [KernelCall("moe_a2a_weighted_dispatch", arrays, results, attributes, num_sms)]
 
 
 _dispatch_and_weigh = partial(reference.weighted_dispatch, bind_dispatch)
 _whole_reference = partial(reference.weighted_dispatch, reference.dispatch)
-
-
-def _unfused(*, group: Group, **_: object) -> Callable[..., list[Any]]:
-    # On a single rank, XLA fuses the whole reference, which is faster (docs/history/speed.md).
-    return _whole_reference if group.size == 1 else _dispatch_and_weigh
 
 
 WEIGHTED_COMBINE = Record(
@@ -117,7 +99,8 @@ WEIGHTED_DISPATCH = Record(
     reference=_whole_reference,
     layouts=_dispatch_layouts,
     kernel_calls=_dispatch_calls,
-    unfused=_unfused,
+    # On a single rank, XLA fuses the whole reference, which is faster (docs/history/speed.md).
+    unfused=lambda group, **_: _whole_reference if group.size == 1 else _dispatch_and_weigh,
     result_types=_dispatch_types,
 )
 
@@ -139,24 +122,17 @@ def _combine_jvp(
     payload, routing = split_routing(primals)
     out = WEIGHTED_COMBINE.bind(payload, routing, num_leaves=num_leaves, options=options, **params)
     end = 2 * num_leaves  # of the pairs
+    rows, weights = payload[:num_leaves], payload[num_leaves:end]
+    d_rows, d_weights = tangents[:num_leaves], tangents[num_leaves:end]
     d_addends = tangents[end : len(payload)]
-    pairs = _tangent_pairs(payload[:end], tangents[:end], num_leaves)
+    pairs = [(dr, w) for dr, w in zip(d_rows, weights, strict=True) if not is_zero(dr)]
+    pairs += [(r, dw) for r, dw in zip(rows, d_weights, strict=True) if not is_zero(dw)]
     if not pairs:
         return out, [*d_addends] or [zero_tangent(x) for x in out]
     added = added_tangents(d_addends)
     payload = [*(r for r, _ in pairs), *(w for _, w in pairs), *added]
     params.update(num_leaves=len(pairs), options=options._replace(num_addends=len(added)))
     return out, WEIGHTED_COMBINE.bind(payload, routing, **params)
-
-
-def _tangent_pairs(
-    payload: Sequence[jax.Array], tangents: compat.Tangents, num_leaves: int
-) -> list[tuple[Any, Any]]:
-    """Return the pairs of rows and weights whose weighted combine is the tangent."""
-    rows, weights = payload[:num_leaves], payload[num_leaves:]
-    d_rows, d_weights = tangents[:num_leaves], tangents[num_leaves:]
-    pairs = [(dr, w) for dr, w in zip(d_rows, weights, strict=True) if not is_zero(dr)]
-    return pairs + [(r, dw) for r, dw in zip(rows, d_weights, strict=True) if not is_zero(dw)]
 
 
 def _combine_transpose(
@@ -200,9 +176,6 @@ def _dispatch_jvp(
         dx if moving[0] or m else zero_tangent(x)
         for x, dx, m in zip(out, tangents_out, of_choice_arrays + of_leaves, strict=True)
     ]
-
-
-# Batching
 
 
 def _dispatch_batch(

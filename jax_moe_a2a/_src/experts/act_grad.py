@@ -30,7 +30,6 @@ from .activations import FusedActivation
 
 act_grad_p = compat.Primitive("moe_a2a_act_grad")
 act_grad_p.multiple_results = True
-TARGET = "moe_a2a_act_grad"
 
 
 @scopes.activation
@@ -41,9 +40,9 @@ def bind_act_grad(
     sizes: jax.Array,
     *,
     activation: FusedActivation,
-    num_sms: int | None,
+    num_sms: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, Quantized]:
-    """Bind ``act_grad_p``. I is a multiple of 128."""
+    """Bind ``act_grad_p``, where I is a multiple of 128."""
     params = dict(activation=activation, num_sms=num_sms)
     *floats, values, scales = bind(act_grad_p, ct_h, pre, weights, sizes, **params)
     return (*floats, Quantized(values, scales))
@@ -57,11 +56,7 @@ def gradients(
     activation: FusedActivation,
     selects: bool,
 ) -> list[jax.Array]:
-    """Return ct_pre, h and ct_weights.
-
-    Args:
-      selects: as in ``scaled``.
-    """
+    """Return ct_pre, h and ct_weights. ``selects`` is as in ``scaled``."""
     act, transpose = jax.vjp(activation, pre)
     (ct_pre,) = transpose(scaled(ct_h, weights, selects).astype(pre.dtype))
     if selects:
@@ -108,7 +103,7 @@ def _kernel(
     result = lambda dtype, *columns: jax.ShapeDtypeStruct((*flat, *columns), dtype)
     columns = ct_h.shape[-1]
     values, scales, *floats = native.call_product(
-        TARGET,
+        "moe_a2a_act_grad",
         [
             result(jnp.float8_e4m3fn, width),
             result(jnp.float32, width // BLOCK),
@@ -123,7 +118,7 @@ def _kernel(
             ct_h.reshape(*flat, columns),
         ),
         # h overwrites ct_h, because a lane reads its numbers before it writes them. ct_pre does not
-        # overwrite pre: XLA would copy pre, because the forward pass also reads it.
+        # overwrite pre, because XLA would then copy pre, which the forward pass also reads.
         {3: 3},
         num_sms=num_sms or 0,
         **activation.attributes,

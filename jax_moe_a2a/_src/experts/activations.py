@@ -15,15 +15,12 @@ from jax import lax
 from ..ad import accumulation_dtype
 from ..checks import check_factor, short
 
-Function = Callable[[jax.Array], jax.Array]
-
 
 @dataclasses.dataclass(frozen=True)
 class Gated:
     """The gated form of an activation, a function of one array [..., 2I]."""
 
     activation: Callable[[jax.Array], jax.Array]
-    """The activation of the gate."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return ``activation(gate) * up`` [..., I] for gate and up side by side."""
@@ -66,9 +63,8 @@ class FusedActivation:
     gated: bool = False
     """True if I' = 2I: gate and up are side by side, and the result is ``act(gate) * up``."""
     alpha: float = 0.0
-    """Of clamped_swiglu."""
     limit: float = 0.0
-    """Of clamped_swiglu."""
+    """``alpha`` and ``limit`` are the arguments of ``clamped_swiglu``."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return the activations, computed in float32 (float64 for float64) and rounded once."""
@@ -80,7 +76,7 @@ class FusedActivation:
         return act(x.astype(accumulation_dtype(x.dtype))).astype(x.dtype)
 
     def _clamped_swiglu(self, gate: jax.Array, up: jax.Array) -> jax.Array:
-        # Exactly at a limit, the derivative is the same as inside the limits.
+        # Exactly at a limit, the derivative is the derivative inside the limits.
         limit = jnp.asarray(self.limit, gate.dtype)
         gate = jnp.where(gate > limit, limit, gate)
         up = jnp.where(up > limit, limit, jnp.where(up < -limit, -limit, up))
@@ -91,15 +87,10 @@ class FusedActivation:
         return 2 * intermediate if self.gated else intermediate
 
     @property
-    def code(self) -> int:
-        """Return the number that stands for the kind of activation in the kernels."""
-        return list(KINDS).index(self.kind)
-
-    @property
     def attributes(self) -> dict[str, Any]:
-        """Return the attributes of a call of a kernel."""
+        """Return the attributes by which a call of a kernel names the activation."""
         return dict(
-            activation=self.code,
+            activation=list(KINDS).index(self.kind),
             gated=int(self.gated),
             alpha=float(self.alpha),
             limit=float(self.limit),
@@ -126,11 +117,6 @@ def _normal_cdf_jvp(primals: Any, tangents: Any) -> Any:
     return _normal_cdf(x), jnp.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi)) * dx
 
 
-def _gelu(x: jax.Array) -> jax.Array:
-    """Return ``x * cdf(x)``."""
-    return x * _normal_cdf(x)
-
-
 def squared_relu(x: jax.Array) -> jax.Array:
     """Return ``relu(x)**2``, the activation of Primer (arXiv:2109.08668) and Nemotron-4, for
     ``moe_mlp``, alone or in ``gated``.
@@ -144,14 +130,14 @@ def squared_relu(x: jax.Array) -> jax.Array:
     return jnp.square(jax.nn.relu(x))
 
 
-# The order is that of Activation in cuda/gemm (tests/test_layout.py compares them).
-KINDS: dict[str, Function] = {
+# Activation in cuda/gemm has the same order (tests/test_layout.py compares them).
+KINDS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
-    "gelu": _gelu,
+    "gelu": lambda x: x * _normal_cdf(x),
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
     "relu": jax.nn.relu,
     "squared_relu": squared_relu,
-    CLAMPED_SWIGLU: lambda x: x,  # has two arguments: see FusedActivation
+    CLAMPED_SWIGLU: lambda x: x,  # FusedActivation computes it
 }
 
 
@@ -175,9 +161,8 @@ def clamped_swiglu(limit: float = 7.0, alpha: float = 1.702) -> FusedActivation:
 
 
 def recognize(activation: Any) -> FusedActivation | None:
-    """Return the activation that the kernels compute if a function is one of ``KINDS``, ``gated``
-    or not, and None for any other function. ``gelu`` may be a ``functools.partial`` with
-    ``approximate``."""
+    """Return the ``FusedActivation`` that equals a function, or None. The function may be in
+    ``gated``, and ``gelu`` may be a ``functools.partial`` with ``approximate``."""
     if isinstance(activation, FusedActivation):
         return activation
     is_gated = isinstance(activation, Gated)

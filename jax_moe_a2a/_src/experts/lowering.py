@@ -1,6 +1,5 @@
 """Lower the experts of a layer on NVIDIA GPUs to kernels with the activation in their epilogue, or
-to a composition of grouped products and element-wise passes.
-"""
+to a composition of grouped products and element-wise passes."""
 
 from __future__ import annotations
 
@@ -15,12 +14,10 @@ import jax.numpy as jnp
 from ..group import native
 from ..grouped import lowering as grouped
 from ..grouped.lowering import FORWARD, FORWARD_FEW, call, flat, sizes_of, table
-from ..grouped.reference import arrays_of, lead_of
+from ..grouped.reference import arrays_of
 from .activations import KINDS, FusedActivation
 
-DOT_ACT = "moe_a2a_dot_act"
-ACT_DOT_GRAD = "moe_a2a_act_dot_grad"
-SCALED_BIAS = len(KINDS)  # not an activation: the kernel multiplies the bias by the row's weight
+SCALED_BIAS = len(KINDS)  # instead of an activation, the kernel adds the bias times the weight
 
 
 def _sizes(rows: jax.Array, w: jax.Array, sizes: jax.Array) -> tuple[int, int, int, int]:
@@ -48,33 +45,29 @@ def why_no_dot_act(o: Any, *, activation: FusedActivation, **_: object) -> str:
 
 @of_operands
 def why_no_dot_bias(o: Any, **_: object) -> str:
-    """Return the reason why no kernel computes ``dot_bias_p`` of these types, or ''."""
     return grouped.why_no_kernel(o.rows.dtype, *_sizes(o.rows, o.w, o.sizes))
 
 
 @of_operands
 def why_no_act_dot_grad(o: Any, **_: object) -> str:
-    """Return the reason why no kernel computes ``act_dot_grad_p`` of these types, or ''."""
     return grouped.why_no_kernel(o.ct.dtype, *_sizes(o.ct, o.w_out, o.sizes))
 
 
 @of_operands
-def dot_act(
-    o: Any, *, activation: FusedActivation, keep: bool, num_sms: int | None
-) -> list[jax.Array]:
+def dot_act(o: Any, *, activation: FusedActivation, keep: bool) -> list[jax.Array]:
     columns = arrays_of(o.w)[0].shape[-1] // activation.width(1)
-    return _product(o, columns, keep, num_sms, activation.attributes)
+    return _product(o, columns, keep, activation.attributes)
 
 
 @of_operands
-def dot_bias(o: Any, *, num_sms: int | None) -> jax.Array:
+def dot_bias(o: Any) -> jax.Array:
     attributes = dict(FusedActivation("silu").attributes, activation=SCALED_BIAS)
     columns = arrays_of(o.w)[0].shape[-1]
-    return _product(o, columns, False, num_sms, attributes)[0]
+    return _product(o, columns, False, attributes)[0]
 
 
 def _product(
-    operands: Any, columns: int, keep: bool, num_sms: int | None, attributes: dict[str, Any]
+    operands: Any, columns: int, keep: bool, attributes: dict[str, Any]
 ) -> list[jax.Array]:
     """Call the kernel with an activation in its epilogue, for the operands of a ``Product``. Return
     the activations, which have ``columns`` columns, and with ``keep`` also the product."""
@@ -88,15 +81,15 @@ def _product(
         pairs = zip(ws, arrays_of(bias), strict=True)
         leads, (w3, *spare), biases = zip(*(grouped.aligned(*pair, 2) for pair in pairs))
         bias2 = biases[0] if len(biases) == 1 else jnp.concatenate(biases)
-    groups = table(sizes, lead_of(rows), num_rows, *leads, has_tail=False)
+    groups = table(sizes, rows.shape[:-2], num_rows, *leads, has_tail=False)
     rows2 = flat(rows, 2)
     few = num_rows <= grouped.FEW_ROWS * sizes.shape[-1]
     results = [(rows2.shape[0], columns), (rows2.shape[0], width) if keep else (0,)]
     h, pre = call(
-        DOT_ACT,
+        "moe_a2a_dot_act",
         [jax.ShapeDtypeStruct(shape, rows.dtype) for shape in results],
         (rows2, w3, groups, bias2, weights.reshape(-1), *spare),
-        num_sms,
+        None,
         product=FORWARD_FEW if few else FORWARD,
         **attributes,
     )
@@ -105,30 +98,28 @@ def _product(
 
 
 @of_operands
-def act_dot_grad(
-    operands: Any, *, activation: FusedActivation, num_sms: int | None
-) -> list[jax.Array]:
+def act_dot_grad(operands: Any, *, activation: FusedActivation) -> list[jax.Array]:
     ct, pre, weights, w_out, sizes = operands
     ws = arrays_of(w_out)
     columns = ws[0].shape[-2]
     leads = [w.shape[:-2] for w in ws]
-    groups = table(sizes, lead_of(ct), ct.shape[-2], *leads, has_tail=False)
+    groups = table(sizes, ct.shape[:-2], ct.shape[-2], *leads, has_tail=False)
     w3, *spare = (flat(w, 3) for w in ws)
     ct2, pre2 = flat(ct, 2), flat(pre, 2)
     num_rows, num_dots = ct2.shape[0], -(-columns // native.limit("DOT_COLUMNS"))
     ct_pre, h, partial = call(
-        ACT_DOT_GRAD,
+        "moe_a2a_act_dot_grad",
         [
             jax.ShapeDtypeStruct(pre2.shape, pre.dtype),
             jax.ShapeDtypeStruct((num_rows, columns), pre.dtype),
             jax.ShapeDtypeStruct((num_dots, num_rows), jnp.float32),
         ],
         (ct2, w3, groups, pre2, weights.reshape(-1), *spare),
-        num_sms,
+        None,
         aliases={3: 0},  # a warp reads its elements before it writes them
         **activation.attributes,
     )
-    # This sum adds in the order of columns. XLA cannot change this order.
+    # A chain of additions fixes the order of the sum, which XLA could change in ``sum``.
     ct_weights = functools.reduce(operator.add, (partial[i] for i in range(num_dots)))
     return [
         ct_pre.reshape(pre.shape),

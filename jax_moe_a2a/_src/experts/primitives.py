@@ -29,17 +29,15 @@ source. With these weights:
   (``act_grad.py``) quantizes ct_pre in the pass that computes it.
 
 Operands are as in ``grouped/primitives.py``: rows [*B, C, K], w_in [*B, L, K, N'], b_in [*B, L,
-N'], weights [*B, C] in the dtype of sums, w_out [*B, L, I, H], sizes [*B, L]. A leading axis of
-w_in, b_in, w_out or sizes is 1 if the batch shares the array. Results after the last group are
-unspecified. The parameter ``tree`` says which operands are given (``ExpertOperands``, ``Product``,
-``TangentOperands``, ``Gradient``). Each array of weights or biases may be a tuple of a home and a
-spare array, like the operands ``w`` and ``spare`` of ``grouped_dot_p``. Either all of these arrays
-are tuples, or none is.
+N'], weights [*B, C] in the dtype of sums, w_out [*B, L, I, H], sizes [*B, L]. Results after the
+last group are unspecified. The parameter ``tree`` says which operands are given (``Product``, ...).
+Each array of weights or biases may be a tuple of a home and a spare array, like the operands ``w``
+and ``spare`` of ``grouped_dot_p``. Either all arrays of weights and biases are tuples, or none is.
 
 A row without a token has the weight 0. A row of weight 0 has exact zeros in h and ct_pre, whatever
 pre and ct_y hold. The derivative with respect to a weight is computed even if the weight is 0. In
 rows without a token, this derivative may have any value: the caller selects the weights of rows
-with a token, and the transpose of this select drops the value.
+with a token, so the value is not used.
 """
 
 from __future__ import annotations
@@ -72,7 +70,7 @@ from ..grouped.primitives import sum_of as _sum
 from ..grouped.quantized import bind_dot_fp8
 from ..grouped.reference import arrays_of, scaled
 from ..grouped.straight_through import dot_in_fp8
-from ..grouped.totals import bind_add_outer, bind_passing
+from ..grouped.totals import bind_add_outer, passing_dot_p
 from ..grouped.weights import QuantizedExperts, from_bits
 from . import lowering as lowered
 from .act_grad import bind_act_grad, gradients
@@ -127,8 +125,8 @@ class Product(NamedTuple):
 
 
 class TangentOperands(NamedTuple):
-    """The operands of ``act_dot_tangent_p``. ``act_dot_tangent_p`` is linear in the first four
-    operands, some of which may be None. Without weights in FP8, d_rows and w_in are None."""
+    """The operands of ``act_dot_tangent_p``, which is linear in the first four. Some of these four
+    may be None. Without weights in FP8, d_rows and w_in are None."""
 
     d_rows: Any
     d_pre: Any
@@ -161,7 +159,7 @@ def _bind(primitive: compat.Primitive, operands: Any, **params: object) -> Any:
 
 
 def _places(tree: jax.tree_util.PyTreeDef) -> Any:
-    """Return the structure of the operands, with the index of each operand in its place."""
+    """Return the operands, with the index of each array in place of the array."""
     return tree.unflatten(range(tree.num_leaves))
 
 
@@ -171,26 +169,24 @@ def _is_full(*, tree: jax.tree_util.PyTreeDef, **_: object) -> list[bool]:
 
 
 def bind_experts(
-    operands: ExpertOperands, *, activation: FusedActivation, num_sms: int | None = None
+    operands: ExpertOperands, *, activation: FusedActivation
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """Bind ``experts_p``. Return the results of the primitive, and the totals if totals are given.
-    With totals, the tangents of w_in and w_out are ignored, and no weights are tuples."""
-    y, *totals = _bind(experts_p, operands, activation=activation, num_sms=num_sms)
+    """Bind ``experts_p``. Return y and the given totals. With totals, the tangents of w_in and
+    w_out are ignored, and weights must not be tuples."""
+    y, *totals = _bind(experts_p, operands, activation=activation)
     return y, totals
 
 
-def _dot(
-    rows: Any, w: Any, sizes: jax.Array, num_sms: int | None, *, transposed: bool = False
-) -> jax.Array:
-    """Return products of rows and weights, unspecified after the last group. If the weights are in
-    FP8, so are the products."""
+def _dot(rows: Any, w: Any, sizes: jax.Array, *, transposed: bool = False) -> jax.Array:
+    """Return products of rows and weights, unspecified after the last group. Weights in FP8 are
+    multiplied in FP8."""
     if isinstance(w, QuantizedExperts):
         return dot_in_fp8(rows, w, sizes, transposed=transposed)
-    return unspecified_dot(rows, w, sizes, num_sms, transposed=transposed)
+    return unspecified_dot(rows, w, sizes, transposed=transposed)
 
 
 def _floats(x: Any) -> Any:
-    """Return weights or rows as floats, or the tangents of the floats."""
+    """Return weights or rows as floats."""
     return x.source if isinstance(x, QuantizedExperts) else floats_of(x)
 
 
@@ -198,20 +194,18 @@ def _bind_dot_act(o: ExpertOperands, **params: object) -> list[jax.Array]:
     return _bind(dot_act_p, Product(o.rows, o.w_in, o.b_in, o.weights, o.sizes), **params)
 
 
-def _bind_dot_bias(h: jax.Array, o: ExpertOperands, num_sms: int | None) -> jax.Array:
+def _bind_dot_bias(h: jax.Array, o: ExpertOperands) -> jax.Array:
     """Bind ``dot_bias_p``, or the grouped product alone without a bias."""
     if o.b_out is None:
-        return _dot(h, o.w_out, o.sizes, num_sms)
+        return _dot(h, o.w_out, o.sizes)
     operands = Product(h, o.w_out, o.b_out, o.weights, o.sizes)
-    return _bind(dot_bias_p, operands, num_sms=num_sms)
+    return _bind(dot_bias_p, operands)
 
 
 # Compositions of grouped products and jnp: the meaning of the primitives
 
 
-def bias_of_rows(
-    bias: Any, scale: jax.Array, sizes: jax.Array, num_sms: int | None = None
-) -> jax.Array:
+def bias_of_rows(bias: Any, scale: jax.Array, sizes: jax.Array) -> jax.Array:
     """Return the bias [*B, L, N] of each row's expert times the row's scale [*B, C]: [*B, C, N].
 
     A grouped product computes it, because the gradient of ``bias[experts]`` would add rows in an
@@ -224,16 +218,14 @@ def bias_of_rows(
 
     rows = scale.astype(arrays_of(bias)[0].dtype)
     padded_bias = jax.tree.map(lambda x: padded(x, -2), bias)
-    return _dot(padded(rows, -1), padded_bias, sizes, num_sms)
+    return _dot(padded(rows, -1), padded_bias, sizes)
 
 
-def _pre(
-    rows: Any, w: Any, bias: jax.Array | None, sizes: jax.Array, num_sms: int | None
-) -> jax.Array:
-    pre = _dot(rows, w, sizes, num_sms)
+def _pre(rows: Any, w: Any, bias: jax.Array | None, sizes: jax.Array) -> jax.Array:
+    pre = _dot(rows, w, sizes)
     if bias is None:
         return pre
-    return pre + bias_of_rows(bias, jnp.ones(pre.shape[:-1], pre.dtype), sizes, num_sms)
+    return pre + bias_of_rows(bias, jnp.ones(pre.shape[:-1], pre.dtype), sizes)
 
 
 @of_operands
@@ -242,11 +234,10 @@ def _dot_act(
     *,
     activation: FusedActivation,
     keep: bool,
-    num_sms: int | None,
     selects: bool = True,
 ) -> list[jax.Array]:
     rows, w, bias, weights, sizes = o
-    pre = _pre(rows, w, bias, sizes, num_sms)
+    pre = _pre(rows, w, bias, sizes)
     h = scaled(activation(pre), weights, selects).astype(rows.dtype)
     return [h, pre] if keep else [h]
 
@@ -256,30 +247,29 @@ def _experts(o: ExpertOperands, **params: Any) -> list[jax.Array]:
     if isinstance(o.w_out, QuantizedExperts):
         return [_products_in_fp8(o, **params)[1], *o.totals]
     (h,) = _bind_dot_act(o, keep=False, **params)
-    return [_bind_dot_bias(h, o, params["num_sms"]), *o.totals]
+    return [_bind_dot_bias(h, o), *o.totals]
 
 
 def _products_in_fp8(o: ExpertOperands, **params: Any) -> tuple[jax.Array, jax.Array]:
-    """Return pre and the result of experts in FP8."""
-    num_sms = params["num_sms"]
-    pre = _pre(o.rows, o.w_in, o.b_in, o.sizes, num_sms)
+    """Return pre and y of experts in FP8."""
+    pre = _pre(o.rows, o.w_in, o.b_in, o.sizes)
     y = _bind(act_dot_p, Product(pre, o.w_out, None, o.weights, o.sizes), **params)
     if o.b_out is not None:
-        y += bias_of_rows(o.b_out, o.weights, o.sizes, num_sms)
+        y += bias_of_rows(o.b_out, o.weights, o.sizes)
     return pre, y
 
 
 @of_operands
-def _act_dot(o: Product, *, activation: FusedActivation, num_sms: int | None) -> jax.Array:
-    h = bind_act_encode(o.rows, o.weights, o.sizes, activation=activation, num_sms=num_sms)
-    of_dot: dict[str, Any] = dict(dtype=o.rows.dtype, tail="unspecified", num_sms=num_sms)
-    return bind_dot_fp8(h, from_bits(o.w.values, o.w.scales), o.sizes, **of_dot)
+def _act_dot(o: Product, *, activation: FusedActivation) -> jax.Array:
+    h = bind_act_encode(o.rows, o.weights, o.sizes, activation=activation)
+    w = from_bits(o.w.values, o.w.scales)
+    return bind_dot_fp8(h, w, o.sizes, dtype=o.rows.dtype, tail="unspecified")
 
 
 @of_operands
-def _dot_bias(o: Product, *, num_sms: int | None) -> jax.Array:
+def _dot_bias(o: Product) -> jax.Array:
     h, w_out, b_out, weights, sizes = o
-    return _dot(h, w_out, sizes, num_sms) + bias_of_rows(b_out, weights, sizes, num_sms)
+    return _dot(h, w_out, sizes) + bias_of_rows(b_out, weights, sizes)
 
 
 @of_operands
@@ -288,13 +278,12 @@ def _act_dot_tangent(
     *,
     activation: FusedActivation,
     passes: bool,
-    num_sms: int | None,
     selects: bool = True,
 ) -> list[jax.Array]:
     d_rows, d_pre, d_weights, d_w_out, pre, weights, w_in, w_out, sizes = o
     act, terms = None, []
     if d_rows is not None:
-        of_rows = _dot(d_rows, _floats(w_in), sizes, num_sms)
+        of_rows = _dot(d_rows, _floats(w_in), sizes)
         d_pre = of_rows if d_pre is None else d_pre + of_rows
     if d_pre is not None:
         act, d_act = jax.jvp(activation, (pre,), (d_pre,))
@@ -306,27 +295,23 @@ def _act_dot_tangent(
     out = []
     if terms:
         d_h = sum(terms[1:], terms[0]).astype(pre.dtype)
-        out.append(_dot(d_h, _floats(w_out), sizes, num_sms))
+        out.append(_dot(d_h, _floats(w_out), sizes))
     if d_w_out is not None:
         h = scaled(act, weights, selects).astype(pre.dtype)
-        out.append(_dot(h, d_w_out, sizes, num_sms))
+        out.append(_dot(h, d_w_out, sizes))
     return [sum(out[1:], out[0]), *([d_w_out] if passes else [])]
 
 
 @of_operands
 def _act_dot_grad(
-    o: Gradient, *, activation: FusedActivation, num_sms: int | None, selects: bool = True
+    o: Gradient, *, activation: FusedActivation, selects: bool = True
 ) -> list[jax.Array]:
     ct, pre, weights, w_out, sizes = o
-    ct_h = _dot(ct, w_out, sizes, num_sms, transposed=True)
+    ct_h = _dot(ct, w_out, sizes, transposed=True)
     return gradients(ct_h, pre, weights, activation=activation, selects=selects)
 
 
-# Abstract values
-
-
 def _product_of(rows: Any, w: Any) -> Any:
-    """Return the type of the product of rows and weights."""
     return rows_like(rows, arrays_of(w)[0].shape[-1])
 
 
@@ -347,9 +332,6 @@ def _grad_types(o: Gradient, **_: object) -> list[Any]:
     return [rows_like(o.pre, o.pre.shape[-1]), h, o.weights]
 
 
-# Derivatives
-
-
 def _experts_jvp(
     primals: compat.Primals,
     tangents: compat.Tangents,
@@ -357,7 +339,7 @@ def _experts_jvp(
     tree: jax.tree_util.PyTreeDef,
     **params: Any,
 ) -> Any:
-    o, d, num_sms = tree.unflatten(primals), _tangents(tree, tangents), params["num_sms"]
+    o, d = tree.unflatten(primals), _tangents(tree, tangents)
     rows = _floats(o.rows)
     passes, in_fp8 = bool(o.totals), isinstance(o.w_out, QuantizedExperts)
     d_w_in, d_w_out = d.totals or (d.w_in, d.w_out)
@@ -365,18 +347,18 @@ def _experts_jvp(
         pre, y = _products_in_fp8(o, **params)
     else:
         h, pre = _bind_dot_act(o, keep=True, **params)
-        y = _bind_dot_bias(h, o, num_sms)
+        y = _bind_dot_bias(h, o)
     pre = named(pre, PRODUCTS_CHECKPOINT_NAME)
     terms = []
     d_rows = d.rows if in_fp8 and not is_zero(d.rows) else None
     if not (in_fp8 or is_zero(d.rows)):
-        terms.append(_dot(d.rows, o.w_in, o.sizes, num_sms))
+        terms.append(_dot(d.rows, o.w_in, o.sizes))
     if not is_zero(d_w_in):
-        term, d_w_in = _dot_of(rows, d_w_in, o.sizes, num_sms, passes)
+        term, d_w_in = _dot_of(rows, d_w_in, o.sizes, passes)
         terms.append(term)
     if o.b_in is not None and not is_zero(d.b_in):
         ones = jnp.ones(rows.shape[:-1], rows.dtype)
-        terms.append(bias_of_rows(d.b_in, ones, o.sizes, num_sms))
+        terms.append(bias_of_rows(d.b_in, ones, o.sizes))
     d_y = []
     if terms or d_rows is not None or not is_zero(d.weights) or (in_fp8 and not is_zero(d_w_out)):
         d_pre = sum(terms[1:], terms[0]) if terms else None
@@ -389,28 +371,26 @@ def _experts_jvp(
         (d_w_out,) = passed or [d_w_out]
         d_y.append(term)
     elif not is_zero(d_w_out):
-        term, d_w_out = _dot_of(h, d_w_out, o.sizes, num_sms, passes)
+        term, d_w_out = _dot_of(h, d_w_out, o.sizes, passes)
         d_y.append(term)
     if o.b_out is not None:
-        d_y += _bias_terms(o.b_out, d.b_out, o.weights, d.weights, o.sizes, num_sms)
+        d_y += _bias_terms(o.b_out, d.b_out, o.weights, d.weights, o.sizes)
     return [y, *o.totals], [_sum(y, d_y), *([d_w_in, d_w_out] if passes else [])]
 
 
-def _dot_of(
-    rows: jax.Array, d_w: Any, sizes: jax.Array, num_sms: int | None, passes: bool
-) -> Sequence[Any]:
+def _dot_of(rows: jax.Array, d_w: Any, sizes: jax.Array, passes: bool) -> Sequence[Any]:
     """Return the product of rows and a tangent of weights, and the tangent for the next product."""
     if passes:
-        return bind_passing(rows, d_w, sizes, num_sms)
-    return _dot(rows, d_w, sizes, num_sms), d_w
+        return bind(passing_dot_p, rows, d_w, sizes)
+    return _dot(rows, d_w, sizes), d_w
 
 
 def _bias_terms(
-    bias: Any, d_bias: Any, scale: jax.Array, d_scale: Any, sizes: jax.Array, num_sms: int | None
+    bias: Any, d_bias: Any, scale: jax.Array, d_scale: Any, sizes: jax.Array
 ) -> list[jax.Array]:
     """Return the terms of the tangent of ``bias_of_rows``."""
     moving = [(d_bias, scale), (bias, d_scale)]
-    return [bias_of_rows(*pair, sizes, num_sms) for pair in moving if not any(map(is_zero, pair))]
+    return [bias_of_rows(*pair, sizes) for pair in moving if not any(map(is_zero, pair))]
 
 
 def _tangents(tree: jax.tree_util.PyTreeDef, tangents: compat.Tangents) -> Any:
@@ -427,14 +407,13 @@ def _dot_bias_jvp(
     tangents: compat.Tangents,
     *,
     tree: jax.tree_util.PyTreeDef,
-    num_sms: int | None,
 ) -> Any:
     h, w_out, b_out, weights, sizes = tree.unflatten(primals)
     d_h, d_w_out, d_b_out, d_weights, _ = _tangents(tree, tangents)
-    y = bind(dot_bias_p, *primals, tree=tree, num_sms=num_sms)
+    y = bind(dot_bias_p, *primals, tree=tree)
     moving = [(d_h, w_out), (h, d_w_out)]
-    terms = [_dot(*pair, sizes, num_sms) for pair in moving if not any(map(is_zero, pair))]
-    terms += _bias_terms(b_out, d_b_out, weights, d_weights, sizes, num_sms)
+    terms = [_dot(*pair, sizes) for pair in moving if not any(map(is_zero, pair))]
+    terms += _bias_terms(b_out, d_b_out, weights, d_weights, sizes)
     return y, _sum(y, terms)
 
 
@@ -444,7 +423,6 @@ def _tangent_transpose(
     tree: jax.tree_util.PyTreeDef,
     activation: FusedActivation,
     passes: bool,
-    num_sms: int | None,
 ) -> list[Any]:
     ct, *passed = cts
     o = tree.unflatten(operands)
@@ -456,28 +434,27 @@ def _tangent_transpose(
     if passes:
         found[3] = passed
     if not is_zero(ct):
-        params: dict[str, Any] = dict(activation=activation, num_sms=num_sms)
         ct_pre: Any = None
         encoded = ct_weights = None
         if all(d is None for d in moving):
             h = scaled(activation(o.pre), o.weights, True).astype(o.pre.dtype)
         elif isinstance(o.w_out, QuantizedExperts):
-            ct_h = _dot(ct, o.w_out, o.sizes, num_sms, transposed=True)
+            ct_h = _dot(ct, o.w_out, o.sizes, transposed=True)
             known = o.pre, o.weights, o.sizes
-            ct_pre, h, ct_weights, encoded = bind_act_grad(ct_h, *known, **params)
+            ct_pre, h, ct_weights, encoded = bind_act_grad(ct_h, *known, activation=activation)
         else:
             gradient = Gradient(ct, o.pre, o.weights, o.w_out, o.sizes)
-            ct_pre, h, ct_weights = _bind(act_dot_grad_p, gradient, **params)
+            ct_pre, h, ct_weights = _bind(act_dot_grad_p, gradient, activation=activation)
         if passes:
-            found[3] = [bind_add_outer(found[3][0], h, ct, o.sizes, num_sms)]
-            # The product by w_in comes next, when h and ct are no longer needed.
+            found[3] = [bind_add_outer(found[3][0], h, ct, o.sizes)]
+            # The barrier frees h and ct before the product with w_in starts.
             ct_pre, encoded, found[3] = lax.optimization_barrier((ct_pre, encoded, found[3]))
         elif of_w:
-            of_tail = dict(tail="unspecified", num_sms=num_sms)
-            found[3] = outers_like(d_w_out, h, ct, o.sizes, ct, **of_tail)
+            of_outer = dict(tail="unspecified", num_sms=None)
+            found[3] = outers_like(d_w_out, h, ct, o.sizes, ct, **of_outer)
         if moving[0] is not None:
             rows = ct_pre if encoded is None else RowsInFp8(encoded, ct_pre)
-            found[0] = _dot(rows, o.w_in, o.sizes, num_sms, transposed=True)
+            found[0] = _dot(rows, o.w_in, o.sizes, transposed=True)
         found[1:3] = (None if d is None else x for x, d in zip((ct_pre, ct_weights), moving[1:]))
     of_linear: list[Any] = []
     for x, d in zip(found, o[:4], strict=True):
@@ -533,8 +510,6 @@ def _act_dot_jvp(
 
 
 def _grad_jvp(primals: compat.Primals, tangents: compat.Tangents, **params: Any) -> Any:
-    """Compute the jvp. The tangent of ct uses the same primitive. All other tangents use the
-    composition."""
     (ct, *others), (d_ct, *d_others) = primals, tangents
     outs = bind(act_dot_grad_p, *primals, **params)
     d_outs: list[list[Any]] = [[] for _ in outs]
@@ -564,7 +539,7 @@ def _jvp_of(fn: Callable[..., Any], primals: compat.Primals, tangents: compat.Ta
 def _grad_transpose(
     cts: compat.Tangents, *operands: Any, tree: jax.tree_util.PyTreeDef, **params: object
 ) -> list[Any]:
-    """Compute the transpose in ct, which is the tangent primitive again."""
+    """Compute the transpose in ct with ``act_dot_tangent_p``."""
     ct_pre, _, ct_weights = (None if is_zero(c) else c for c in cts)
     ct, pre, weights, w_out, sizes = tree.unflatten(operands)
     found: Any = ad.Zero(ct.aval)
@@ -575,23 +550,16 @@ def _grad_transpose(
     return [found] + [None] * (len(operands) - 1)
 
 
-# Dead code
-
-
 def _dot_act_dce(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
     """Do not store pre if it is not used. Do not compute h if it is not used and there is no bias,
     because pre alone is then a grouped product."""
-    if all(used):
-        return [True] * len(eqn.invars), eqn
-    if used[0]:
-        eqn = eqn.replace(outvars=eqn.outvars[:1], params=dict(eqn.params, keep=False))
-        return [True] * len(eqn.invars), eqn
     rows, w, bias, weights, sizes = eqn.params["tree"].unflatten(eqn.invars)
-    if bias is not None:
+    if used[0] or bias is not None:
+        if not all(used[1:]):
+            eqn = eqn.replace(outvars=eqn.outvars[:1], params=dict(eqn.params, keep=False))
         return [True] * len(eqn.invars), eqn
     w, *spare = arrays_of(w)
-    num_sms = eqn.params["num_sms"]
-    params = dict(transposed=False, dtype=rows.aval.dtype, tail="unspecified", num_sms=num_sms)
+    params = dict(transposed=False, dtype=rows.aval.dtype, tail="unspecified", num_sms=None)
     dot = dict(primitive=grouped_dot_p, invars=[rows, w, sizes, *spare], params=params)
     return [var is not weights for var in eqn.invars], eqn.replace(outvars=eqn.outvars[1:], **dot)
 
@@ -606,8 +574,6 @@ def _dce_in_fp8(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
     is_read = [id(x) in kept for x in eqn.invars]
     return is_read, eqn.replace(invars=leaves, params=dict(eqn.params, tree=tree))
 
-
-# Registration
 
 register(
     experts_p,

@@ -1,11 +1,11 @@
 """Define token formats in plain jnp: how a row becomes values and scales, and back.
 
-docs/formats.md has the definition, and the kernels compute the same bits. Integer operations decide
-every bit of a result, because float operations differ between backends. XLA:CPU flushes subnormals
-inside ``jit``. XLA:GPU divides inexactly, and fuses a multiplication with an addition. Every
-backend may omit a rounding to a narrow float if the result is converted back at once. Therefore
-floats are only multiplied and compared. Each result is exact or rounded once, and it is not
-subnormal where this matters.
+docs/formats.md has the definition, and the kernels compute the same bits. Float operations differ
+between backends: XLA:CPU flushes subnormals inside ``jit``. XLA:GPU divides inexactly, and fuses a
+multiplication with an addition. Every backend may omit a rounding to a narrow float if the result
+is converted back at once. Therefore floats are only multiplied and compared. Each product is exact
+or rounded once, and it is not subnormal where a flush would change a result. Integer operations
+compute everything else.
 """
 
 from __future__ import annotations
@@ -30,18 +30,17 @@ ANY_DTYPE = "bfloat16, float16 or float32"  # for messages
 MIN_NORMAL = 1 << 23
 INFINITY = 0xFF << 23
 
-# float8_e4m3fn: the code of 448, the largest number; the code of NaN; the exponent of 2**8, the
-# largest power of two.
-E4M3_MAX = 0x7E
+# Codes of float8_e4m3fn.
+E4M3_MAX = 0x7E  # 448
 E4M3_NAN = 0x7F
-E4M3_MAX_EXPONENT = 8
-# With this exponent, the smallest value, 2**-9, times the scale is still a normal float32.
+E4M3_MAX_EXPONENT = 8  # 2**8 is the largest power of two
+# With this exponent, the scale times 2**-9 (the smallest value) is still a normal float32.
 MIN_SCALE_EXPONENT = -117
 
-# Multiply by 1/6 to divide by 6, the largest float4_e2m1fn, because XLA may do so anyway.
+# To divide by 6 (the largest float4_e2m1fn), multiply by 1/6, because XLA may do so anyway.
 ONE_SIXTH = np.float32(1 / 6)
-# With a global scale in this range, the global scale, its inverse, and the smallest value times
-# both scales (2**-10 times the global scale) are normal float32.
+# In this range, three numbers are normal float32: the global scale, its inverse, and 2**-10 times
+# the global scale (the smallest value times the smallest scale of a group).
 GLOBAL_SCALE_EXPONENTS = (-116, 116)
 
 
@@ -65,12 +64,11 @@ class RowsInFp8(NamedTuple):
 
 
 def floats_of(rows: Any) -> Any:
-    """Return the floats of rows that may be ``RowsInFp8``."""
     return rows.floats if isinstance(rows, RowsInFp8) else rows
 
 
 def _flatten(fmt: TokenFormat) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]:
-    """Return the leaf of a format, ``global_scale`` if it is an array, and the static fields."""
+    """Return the leaf of a format (``global_scale`` if it is an array) and the static fields."""
     static = dict(vars(fmt))
     if isinstance(static.get("global_scale", 1.0), int | float | np.number):
         return (), tuple(static.items())
@@ -358,7 +356,7 @@ class NvFp4(TokenFormat):
         global_scale, is_valid = self._global_scale_bits(magnitude.ndim)
         is_finite = (magnitude.max(axis=-1, keepdims=True) < INFINITY) & is_valid
         y = lax.bitcast_convert_type(magnitude, jnp.float32) * _reciprocal(global_scale)
-        # The maximum of integer bits keeps XLA from joining the two float multiplications.
+        # Because the maximum is of integers, XLA cannot merge the two float multiplications.
         largest = lax.bitcast_convert_type(y, jnp.uint32).max(axis=-1, keepdims=True)
         sixth = lax.bitcast_convert_type(largest, jnp.float32) * ONE_SIXTH
         code = _e4m3_codes(lax.bitcast_convert_type(sixth, jnp.uint32), 0)
@@ -388,7 +386,7 @@ WireDtype: TypeAlias = np.dtype | TokenFormat | None  # of partial sums; None: d
 
 
 def as_wire_dtype(wire_dtype: Any) -> WireDtype:
-    """Return how partial sums travel, or raise a TypeError if they cannot travel in this form."""
+    """Return the argument ``wire_dtype`` as a ``WireDtype``, or raise a TypeError."""
     if wire_dtype is None:
         return None
     if isinstance(wire_dtype, TokenFormat):
@@ -448,8 +446,8 @@ def _e4m3_codes(magnitude: jax.Array, exponent: Any) -> jax.Array:
     scaled = _exponent(magnitude) - exponent
     is_normal = magnitude >= MIN_NORMAL
     significand = jnp.where(is_normal, magnitude & (MIN_NORMAL - 1) | MIN_NORMAL, 0)
-    # The leading bit and three more bits remain. Below 2**-6, fewer bits remain, because results
-    # are multiples of 2**-9. If 25 bits are dropped, nothing rounds up.
+    # The leading bit of the significand and three more bits remain. Below 2**-6, fewer bits remain,
+    # because results are multiples of 2**-9. With 25 dropped bits, the result is 0.
     dropped = jnp.clip(14 - scaled, 20, 25).astype(jnp.uint32)
     is_odd = significand >> dropped & 1
     rounded = (significand + (1 << (dropped - 1)) - 1 + is_odd) >> dropped

@@ -4,8 +4,8 @@ A build from source installs the extension into this package. Wheels with kernel
 distributions, one for each major version of CUDA. The extras ``cuda12`` and ``cuda13`` install
 them.
 
-A program that is started in a clone of the repository imports the clone's sources, and uses the
-extension of the installed package if this extension was built from the same sources.
+A program in a clone of the repository imports the clone's sources, and uses the extension of the
+installed package if the extension was built from the same sources.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ WHEELS = ("jax-moe-a2a-cuda13", "jax-moe-a2a-cuda12")  # the first installed whe
 IMPORTED_AS = __name__.partition(".")[0]
 VERSION: str = sys.modules[IMPORTED_AS].__version__
 FOLDER = Path(str(sys.modules[IMPORTED_AS].__file__)).parent.resolve()
-"""The folder of this package."""
-CUDA_SOURCES = FOLDER.parent / "cuda"
-"""The sources of the extension, which exist only in a clone of the repository."""
+CUDA_SOURCES = FOLDER.parent / "cuda"  # exists only in a clone of the repository
 NAME = f"{IMPORTED_AS}._native"
 
 
@@ -54,8 +52,6 @@ def is_clone() -> bool:
 
 def other_installation() -> Path | None:
     """Return the folder of the installed package that this clone hides, or None."""
-    if not is_clone():
-        return None
     folders = (Path(entry, IMPORTED_AS).resolve() for entry in sys.path)
     found = (each for each in folders if each != FOLDER and (each / "__init__.py").exists())
     return next(found, None)
@@ -72,8 +68,6 @@ def why_missing() -> str:
 
 @functools.cache
 def warn_of_missing_kernels() -> None:
-    """Warn once that a program for GPUs runs without kernels. The results of the program are right,
-    but the program is slow."""
     warnings.warn(
         "jax_moe_a2a: this program for GPUs takes the portable path, which is several times slower "
         f"than the kernels, because {why_missing()}: {how_to_build()}, or ask for this path by "
@@ -83,7 +77,6 @@ def warn_of_missing_kernels() -> None:
 
 
 def version_of(distribution: str) -> str | None:
-    """Return the version of an installed distribution, or None."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -101,7 +94,6 @@ def _find() -> ModuleSpec | None:
 
 
 def _find_wheel() -> ModuleSpec | None:
-    """Return the extension of the installed wheel with kernels, or None."""
     for wheel in WHEELS:
         module = wheel.replace("-", "_")
         if not importlib.util.find_spec(module):
@@ -117,8 +109,8 @@ def _find_wheel() -> ModuleSpec | None:
 
 
 def _check_sources(module: ModuleType, file: Path) -> None:
-    """Check that an extension was built from this clone's sources. If it was not, raise an error
-    for an extension of another installation, and warn for an extension of this package."""
+    """Unless an extension was built from this clone's sources, raise an error for an extension of
+    another installation, and warn for an extension of this package."""
     if getattr(module, "sources", "") == sources_digest():
         return
     if file.parent.resolve() == FOLDER or not (file.parent / "__init__.py").exists():

@@ -1,8 +1,7 @@
-"""Define ``Group``, the value that names the ranks of an exchange, with methods that act on it.
+"""Define ``Group``, the value that names the ranks of an exchange.
 
-The methods choose a path, and open, report and close workspaces. This module has all state that a
-process keeps for groups. The module also announces the process to other processes (``announce``),
-always before it waits for another process.
+Its methods choose a path, and open, report and close workspaces. This module has all state that a
+process keeps for groups.
 """
 
 from __future__ import annotations
@@ -18,14 +17,7 @@ from .. import compat, paths
 from ..plan.memory import HEADER_BYTES, RING_DEPTH, DeviceMemory, MemoryEstimate, memory_estimate
 from ..plan.options import check_exchange
 from . import extension, native, processes
-from .value import (
-    GroupValue,
-    check_seconds,
-    device_ids,
-    devices_of,
-    domains_of,
-    spans_processes,
-)
+from .value import GroupValue, check_seconds, devices_of, domains_of, spans_processes
 
 LEAST_CLOSE_SECONDS = 60.0  # the least default timeout of ``close``
 
@@ -103,9 +95,7 @@ class Group(GroupValue):
 
         If the group has two levels, and only the level within a host runs on the kernels, return
         ``"cuda within hosts, portable between"``. This path is normal for a group over several
-        hosts. ``explain`` says why a program takes the portable path. If the devices belong to
-        several processes, ``path`` waits until all of them have announced themselves, so read it in
-        all processes.
+        hosts. ``explain`` says why a program takes the portable path.
 
         Raises:
           RuntimeError: if another process of the mesh has not announced itself within
@@ -128,9 +118,8 @@ class Group(GroupValue):
     def _why_portable(self) -> str:
         """Return why the kernels do not run on the group's devices, or ''.
 
-        With two levels, each reason begins with its level. If the devices belong to several
-        processes, the property waits until all of them have announced themselves. For ``explain``,
-        it does not wait, and raises ``Unknown``. If a group over two mesh axes could run the
+        If the devices belong to several processes, the property waits for all of them. For
+        ``explain``, it raises ``Unknown`` instead. If a group over two mesh axes could run the
         kernels within each host, the reason says so, and is also a Python warning.
         """
         if self.two_level:
@@ -170,24 +159,20 @@ class Group(GroupValue):
 
     @property
     def topology(self) -> native.Topology:
-        """Return the devices and sizes that a workspace of this group belongs to.
-
-        A group without devices uses the mesh of ``jax.set_mesh``. Without such a mesh, all ranks
-        share the default GPU.
-        """
+        """Return the devices of the group's workspace, and the size of the group. A group without
+        devices uses the mesh of ``jax.set_mesh``. Without this mesh, all ranks share the default
+        GPU."""
         placed = self.placed_on(compat.mesh_in_context())
         if isinstance(placed.mesh, Mesh):
             announce(placed)
             return _topology_of(placed)
-        device = native.default_gpu()
-        return native.on_one_gpu(None if device is None else device.id, self.size)
+        if (gpu := native.default_gpu()) is None:
+            return native.Topology((), self.size)
+        return native.on_one_gpu(gpu.id, self.size)
 
     def placed_by(self, program_mesh: Mesh | None) -> Self:
-        """Return the result of ``placed_on`` for a program that is being lowered.
-
-        Afterwards ``memory``, ``check`` and ``close`` include these devices, and this process has
-        announced itself.
-        """
+        """Return the result of ``placed_on`` for a program that is being lowered. Afterwards
+        ``memory``, ``check`` and ``close`` include these devices."""
         placed = self.placed_on(program_mesh)
         if placed is not self and not paths.is_explaining():
             _of_programs.setdefault(self, {})[placed] = None
@@ -261,9 +246,7 @@ class Group(GroupValue):
         """Raise the error that a kernel of the group has reported, if there is one.
 
         A failed exchange leaves NaN in float outputs and an empty routing, and stops the group
-        until ``close``. The next execution of a program that uses the group raises the error,
-        unless the group has ``on_failure="nan"``. Call ``check`` after the last step, or if numbers
-        look wrong.
+        until ``close``. Call ``check`` after the last step, or if numbers look wrong.
 
         ``check`` does not wait for running programs, so wait for results first
         (``jax.block_until_ready``). ``check`` reads one word of each device. If a rank of another
@@ -274,9 +257,9 @@ class Group(GroupValue):
             exchange, the message names the operation, the phase, the ranks, and the value that was
             found.
         """
-        topologies = [place.topology for place in _all_places(self)]
-        failures = map(native.failure, topologies)
-        for failure in filter(None, failures):
+        for place in _all_places(self):
+            if not (failure := native.failure(place.topology)):
+                continue
             several = isinstance(self.mesh, Mesh) and spans_processes(self)
             where = " in every process" if several else ""
             raise RuntimeError(
@@ -311,7 +294,7 @@ class Group(GroupValue):
             native.close(each, timeout)
 
 
-# For a group without devices: the group with the devices of each program lowered for it.
+# For each group without devices: its copies with the devices of the programs that were lowered.
 _of_programs: dict[Group, dict[Group, None]] = {}
 
 
@@ -323,12 +306,12 @@ class _Place(NamedTuple):
 
 
 def announce(group: Group) -> None:
-    """Publish the notice of this process, once in a job. Never wait for another process.
+    """Publish the notice of this process, once in a job, without waiting for another process.
 
     Every function of this module that may wait for another process calls ``announce`` first, and so
-    does the lowering of every program (``placed_by``). Therefore no two processes wait for each
-    other's announcement, in whatever order they lower their programs. A process without kernels
-    announces itself too, because the other processes wait for it.
+    does the lowering of every program (``placed_by``). Therefore two processes never wait for each
+    other's notice, in whatever order they lower their programs. A process without kernels publishes
+    a notice too, because other processes wait for it.
     """
     if not isinstance(group.mesh, Mesh) or group.implementation == "portable":
         return
@@ -364,12 +347,11 @@ def _why_no_workspace(group: Group) -> str:
 
 
 def _topology_of(group: Group) -> native.Topology:
-    """Return the topology of a group with devices."""
-    return native.Topology(device_ids(group), group.size)
+    return native.Topology(tuple(device.id for device in devices_of(group)), group.size)
 
 
 def _places(group: Group) -> list[_Place]:
-    """Return the topologies of this level that may have an open workspace, with their devices."""
+    """Return where a group of one level may have an open workspace."""
     if isinstance(group.mesh, Mesh):
         if _why_no_workspace(group):
             return []

@@ -1,6 +1,6 @@
 """Wrap the compiled extension, if it exists, for the rest of the package.
 
-Only this module uses the extension; ``extension.py`` finds it. The functions that ask what is
+Only this module uses the extension; ``extension.py`` finds it. Functions that ask what is
 available also work without the extension.
 """
 
@@ -26,28 +26,23 @@ _native: Any = extension.load()  # None: the portable path is complete without i
 
 
 class Topology(NamedTuple):
-    """The devices of a group and what they share: the fields of ``Topology`` in
-    ``cuda/runtime/workspace.h``, in the order in which the extension takes them."""
+    """The devices of a group: the fields of ``Topology`` in ``cuda/runtime/workspace.h``, in the
+    order of the extension's arguments."""
 
     devices: tuple[int, ...]
     """Ids of the devices of all domains, domain after domain in the order of ranks. Ranks that
-    share a GPU repeat its id. The tuple is empty if the program decides the GPU that the ranks
-    share."""
+    share a GPU repeat its id. The tuple is empty if the program decides which GPU they share."""
     num_ranks: int
     """Number of ranks of a domain."""
 
 
-def on_one_gpu(device_id: int | None, num_ranks: int) -> Topology:
-    """Return the topology of ranks that share a GPU. None means the GPU that runs the program."""
-    if device_id is None:
-        return Topology((), num_ranks)
+def on_one_gpu(device_id: int, num_ranks: int) -> Topology:
+    """Return the topology of ranks that share a GPU."""
     introduce_devices()
     return Topology((device_id,) * num_ranks, num_ranks)
 
 
-# A topology has two workspaces (``WorkspaceKind`` in ``cuda/layout.h``): for whole exchanges, and
-# for split exchanges.
-WHOLE: int = 0
+WHOLE: int = 0  # the kinds of workspaces of a topology: ``WorkspaceKind`` in ``cuda/layout.h``
 SPLIT: int = 1
 WORKSPACE_KINDS = (WHOLE, SPLIT)
 
@@ -63,9 +58,7 @@ def cuda_build() -> str:
 
 
 def origin() -> str:
-    """Return the origin of the extension in words; '' without an extension."""
-    if _native is None:
-        return ""
+    """Return the origin of the extension in words."""
     package = _native.__name__.partition(".")[0]
     if package != extension.IMPORTED_AS:
         return f"wheel {package.replace('_', '-')}"
@@ -80,19 +73,17 @@ def has_test_hooks() -> bool:
 
 
 def has_grouped_gemm() -> bool:
-    """Return True if the extension was built with the kernel of grouped products."""
     return has_kernels() and _native.has_grouped_gemm
 
 
 def why_not_grouped_gemm(dtype: DTypeLike, num_rows: int, num_groups: int, k: int, n: int) -> str:
-    """Return why the kernel of grouped products does not support this dtype or these sizes, or
-    ''."""
+    """Return why the kernel of grouped products does not support this product, or ''."""
     why, _ = _native.why_not_grouped_gemm(jnp.dtype(dtype).name, num_rows, num_groups, k, n)
     return why
 
 
 def why_not_fp8_gemm(num_rows: int, num_groups: int, k: int, n: int) -> str:
-    """Return why the kernel of grouped products in FP8 does not support these sizes, or ''."""
+    """Return why the kernel of grouped products in FP8 does not support this product, or ''."""
     why, _ = _native.why_not_fp8_gemm(num_rows, num_groups, k, n)
     return why
 
@@ -105,8 +96,7 @@ def library_version() -> tuple[int, ...]:
 
 
 def library_scratch(num_groups: int) -> int:
-    """Return how many int32 numbers of scratch memory cuBLASLt needs for a product of this many
-    groups."""
+    """Return how many int32 numbers of scratch memory cuBLASLt needs for a grouped product."""
     return int(_native.library_scratch(num_groups))
 
 
@@ -130,8 +120,8 @@ def choose_kernel(
     composition: Callable[..., Any] | None = None,
     what: str = "not fused",
 ) -> Choice:
-    """Choose a function that calls a kernel, or ``composition`` if ``why`` gives a reason against
-    the kernel. ``what`` describes the composition in words."""
+    """Choose the function ``kernel`` if ``why`` is ''. Otherwise choose ``composition``, a function
+    that binds primitives, which ``what`` describes in words."""
     if why:
         assert composition is not None
         lower = functools.partial(compat.lower_fun, ctx, composition, operands, params)
@@ -158,8 +148,7 @@ def call_product(
         raise malformed(target, why)
     kernel = jax.ffi.ffi_call(target, results, input_output_aliases=aliases)
     found = kernel(*operands, **{name: attribute(value) for name, value in attributes.items()})
-    # The barrier keeps XLA from computing the product twice, as in ``custom_call`` of
-    # exchange/lowering.py.
+    # Keep XLA from computing the product twice, as in ``custom_call`` of exchange/lowering.py.
     return [lax.optimization_barrier(x) for x in found]
 
 
@@ -180,16 +169,19 @@ def limit(name: str) -> int:
     return getattr(_native, name)
 
 
+TUNING: dict[str, int] = dict(_native.tuning) if _native is not None else {}
+"""The numbers of ``kLoweringTuning`` in ``cuda/tuning.h``. ``benchmarks.tune`` replaces them."""
+
+
 def tuning(name: str) -> int:
-    """Return a number of ``kLoweringTuning`` in ``cuda/tuning.h``; 0 without the extension."""
-    return _native.tuning[name] if _native is not None else 0
+    """Return a number of ``TUNING``, when a program is lowered; 0 without the extension."""
+    return TUNING.get(name, 0)
 
 
 _XLA_LETTERS = dict(bfloat="BF", float="F", int="S", uint="U", complex="C", bool="PRED")
 
 
 def type_name(dtype: DTypeLike) -> str:
-    """Return XLA's name of a dtype."""
     name = jnp.dtype(dtype).name
     rest = name.lstrip(string.ascii_lowercase)
     letters = _XLA_LETTERS[name.removesuffix(rest)]
@@ -204,9 +196,9 @@ def why_not(
     topology: Topology,
     is_colocated: bool,
 ) -> tuple[str, int]:
-    """Return two values: why the kernels do not support a call, or ''; and the bytes of a ring half
-    that the call needs (``cuda/calls/why_not.h``). ``operands`` and ``results`` have the dtypes and
-    shapes of one rank's arrays."""
+    """Return why the kernels do not support a call, or ''. Also return the bytes of a ring half
+    that the call needs (``cuda/calls/why_not.h``). Operands and results have the dtypes and shapes
+    of one rank's arrays."""
     arrays = ([(type_name(x.dtype), list(x.shape)) for x in each] for each in (operands, results))
     why, is_unsupported, half_bytes = _native.why_not(
         target, dict(attributes), *arrays, topology.num_ranks, is_colocated
@@ -217,7 +209,6 @@ def why_not(
 
 
 def malformed(target: str, why: str) -> RuntimeError:
-    """Return the error of a call that does not fit its kernel."""
     return RuntimeError(
         f"jax_moe_a2a has a bug: it lowered a malformed call of {target}: {why}. Please report it "
         "with the program"
@@ -297,7 +288,7 @@ def why_unreachable(topology: Topology) -> str:
 
 
 def why_no_gpus() -> str:
-    """Return why other processes cannot use the GPUs of this process, or ''."""
+    """Return why other processes cannot use this process's GPUs, as "has no kernels"; or ''."""
     if not has_kernels():
         return "has no CUDA kernels"
     own = tuple(device.id for device in local_gpus())
@@ -327,8 +318,8 @@ def introduce_devices() -> None:
 
 
 def add_process(index: int, socket: str, secret: str, pid: int) -> None:
-    """Register the socket at which another process of this host answers requests for memory. Its
-    ``pid`` is 0 if it is not known."""
+    """Register another process of this host, which answers requests for memory at ``socket``. An
+    unknown ``pid`` is 0."""
     _native.add_process(index, socket, secret, pid)
 
 
@@ -371,13 +362,12 @@ def wait(topology: Topology, timeout: float) -> None:
 
 def close(topology: Topology, timeout: float) -> None:
     """Wait for the devices like ``wait``, then free their workspaces. If the wait fails, nothing
-    changes. A signal such as Ctrl-C does not interrupt this."""
+    changes. A signal such as Ctrl-C does not interrupt ``close``."""
     if has_kernels():
         _raise(_native.close(*topology, list(WORKSPACE_KINDS), int(timeout * 1e9)))
 
 
 def _raise(problem: tuple[str, bool]) -> None:
-    """Raise the error of a problem, unless its text is ''."""
     text, lacks_memory = problem
     if lacks_memory:
         raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: jax_moe_a2a: {text}")

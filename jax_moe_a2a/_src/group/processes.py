@@ -1,9 +1,8 @@
 """Exchange the information that processes need to map each other's workspaces.
 
-Each process publishes a notice through JAX's coordination service. The notice has the socket at
-which the process answers requests for memory of its devices (``cuda/runtime/handoff.h``).
-``group.py`` says when a process publishes its notice. Every function of this module publishes the
-notice before it waits for another process.
+Each process publishes a notice through JAX's coordination service (``announce`` in ``group.py``).
+The notice has the socket at which the process answers requests for memory of its devices
+(``cuda/runtime/handoff.h``).
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ class Notice:
     socket: str = ""
     secret: str = ""
     pid: int = 0
-    """Process id of the operating system."""
     pid_namespace: str = ""
     """Namespace of ``pid``; '' if it is not known."""
 
@@ -66,16 +64,16 @@ def publish() -> None:
 
 
 def ranks_of_a_host(domains: Sequence[Sequence[jax.Device]], timeout: float) -> int:
-    """Return the number of consecutive ranks of a domain on each host; 0 if hosts differ."""
+    """Return how many consecutive ranks of a domain each host has; 0 if hosts differ."""
     hosts = [[_notice_of(d.process_index, timeout).host for d in domain] for domain in domains]
     runs = {len(list(run)) for of_domain in hosts for _, run in itertools.groupby(of_domain)}
     return runs.pop() if len(runs) == 1 else 0
 
 
 def why_not_together(domains: Sequence[Sequence[jax.Device]], timeout: float) -> str:
-    """Return why the processes of a mesh cannot run the kernels together, or ''. All processes get
-    the same result. ``domains`` has the devices of each exchange domain. Raise a RuntimeError if a
-    process has not announced itself within ``timeout`` seconds."""
+    """Return why the processes of a mesh cannot run the kernels together, or '', with the same
+    result in all processes. ``domains`` has the devices of each exchange domain. Raise a
+    RuntimeError if a process publishes no notice within ``timeout`` seconds."""
     # All processes of the mesh run one program, even if they exchange nothing with each other.
     members = sorted({device.process_index for domain in domains for device in domain})
     everyone = {index: _notice_of(index, timeout) for index in members}
@@ -96,7 +94,6 @@ def why_not_together(domains: Sequence[Sequence[jax.Device]], timeout: float) ->
 
 
 def _why_different(notices: dict[int, Notice]) -> str:
-    """Return which processes run different versions of this package, with the versions; or ''."""
     first, *others = sorted(notices)
     for index in others:
         for field, name in (("version", "protocol"), ("package", "package"), ("build", "build")):
@@ -126,12 +123,8 @@ _notices = compat.per_job(dict[int, Notice])
 
 def _notice_of(index: int, timeout: float) -> Notice:
     notices = _notices()
-    if index not in notices:
-        notices[index] = _read_notice(index, timeout)
-    return notices[index]
-
-
-def _read_notice(index: int, timeout: float) -> Notice:
+    if index in notices:
+        return notices[index]
     publish()  # The other process may wait for this notice.
     text = compat.coordination_get(KEY.format(index), timeout)
     if text is None:
@@ -141,7 +134,8 @@ def _read_notice(index: int, timeout: float) -> Notice:
             "a program with a Group over GPUs of several processes, or reads the path of such a "
             "group; all processes must do so"
         )
-    return _parse_notice(index, text)
+    notices[index] = _parse_notice(index, text)
+    return notices[index]
 
 
 def _parse_notice(index: int, text: str) -> Notice:
@@ -183,7 +177,7 @@ def _build() -> str:
 
 
 def _host() -> str:
-    """Return a name that only this boot of this host has, and only this network namespace."""
+    """Return a name that is unique to this boot of this host and to this network namespace."""
     try:
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -1,7 +1,6 @@
 """Define the value of a group: its mesh, axes and options, and what follows from them alone.
 
-Nothing in this module uses JAX's backends, the kernels or another process. ``Group`` in
-``group.py``, the public class, has the methods that do.
+This module uses no kernels, no other process and no backend of JAX. The methods of ``Group`` do.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ from ..checks import check_bool, check_int
 from ..plan.capacity import MAX_TOP_K
 
 MOST_SECONDS = 1e9  # of a timeout: 31 years
-IMPLEMENTATIONS = (None, "portable", "cuda")
-ON_FAILURE = ("raise", "nan")
 OPERATIONS = ("route", "dispatch", "combine")
 
 
@@ -42,8 +39,7 @@ class GroupValue:
     two_level: bool
 
     def __init_subclass__(cls) -> None:
-        # Make subclasses frozen too. A decorator at the subclass would hide ``__init__`` from
-        # mkdocs.
+        # Make subclasses frozen. A decorator of the subclass would hide ``__init__`` from mkdocs.
         dataclasses.dataclass(frozen=True, init=False, repr=False)(cls)
 
     def __init__(
@@ -71,9 +67,9 @@ class GroupValue:
         axis_name = axes[0] if len(axes) == 1 else axes
         check_seconds("timeout", timeout)
         check_seconds("first_timeout", first_timeout)
-        if on_failure not in ON_FAILURE:
+        if on_failure not in ("raise", "nan"):
             raise ValueError(f"on_failure must be 'raise' or 'nan'; got {on_failure!r}")
-        if implementation not in IMPLEMENTATIONS:
+        if implementation not in (None, "portable", "cuda"):
             raise ValueError(
                 f"implementation must be None, 'portable' or 'cuda'; got {implementation!r}"
             )
@@ -139,31 +135,23 @@ class GroupValue:
 
     @functools.cached_property
     def levels(self) -> tuple[Self, ...]:
-        """Return the groups that exchange one after the other. With one level, this is the group
+        """Return the groups over which tokens travel in turn. With one level, this is the group
         itself. With two levels, these are the ranks of equal local index on all hosts, and then the
         ranks of a host."""
         if not self.two_level:
             return (self,)
         assert self.mesh is not None
-        sizes = self.mesh.shape
-        hosts, ranks = self.axes
-        implementation = self.implementation
-        if implementation == "cuda":
-            implementation = None  # the kernels are required within a host only
-        return (
-            self._with(
-                axis_name=hosts,
-                size=sizes[hosts],
-                two_level=False,
-                implementation=implementation,
-            ),
-            self._with(axis_name=ranks, size=sizes[ranks], two_level=False),
+        hosts, ranks = (
+            self._with(axis_name=axis, size=self.mesh.shape[axis], two_level=False)
+            for axis in self.axes
         )
+        if self.implementation == "cuda":  # requires the kernels within a host only
+            hosts = hosts._with(implementation=None)
+        return hosts, ranks
 
     def divided_by_hosts(self, mesh: Mesh | None) -> tuple[Mesh, Self] | None:
-        """Return two values, or None if the mesh cannot be divided: the mesh with the group's only
-        axis divided into hosts and the ranks of a host, and a group of two levels without devices
-        over this mesh."""
+        """Divide the group's only axis into hosts and the ranks of a host. Return the divided mesh,
+        and a group of two levels without devices over it; or None if the axis cannot be divided."""
         if mesh is None or len(self.axes) > 1:
             return None
         hosts = hosts_of(mesh, self.axes)
@@ -184,7 +172,6 @@ class GroupValue:
         return divided, self._with(mesh=divided.abstract_mesh, axis_name=axes, two_level=True)
 
     def _with(self, **fields: Any) -> Self:
-        """Return the group with some fields replaced, without checking them."""
         group = object.__new__(type(self))
         group._set(**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)} | fields)
         return group
@@ -194,8 +181,7 @@ class GroupValue:
             object.__setattr__(self, name, value)
 
 
-# The default of each field in ``__init__``. If ``two_level`` was None, the group holds True or
-# False.
+# The defaults of ``__init__``, except that ``two_level`` of a group is never None.
 _DEFAULTS = {
     name: parameter.default for name, parameter in inspect.signature(GroupValue).parameters.items()
 } | {"two_level": False}
@@ -212,11 +198,6 @@ def _in_order_of_ranks(mesh: Mesh, axes: tuple[str, ...]) -> list[jax.Device]:
     return list(mesh.devices.transpose(list(map(mesh.axis_names.index, order))).flat)
 
 
-def device_ids(group: GroupValue) -> tuple[int, ...]:
-    """Return the ids of the devices that ``devices_of`` returns."""
-    return tuple(device.id for device in devices_of(group))
-
-
 def domains_of(group: GroupValue) -> list[list[jax.Device]]:
     """Return the devices of each exchange domain, in the order of ranks."""
     devices = devices_of(group)
@@ -224,12 +205,10 @@ def domains_of(group: GroupValue) -> list[list[jax.Device]]:
 
 
 def spans_processes(group: GroupValue) -> bool:
-    """Return True if the devices of a concrete mesh belong to several processes."""
     return len({device.process_index for device in devices_of(group)}) > 1
 
 
 def check_seconds(name: str, seconds: object) -> None:
-    """Raise an error unless an argument is a number of seconds, and at most ``MOST_SECONDS``."""
     if isinstance(seconds, bool) or not isinstance(seconds, int | float):
         raise TypeError(f"{name} must be a number of seconds; got {seconds!r}")
     if not 0 < seconds <= MOST_SECONDS:
@@ -240,7 +219,7 @@ def check_seconds(name: str, seconds: object) -> None:
 
 
 def _check_num_sms(num_sms: Any) -> int | tuple[tuple[str, int], ...] | None:
-    """Return the budget in a form that can be hashed."""
+    """Return the argument ``num_sms`` as a value that can be hashed."""
     if num_sms is None:
         return None
     if not isinstance(num_sms, Mapping | tuple):  # a tuple is from the field of another group

@@ -3,10 +3,9 @@
 ``act_encode_p`` has the operands rows [*B, C, P] and sizes [*B, L]. Its results are values
 [*B, C, I] and scales [*B, C, I / 128]. With an ``activation``, the last operand holds the weights
 of rows, float32 [*B, C]; ``h = weights * act(rows)`` is then rounded to the dtype of the rows and
-quantized. Without an activation, the rows themselves are quantized, and I = P. As in
-``primitives.py``, a leading axis of sizes is 1 if the batch shares the array. The results of a row
+quantized. Without an activation, the rows themselves are quantized, and I = P. The results of a row
 with weight 0 are exact zeros, whatever the row holds. Rows after the last group are unspecified.
-The other parameter is ``num_sms``.
+The leading axes ``B`` and the parameter ``num_sms`` are as in ``primitives.py``.
 
 The primitive has no derivatives, because a float8 array cannot hold a gradient.
 """
@@ -26,7 +25,7 @@ from ..group import native
 from . import lowering as lowered
 from .primitives import bind, register, rows_like
 from .quantized import refusing_jvp
-from .reference import lead_of, scaled
+from .reference import scaled
 from .weights import BLOCK
 
 act_encode_p = compat.Primitive("moe_a2a_act_encode")
@@ -45,23 +44,16 @@ def bind_act_encode(
     activation: Any = None,
     num_sms: int | None = None,
 ) -> Quantized:
-    """Bind ``act_encode_p``.
-
-    Args:
-      rows: bfloat16 or float32 [C, P]. I is a multiple of 128.
-      weights: float32 [C], 0 for rows without a token; None without an activation.
-      sizes: int32 [L].
-      activation: a ``FusedActivation``, which maps P columns to I, or None.
-      num_sms: the most multiprocessors that a kernel uses, or None.
-    """
+    """Bind ``act_encode_p`` for rows in bfloat16 or float32. I is a multiple of 128. ``activation``
+    is a ``FusedActivation`` or None. ``weights`` are 0 for rows without a token, and None without
+    an activation."""
     operands = (rows, sizes) if weights is None else (rows, sizes, weights)
     params = dict(activation=activation, num_sms=num_sms)
     return Quantized(*bind(act_encode_p, *operands, **params))
 
 
 def why_no_act_encode(num_rows: int, num_groups: int, width: int) -> str:
-    """Return why no kernel activates and quantizes a product [num_rows, width] on the GPUs of this
-    process, or ''."""
+    """Return why no kernel activates and quantizes a product [num_rows, width], or ''."""
     return lowered.why_no_call(num_rows, num_groups, width)
 
 
@@ -86,9 +78,9 @@ def _composition(
 def batch_and_table(
     rows: jax.Array, sizes: jax.Array
 ) -> tuple[tuple[int, ...], tuple[int, int], jax.Array]:
-    """Return the leading axes of rows, (B, C) for these axes as one, and the table of groups that
-    a kernel reads. The product before or after has the same table, so XLA computes it once."""
-    lead, num_rows = lead_of(rows), rows.shape[-2]
+    """Return the leading axes of rows, the sizes (B, C) with one leading axis, and the table of
+    groups. The product before or after has an equal table, so XLA computes the table once."""
+    lead, num_rows = rows.shape[:-2], rows.shape[-2]
     ones = (1,) * len(lead)
     table = lowered.table(sizes, lead, num_rows, (*ones, sizes.shape[-1]), has_tail=False)
     return lead, (math.prod(lead), num_rows), table

@@ -39,9 +39,9 @@ def grouped_dot(
     of an empty group, which may hold NaN. The gradient of these weights is zero. Sums are computed
     in float32 (float64 for float64) and rounded once.
 
-    Rows and weights may be quantized to ``BlockwiseFp8``, as ``dispatch`` with this format and
-    ``quantize_experts`` return them. docs/fp8.md defines the product of quantized arrays, which has
-    no derivatives.
+    Rows and weights may be quantized to ``BlockwiseFp8``: rows by a ``dispatch`` with this format,
+    and weights by ``quantize_experts``. docs/fp8.md defines the product of quantized arrays, which
+    has no derivatives.
 
     Args:
       rows: [C, K] of a floating dtype. The rows of group 0 come first, then those of group 1, ...
@@ -51,7 +51,7 @@ def grouped_dot(
       w: [L, K, N] with the dtype of ``rows``: the weights of each group; or ``QuantizedExperts``.
       group_sizes: integers [L]: the number of rows of each group (``recv.group_sizes``). If the
         sizes are known when the call is traced, they must not be negative, and their sum must be at
-        most C. Otherwise sizes are cut where their sum exceeds C, and a negative size counts as 0.
+        most C. Traced sizes are cut where their sum exceeds C, and a negative size counts as 0.
         Outside ``jax.jit`` the check reads the sizes, so the call waits until the device has
         computed them.
       tail: the content of the result after the last group. ``"zero"`` writes zeros.
@@ -59,7 +59,7 @@ def grouped_dot(
         ``rows``, and saves the time to write zeros. Use ``"unspecified"`` if all functions that get
         the result ignore these rows, as ``combine`` and ``grouped_dot`` do.
       num_sms: the largest number of multiprocessors (SMs) that the kernel may use, or None for all.
-        Other work can then run on the other SMs. Other implementations ignore it.
+        Other work can then run on the other SMs. Other implementations ignore ``num_sms``.
       preferred_element_type: dtype of the product of quantized arrays: bfloat16 or float32. None
           means bfloat16. It must be None for arrays that are not quantized.
 
@@ -79,7 +79,7 @@ def grouped_dot(
         x, weights = pair.values, experts.values
     else:
         x, weights = as_array(rows), as_array(w)
-        check_arrays(x, weights)
+        _check_arrays(x, weights)
         if preferred_element_type is not None:
             raise ValueError(
                 "preferred_element_type must be None for arrays that are not quantized; got "
@@ -112,20 +112,19 @@ def grouped_dot(
     return bind_dot(*arrays, clipped, transposed=False, dtype=x.dtype, **params)
 
 
-def check_arrays(rows: Any, w: Any, name: str = "w") -> None:
-    """Raise an error if ``rows`` [C, K] and the weights of that name [L, K, N] do not fit."""
-    for each, array in (("rows", rows), (name, w)):
+def _check_arrays(rows: Any, w: Any) -> None:
+    for each, array in (("rows", rows), ("w", w)):
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise TypeError(f"{each} must have a floating dtype; got {short(array)}")
     if rows.dtype != w.dtype:
         raise TypeError(
-            f"{name} must have the dtype of rows, {rows.dtype}; got {short(w)}: cast one of them"
+            f"w must have the dtype of rows, {rows.dtype}; got {short(w)}: cast one of them"
         )
     if len(rows.shape) != 2:
         raise ValueError(f"rows must have the shape [C, K]; got {short(rows)}")
     if len(w.shape) != 3 or w.shape[1] != rows.shape[1]:
         raise ValueError(
-            f"{name} must have the shape [L, {rows.shape[1]}, N], because rows are {short(rows)}; "
+            f"w must have the shape [L, {rows.shape[1]}, N], because rows are {short(rows)}; "
             f"got {short(w)}"
         )
 

@@ -11,7 +11,8 @@ tangents and cotangents: ``r W`` or, with the parameter ``quantizes``, ``Q(r) W`
 
 The operands of ``frozen_dot_p`` are rows [*B, C, K], sizes [*B, L], and the leaves of a tuple of
 ``QuantizedExperts``: the home weights, and the spare weights if the last groups have spare weights.
-The parameter ``tree`` has their structure. The other parameters are those of ``grouped_dot_p``.
+The parameter ``tree`` is the structure of this tuple. The other parameters are those of
+``grouped_dot_p``.
 """
 
 from __future__ import annotations
@@ -45,12 +46,8 @@ def dot_of_frozen(
     """Multiply rows [C, K] by frozen weights [L, K, N]. The result has the dtype of the floats.
 
     Only the derivatives of the floats are used, so a compiled program does not compute the floats.
-    The gradient of rows is a product in FP8 if N is a multiple of 128. It reads the transposed
-    values, or transposes the values.
-
-    Args:
-      w: weights without a source, or a tuple of home and spare weights.
-      tail: the tail of the product and of its derivatives, as in ``grouped_dot``.
+    The gradient of rows is a product in FP8 if N is a multiple of 128. This product reads the
+    transposed values, or transposes the values. ``tail`` is also the tail of the derivatives.
     """
     params: dict[str, Any] = dict(dtype=rows.floats.dtype, tail=tail, num_sms=None)
     product = bind_dot_fp8(rows.encoded, w, sizes, **params)
@@ -80,7 +77,7 @@ def _dot(
         return bind_dot(rows, home, sizes, *spare, transposed=not transposed, **params)
     if transposed:
         weights = tuple(map(transposed_experts, weights))
-    encoded = bind_act_encode(rows, None, sizes, num_sms=params["num_sms"])
+    encoded = bind_act_encode(rows, None, sizes)
     return bind_dot_fp8(encoded, weights, sizes, **params)
 
 

@@ -1,8 +1,8 @@
 """Lower grouped products on NVIDIA GPUs to the kernel, cuBLASLt, or ``lax.ragged_dot``.
 
-``why_no_kernel`` returns why a product does not run the kernel. The kernel computes all leading
-axes of a product in one launch. The rows of all leading axes are then one array. A table has the
-first row, the number of rows and the index of the weights of each group.
+The kernel computes all leading axes of a product in one launch. The rows of all leading axes are
+then one array. For each group, a table has the first row, the number of rows and the index of the
+weights.
 """
 
 from __future__ import annotations
@@ -20,21 +20,19 @@ from .. import compat
 from ..group import native
 from ..paths import Choice
 from . import reference
-from .reference import groups_of, lead_of, sum_lead
+from .reference import groups_of, sum_lead
 
 TARGET = "moe_a2a_grouped_gemm"
-LIBRARY_TARGET = "moe_a2a_library_gemm"
-# GroupedProduct in cuda/gemm/grouped_gemm.h (tests/test_layout.py compares).
+# The values of GroupedProduct in cuda/gemm/grouped_gemm.h (tests/test_layout.py compares them).
 FORWARD, FORWARD_FEW, TRANSPOSED, WEIGHT_GRADIENT = range(4)
 # Largest mean number of rows per group for which tiles of few rows are faster.
 FEW_ROWS = native.tuning("GEMM_FEW_ROWS")
 CAPABILITY = "9.0"  # kGemmCapability in cuda/gemm/grouped_gemm.h
-# The first version of cuBLAS whose grouped products are used on GPUs of a major compute capability,
-# and the first version that is not used. Release notes and users of cuBLAS report that other
-# versions return wrong results: before 13.3, gradients of groups without rows; from 13.7 on,
-# products on Blackwell.
+# By major compute capability: the first version of cuBLAS whose grouped products are used, and the
+# first later version whose products are not used. Release notes and users report wrong results of
+# other versions: before 13.3, gradients of groups without rows; from 13.7, products on Blackwell.
 LIBRARY_VERSIONS = {"10": ((13, 3), (13, 7))}
-NO_WEIGHTS = -1  # in the table of groups: the results are zeros
+NO_WEIGHTS = -1  # in the table of groups, for a group whose results are zeros
 
 
 def why_no_kernel(dtype: jnp.dtype, num_rows: int, num_groups: int, k: int, n: int) -> str:
@@ -104,19 +102,17 @@ def _dotted(version: tuple[int, ...]) -> str:
 def sizes_of(rows: Any, sizes: Any, weights: Sequence[int]) -> tuple[int, int, int, int]:
     """Return the sizes for ``why_no_kernel``: the numbers of rows and of groups over all leading
     axes together, and the last two sizes of the weights."""
-    batch, (k, n) = math.prod(lead_of(rows)), weights[-2:]
+    batch, (k, n) = math.prod(rows.shape[:-2]), weights[-2:]
     return batch * rows.shape[-2], batch * sizes.shape[-1], k, n
 
 
 def dot_cuda(ctx: Any, *operands: compat.Value, **params: object) -> Choice:
-    """Choose the path of ``grouped_dot_p``."""
     rows, w, sizes, *_ = ctx.avals_in
     sizes = sizes_of(rows, sizes, w.shape)
     return _choose(ctx, operands, params, sizes, kernel_dot, reference.dot)
 
 
 def outer_cuda(ctx: Any, *operands: compat.Value, **params: object) -> Choice:
-    """Choose the path of ``grouped_outer_p``."""
     x, y, sizes = ctx.avals_in
     sizes = sizes_of(x, sizes, (x.shape[-1], y.shape[-1]))
     return _choose(ctx, operands, params, sizes, kernel_outer, reference.outer)
@@ -125,7 +121,7 @@ def outer_cuda(ctx: Any, *operands: compat.Value, **params: object) -> Choice:
 def why_no_add_outer(total: Any, x: Any, _: object, sizes: Any, **__: object) -> str:
     """Return the reason why no kernel computes ``add_outer_p`` of these types, or ''."""
     why = why_no_kernel(x.dtype, *sizes_of(x, sizes, total.shape))
-    return why or ("" if total.shape[:-3] == lead_of(x) else "the batch shares the total")
+    return why or ("" if total.shape[:-3] == x.shape[:-2] else "the batch shares the total")
 
 
 def _choose(
@@ -154,8 +150,8 @@ def by_kernel(
     composition: Callable[..., Any],
     what: str = "not fused",
 ) -> Callable[..., Choice]:
-    """Return a chooser that calls ``native.choose_kernel``. ``why_not`` returns the reason against
-    the kernel, from the types of the operands and the parameters."""
+    """Return a chooser of paths for ``paths.lowering``. ``why_not`` maps the types of the operands
+    and the parameters to the reason why the kernel does not run, or ''."""
 
     def choose(ctx: compat.Context, *operands: compat.Value, **params: object) -> Choice:
         why = why_not(*ctx.avals_in, **params)
@@ -180,7 +176,7 @@ def kernel_dot(
     few = num_rows <= FEW_ROWS * sizes.shape[-1]
     product = TRANSPOSED if transposed else FORWARD_FEW if few else FORWARD
     leads = [x.shape[:-2] for x in (w, *spare)]
-    groups = table(sizes, lead_of(rows), num_rows, *leads, has_tail=tail == "zero")
+    groups = table(sizes, rows.shape[:-2], num_rows, *leads, has_tail=tail == "zero")
     rows2, *ws = flat(rows, 2), *(flat(x, 3) for x in (w, *spare))
     out = jax.ShapeDtypeStruct((rows2.shape[0], columns), dtype)
     result = _gemm(out, (rows2, ws[0], groups, *ws[1:]), num_sms, product, by_library)
@@ -194,14 +190,13 @@ def _gemm(
     product: int,
     by_library: bool,
 ) -> jax.Array:
-    """Return a product by the kernel, or by cuBLASLt."""
     if not by_library:
         return call(TARGET, [out], operands, num_sms, product=product)[0]
     rows, _, groups, *_ = operands
     num_groups = groups.shape[1]
     attributes: dict[str, Any] = dict(product=product, mean_rows=-(-rows.shape[0] // num_groups))
-    counters = native.library_scratch(num_groups)
-    return call(LIBRARY_TARGET, [out], operands, num_sms, counters=counters, **attributes)[0]
+    attributes["counters"] = native.library_scratch(num_groups)
+    return call("moe_a2a_library_gemm", [out], operands, num_sms, **attributes)[0]
 
 
 def kernel_outer(
@@ -217,7 +212,7 @@ def kernel_outer(
 ) -> list[jax.Array]:
     """Compute each part of ``grouped_outer_p`` in a separate launch, whose table has only the
     groups of the part."""
-    batch, nums = lead_of(x), [num for *_, num in parts]
+    batch, nums = x.shape[:-2], [num for *_, num in parts]
     leads = [(*batch, num) for num in nums]
     groups = table(sizes, batch, x.shape[-2], *leads, has_tail=False)
     by_batch = groups.reshape(3, -1, sum(nums))
@@ -235,35 +230,25 @@ def kernel_outer(
     return found
 
 
-def add_outer(
-    total: jax.Array, x: jax.Array, y: jax.Array, sizes: jax.Array, *, num_sms: int | None
-) -> jax.Array:
+def add_outer(total: jax.Array, x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:
     """Add the products to the total, in the memory of the total."""
-    batch = lead_of(x)
+    batch = x.shape[:-2]
     groups = table(sizes, batch, x.shape[-2], (*batch, sizes.shape[-1]), has_tail=False)
     flat_total = flat(total, 3)
     out = jax.ShapeDtypeStruct(flat_total.shape, total.dtype)
     operands = flat(x, 2), flat(y, 2), groups, flat_total
-    (found,) = call(TARGET, [out], operands, num_sms, {3: 0}, product=WEIGHT_GRADIENT)
+    (found,) = call(TARGET, [out], operands, None, {3: 0}, product=WEIGHT_GRADIENT)
     return found.reshape(total.shape)
 
 
 def flat(x: jax.Array, num_axes: int) -> jax.Array:
-    """Return an array whose leading axes are merged into the first of its last ``num_axes``
-    axes."""
+    """Merge the leading axes of an array into the first of its last ``num_axes`` axes."""
     return x.reshape(-1, *x.shape[x.ndim - num_axes + 1 :])
 
 
 def aligned(w: jax.Array, other: Any, axes: int) -> tuple[tuple[int, ...], jax.Array, jax.Array]:
-    """Return three values: the leading axes and the number of matrices of weights, as ``table``
-    needs them; the flat weights; and ``other``, also flat. A group has the same index in both
-    arrays.
-
-    Args:
-      w: weights [..., L, K, N].
-      other: an array that belongs to the matrices. The first of the last ``axes`` axes of this
-        array is L.
-    """
+    """Flatten weights [..., L, K, N] and an array ``other``, whose last ``axes`` axes begin with L.
+    A group then has the same index in both arrays. Return the axes [..., L] and both arrays."""
     lead = np.broadcast_shapes(w.shape[:-3], other.shape[:-axes])
     w3, flat_other = (
         flat(jnp.broadcast_to(x, (*lead, *x.shape[-n:])), n) for x, n in ((w, 3), (other, axes))
@@ -280,10 +265,8 @@ def table(
 ) -> jax.Array:
     """Return the table of groups, int32 [3, G]: first rows, numbers of rows, indices of weights.
 
-    With ``has_tail``, the rows after the last group are a group without weights.
-
-    Args:
-      leads: the leading axes and the number of matrices of each array of weights.
+    With ``has_tail``, the rows after the last group are a group without weights. ``leads`` are the
+    axes [..., L] of each array of weights.
     """
     num_groups = sizes.shape[-1]
     starts, sizes = (jnp.broadcast_to(x, (*batch, num_groups)) for x in groups_of(sizes, num_rows))
@@ -312,7 +295,7 @@ def call(
     counters: int = 1,
     **attributes: Any,
 ) -> list[jax.Array]:
-    """Call a kernel, and return its results except the last one, the counters."""
+    """Call a kernel, and return its results without the last one, which holds counters."""
     all_results = [*results, jax.ShapeDtypeStruct((counters,), jnp.int32)]
     attributes["num_sms"] = num_sms or 0
     return native.call_product(target, all_results, operands, aliases, **attributes)[:-1]

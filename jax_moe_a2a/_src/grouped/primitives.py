@@ -14,7 +14,7 @@ axis of ``w``, ``sizes`` or ``spare`` is 1 if the batch shares the array.
 Both primitives have the parameters ``dtype`` (of the result; today the dtype of the operands), and
 ``tail`` and ``num_sms`` of ``grouped_dot``. With ``transposed``, ``grouped_dot_p`` maps rows [*B,
 C, N] to [*B, C, K]. ``parts`` of ``grouped_outer_p`` has the leading axes and the number of groups
-of each result. A result is summed over its leading axes of size 1.
+of each result. If a leading axis of a result has the size 1, the result is summed over this axis.
 """
 
 from __future__ import annotations
@@ -58,7 +58,6 @@ def unspecified_dot(
     rows: jax.Array,
     w: Any,
     sizes: jax.Array,
-    num_sms: int | None,
     *parts: Any,
     transposed: bool = False,
     primitive: compat.Primitive = grouped_dot_p,
@@ -68,7 +67,7 @@ def unspecified_dot(
     tuple of home and spare weights, each of at least one matrix. ``params`` are more parameters of
     the primitive."""
     tail = check_tail("unspecified")
-    params.update(transposed=transposed, dtype=rows.dtype, tail=tail, num_sms=num_sms)
+    params.update(transposed=transposed, dtype=rows.dtype, tail=tail, num_sms=None)
     w, *spare = (x.astype(rows.dtype) for x in reference.arrays_of(w))
     return bind(primitive, rows, w, sizes, *spare, *parts, **params)
 
@@ -156,23 +155,12 @@ def bilinear_jvp(
     tangents: compat.Tangents,
     **params: object,
 ) -> Any:
+    """Compute the jvp of a primitive that is linear in each of its first two operands."""
+    (a, b, *others), (d_a, d_b, *_) = primals, tangents
     out = primitive.bind(*primals, **params)
-    return out, bilinear_tangents(primitive, out, primals, tangents, **params)
-
-
-def bilinear_tangents(
-    primitive: compat.Primitive,
-    out: Any,
-    primals: compat.Primals,
-    tangents: compat.Tangents,
-    **params: object,
-) -> Any:
-    """Return the tangents of ``out``, which are computed by a bilinear primitive."""
-    a, b, *others = primals
-    a_dot, b_dot, *_ = tangents
-    moving = [pair for pair in ((a_dot, b), (a, b_dot)) if not any(map(is_zero, pair))]
+    moving = [pair for pair in ((d_a, b), (a, d_b)) if not any(map(is_zero, pair))]
     terms = [primitive.bind(*pair, *others, **params) for pair in moving]
-    return jax.tree.map(lambda out, *terms: sum_of(out, terms), out, *terms)
+    return out, jax.tree.map(lambda out, *terms: sum_of(out, terms), out, *terms)
 
 
 def _dot_jvp(primals: Any, tangents: compat.Tangents, **params: object) -> Any:
@@ -188,16 +176,15 @@ def _dot_jvp(primals: Any, tangents: compat.Tangents, **params: object) -> Any:
 
 
 def all_or_none(d: Any) -> Any:
-    """Return the tangents of a tuple of arrays with arrays in place of symbolic zeros, or one
-    symbolic zero if all tangents are symbolic zeros. Return the tangent of a single array
-    unchanged."""
+    """Return the tangents of a tuple of arrays, with arrays in place of symbolic zeros; or one
+    symbolic zero if all are symbolic zeros. A single tangent stays unchanged."""
     if not isinstance(d, tuple):
         return d
     return d[0] if all(map(is_zero, d)) else tuple(map(ad.instantiate_zeros, d))
 
 
 def sum_of(like: Any, terms: Sequence[Any]) -> Any:
-    """Return the sum of the terms of a tangent of ``like``."""
+    """Return the sum of terms, or the zero tangent of ``like`` if there are none."""
     return sum(terms[1:], terms[0]) if terms else zero_tangent(like)
 
 
@@ -219,11 +206,8 @@ def _dot_transpose(
 def outers_like(
     ws: Sequence[Any], x: jax.Array, y: Any, sizes: jax.Array, ct: Any, **params: object
 ) -> list[Any]:
-    """Return the cotangents of arrays of weights, and None for known arrays.
-
-    Args:
-      ct: the cotangent, which is also passed as ``x`` or as ``y``.
-    """
+    """Return the cotangents of arrays of weights, and None for known arrays. ``ct`` is also passed
+    as ``x`` or as ``y``."""
     avals = [aval_of(w) for w in ws]
     is_wanted = list(map(ad.is_undefined_primal, ws))
     if is_zero(ct):
@@ -250,15 +234,11 @@ def _outer_transpose(
     return [found, None, None] if of_x else [None, found, None]
 
 
-# Batching
-
-
 def _with_batch(
     args: Sequence[jax.Array], dims: Sequence[int | None], is_full: Sequence[bool]
 ) -> tuple[list[Any], int]:
-    """Return operands with the batch as a leading axis, and the size of the batch. The whole batch
-    then runs in one launch. If ``is_full`` has no bool for an operand, all elements of the batch
-    may share this operand."""
+    """Return operands with the batch as a leading axis, and the size of the batch. If ``is_full``
+    has no bool for an operand, the elements of the batch may share this operand."""
     (size,) = {arg.shape[dim] for arg, dim in zip(args, dims) if dim is not None}
 
     def with_axis(arg: Any, dim: int | None, is_full: bool) -> Any:
@@ -278,7 +258,6 @@ def _batch(
     dims: Sequence[int | None],
     **params: object,
 ) -> Any:
-    """Batch a primitive as ``register`` says."""
     moved, _ = _with_batch(args, dims, is_full(**params) if callable(is_full) else is_full)
     outs = bind(primitive, *moved, **params)
     if not primitive.multiple_results:
@@ -298,8 +277,6 @@ def _outer_batch(
     outs = bind_outers(*args, parts=tuple((size, *part) for part in parts), **params)
     return outs, [0] * len(outs)
 
-
-# Registration
 
 register(
     grouped_dot_p,

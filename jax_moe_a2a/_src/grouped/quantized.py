@@ -2,9 +2,8 @@
 
 The operands of ``grouped_dot_fp8_p`` are the values and scales of rows [*B, C, K] and [*B, C,
 K / 128]; of weights [*B, L, N, K] and [*B, L, N / 128 rounded up, K / 128]; sizes [*B, L]; and the
-values and scales of spare weights, if the last groups have them. As in ``primitives.py``, batching
-adds the leading axes ``B``, and a leading axis of weights or sizes is 1 if the batch shares the
-array. Parameters are ``dtype`` of the result, ``tail`` and ``num_sms``.
+values and scales of spare weights, if the last groups have them. The leading axes ``B`` are as in
+``primitives.py``. Parameters are ``dtype`` of the result, ``tail`` and ``num_sms``.
 
 docs/fp8.md defines the arithmetic. The primitive has no derivatives, because a float8 array cannot
 hold a gradient.
@@ -29,7 +28,7 @@ from ..group import native
 from . import lowering as lowered
 from . import reference
 from .primitives import bind, bind_dot, register, rows_like
-from .reference import arrays_of, lead_of
+from .reference import arrays_of
 from .weights import (
     BLOCK,
     QuantizedExperts,
@@ -59,10 +58,8 @@ def is_quantized(rows: object, w: object) -> bool:
 
 
 def check_operands(rows: Any, w: object) -> tuple[Quantized, QuantizedExperts]:
-    """Return rows and weights as quantized arrays, or raise an error.
-
-    Rows that are floats are quantized. Values and scales may be ``jax.ShapeDtypeStruct``.
-    """
+    """Return quantized rows and weights, or raise an error. Float rows are quantized. All arrays
+    may be ``jax.ShapeDtypeStruct``."""
     weights = check_experts("w", w)
     if weights.source is not None:
         raise ValueError(
@@ -70,24 +67,20 @@ def check_operands(rows: Any, w: object) -> tuple[Quantized, QuantizedExperts]:
             f"{short(weights.source)}. Call quantize_experts without trainable, or moe_mlp"
         )
     given = as_quantized(rows)
-    if given is None:
-        array = _array(rows)
-        if array.ndim != 2 or array.shape[1] != weights.k:
-            raise ValueError(
-                f"rows must have the shape [C, K={weights.k}], because the values of w are "
-                f"{short(weights.values)}; got {short(array)}"
-            )
-        if isinstance(array, jax.ShapeDtypeStruct):
-            return jax.eval_shape(partial(encode_rows, name="rows"), array), weights
-        return encode_rows(jnp.asarray(array), "rows"), weights
-    values, scales = map(_array, given)
-    check_dtypes("rows", values, scales)
-    if len(values.shape) != 2 or values.shape[1] != weights.k:
+    values = _array(given.values if given else rows)
+    if given:
+        check_dtypes("rows", values, _array(given.scales))
+    if values.ndim != 2 or values.shape[1] != weights.k:
         raise ValueError(
-            f"the values of rows must have the shape [C, K={weights.k}], because the values of w "
-            f"are {short(weights.values)}; got {short(values)}"
+            f"{'the values of rows' if given else 'rows'} must have the shape [C, "
+            f"K={weights.k}], because the values of w are {short(weights.values)}; got "
+            f"{short(values)}"
         )
-    expected = (values.shape[0], values.shape[1] // BLOCK)
+    if not given:
+        if isinstance(values, jax.ShapeDtypeStruct):
+            return jax.eval_shape(partial(encode_rows, name="rows"), values), weights
+        return encode_rows(jnp.asarray(values), "rows"), weights
+    scales, expected = _array(given.scales), (values.shape[0], values.shape[1] // BLOCK)
     if scales.shape != expected:
         raise ValueError(
             f"the scales of rows must have the shape {list(expected)}, one number for each "
@@ -97,13 +90,8 @@ def check_operands(rows: Any, w: object) -> tuple[Quantized, QuantizedExperts]:
 
 
 def check_experts(name: str, w: object, *, may_be_pairs: bool = False) -> QuantizedExperts:
-    """Return quantized weights, or raise an error.
-
-    Args:
-      name: the name of the argument.
-      w: weights whose values are [L, N, K].
-      may_be_pairs: True to also accept values [L, 2, I, K].
-    """
+    """Return quantized weights with values [L, N, K], or raise an error. With ``may_be_pairs``,
+    values may also be [L, 2, I, K]."""
     if not isinstance(w, QuantizedExperts):
         got = short(w) if hasattr(w, "dtype") else type(w).__name__
         raise TypeError(
@@ -150,7 +138,6 @@ def encode_rows(rows: jax.Array, name: str) -> Quantized:
 
 
 def check_dtype(dtype: DTypeLike | None) -> Any:
-    """Return the dtype of a product of quantized arrays, or raise an error."""
     found = jnp.dtype(jnp.bfloat16 if dtype is None else dtype)
     if found not in RESULT_DTYPES:
         raise TypeError(
@@ -166,8 +153,8 @@ def _array(x: Any) -> Any:
 
 @jax.custom_jvp
 def without_gradient(x: jax.Array) -> jax.Array:
-    """Return an array. Its derivative raises a TypeError, because the derivative of encoding alone
-    would silently be zero."""
+    """Return ``x``, whose derivative raises a TypeError. Without the error, the derivative would
+    silently be zero."""
     return x
 
 
@@ -184,16 +171,12 @@ def bind_dot_fp8(
     *,
     dtype: Any,
     tail: Tail,
-    num_sms: int | None,
+    num_sms: int | None = None,
 ) -> jax.Array:
-    """Bind ``grouped_dot_fp8_p`` after casting all operands to vary over the same mesh axes. ``w``
-    may be a tuple of home and spare weights."""
+    """Bind ``grouped_dot_fp8_p``. ``w`` may be a tuple of home and spare weights."""
     home, *spare = ((jnp.asarray(x.values), jnp.asarray(x.scales)) for x in arrays_of(w))
     operands = [*map(jnp.asarray, rows), *home, sizes, *itertools.chain(*spare)]
     return bind(grouped_dot_fp8_p, *operands, dtype=dtype, tail=tail, num_sms=num_sms)
-
-
-# Rules of the primitive
 
 
 def _abstract(values: Any, _: object, w_values: Any, *__: Any, dtype: jnp.dtype, **___: Any) -> Any:
@@ -206,7 +189,7 @@ def refusing_jvp(
     tangents: compat.Tangents,
     **params: object,
 ) -> Any:
-    """Compute the jvp of a primitive without a gradient."""
+    """Compute the jvp of a primitive that has no gradient: zeros, or a TypeError."""
     if not all(map(is_zero, tangents)):
         raise TypeError(NO_GRADIENT)
     out = primitive.bind(*primals, **params)
@@ -256,15 +239,14 @@ def _kernel(
 ) -> jax.Array:
     num_rows, columns = values.shape[-2], w_values.shape[-2]
     few = num_rows <= FEW_ROWS * sizes.shape[-1]
-    # The batch may share only the values or only the scales of weights, but a kernel reads both
-    # with the same index of a group.
+    # The batch may share only the values or only the scales, but a kernel reads both at one index.
     pairs = _pairs(w_values, w_scales, *spare)
     leads, flat_values, flat_scales = zip(*(lowered.aligned(*pair, 3) for pair in pairs))
-    groups = lowered.table(sizes, lead_of(values), num_rows, *leads, has_tail=tail == "zero")
+    groups = lowered.table(sizes, values.shape[:-2], num_rows, *leads, has_tail=tail == "zero")
     rows2 = lowered.flat(values, 2)
     out = jax.ShapeDtypeStruct((rows2.shape[0], columns), dtype)
     product = lowered.FORWARD_FEW if few else lowered.FORWARD
-    # The kernel has one array of scales, which are small.
+    # The kernel reads one array of scales. To join small arrays is cheap.
     scales3 = jnp.concatenate(flat_scales) if spare else flat_scales[0]
     w3, *spare3 = flat_values
     operands = rows2, w3, groups, lowered.flat(scales, 2), scales3, *spare3

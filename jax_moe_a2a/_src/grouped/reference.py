@@ -1,15 +1,13 @@
 """Define grouped products with jnp and lax: the meaning of the primitives, and the fallback.
 
-Shapes are ``[*B, C, K]`` for rows, ``[*B, L, K, N]`` for weights and ``[*B, L]`` for sizes. The
-leading axes ``B`` broadcast: a leading axis of weights or sizes is 1 if the batch shares them. Rows
-have all leading axes in full.
+Operands are as in ``primitives.py``.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,34 +16,19 @@ from jax import lax
 from ..ad import accumulation_dtype
 
 
-class Groups(NamedTuple):
-    """The first row and the number of rows of each group."""
+def groups_of(sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
+    """Return two arrays, int32 [..., L]: the first row of each group, and its number of rows.
 
-    starts: jax.Array
-    """[..., L] int32."""
-    sizes: jax.Array
-    """[..., L] int32."""
-
-
-def groups_of(sizes: jax.Array, num_rows: int) -> Groups:
-    """Return the groups of ``sizes`` [..., L], cut at ``num_rows``.
-
-    A negative size counts as 0. All groups lie within the rows, whatever the sizes are, because
-    kernels rely on it.
+    A negative size counts as 0. Groups are cut at ``num_rows``, because kernels do not check it.
     """
     sizes = jnp.clip(sizes, 0, num_rows)
     ends = jnp.clip(jnp.cumsum(sizes, axis=-1, dtype=jnp.int32), 0, num_rows)
     starts = jnp.concatenate([jnp.zeros_like(ends[..., :1]), ends[..., :-1]], axis=-1)
-    return Groups(starts, jnp.maximum(ends - starts, 0))
-
-
-def lead_of(rows: Any) -> tuple[int, ...]:
-    """Return the leading axes of rows."""
-    return rows.shape[:-2]
+    return starts, jnp.maximum(ends - starts, 0)
 
 
 def arrays_of(w: Any) -> tuple[Any, ...]:
-    """Return the arrays of weights, which are one array, or a tuple of home and spare weights."""
+    """Return a tuple (home, spare) unchanged, and a single array as a tuple."""
     return w if isinstance(w, tuple) else (w,)
 
 
@@ -53,10 +36,10 @@ def ragged_dot(
     rows: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bool, dtype: jnp.dtype
 ) -> jax.Array:
     """Multiply rows [C, K] by w [L, K, N], or rows [C, N] by the transposed weights. Rows after the
-    last group must be zero. The results of these rows may be any values.
+    last group must be zero, and may have any results.
 
     ``lax.ragged_dot`` may multiply zeros by the weights of groups without rows. Zeros replace these
-    weights, because they may hold NaN, as in an empty slot whose weights were never written."""
+    weights, because weights of an empty slot, which were never written, may hold NaN."""
     w = jnp.where((sizes > 0)[:, None, None], w, jnp.zeros_like(w))
     w = jnp.swapaxes(w, -1, -2) if transposed else w
     out = lax.ragged_dot(rows, w, sizes, preferred_element_type=accumulation_dtype(dtype))
@@ -102,7 +85,7 @@ def dot(
         return _without_tail(out, cut)
 
     def of_one(rows: jax.Array, w: jax.Array, sizes: jax.Array, *spare: jax.Array) -> jax.Array:
-        cut, num = groups_of(sizes, rows.shape[0]).sizes, w.shape[0]
+        cut, num = groups_of(sizes, rows.shape[0])[1], w.shape[0]
         out = product(rows, w, cut[:num])
         for x in spare:
             start = jnp.sum(cut[:num], dtype=jnp.int32)
@@ -112,7 +95,7 @@ def dot(
         return out
 
     operands = ((rows, 2), (w, 3), (sizes, 1), *((x, 3) for x in spare))
-    return _for_each(of_one, lead_of(rows), *operands)
+    return _for_each(of_one, rows.shape[:-2], *operands)
 
 
 def outer(
@@ -124,17 +107,17 @@ def outer(
     dtype: jnp.dtype,
     **_: object,
 ) -> list[jax.Array]:
-    """Return for each group the sum of the outer products of its rows. Each of ``parts``, which
-    consists of leading axes and a number of groups, has a result [*part, K, N]. This result is also
-    summed over the leading axes of size 1."""
+    """Return for each group the sum of the outer products of its rows. Each of ``parts``, leading
+    axes and a number of groups, has a result [*part, K, N], which is also summed over leading axes
+    of size 1."""
     found, first = [], 0
     for *lead, num in parts:
-        shape = (*lead_of(x), num, x.shape[-1], y.shape[-1])
+        shape = (*x.shape[:-2], num, x.shape[-1], y.shape[-1])
 
         def of_one(
             x: jax.Array, y: jax.Array, sizes: jax.Array, first: int = first, num: int = num
         ) -> jax.Array:
-            cut = groups_of(sizes, x.shape[0]).sizes
+            cut = groups_of(sizes, x.shape[0])[1]
             own = cut[first : first + num]
             if first:
                 start = jnp.sum(cut[:first], dtype=jnp.int32)
@@ -144,15 +127,14 @@ def outer(
         if 0 in (*shape, *x.shape):
             found.append(jnp.zeros((*lead, *shape[-3:]), dtype))
         else:
-            sums = _for_each(of_one, lead_of(x), (x, 2), (y, 2), (sizes, 1))
+            sums = _for_each(of_one, x.shape[:-2], (x, 2), (y, 2), (sizes, 1))
             found.append(sum_lead(sums, tuple(lead)))
         first += num
     return found
 
 
 def sum_lead(x: jax.Array, lead: tuple[int, ...]) -> jax.Array:
-    """Return the sum over the leading axes that are 1 in ``lead``. The result has these axes with
-    size 1."""
+    """Sum over the leading axes that are 1 in ``lead``, and keep these axes with size 1."""
     axes = tuple(i for i, size in enumerate(lead) if size != x.shape[i])
     if not axes:
         return x
@@ -183,13 +165,9 @@ def _for_each(
 
 
 def scaled(x: jax.Array, weights: jax.Array, selects: bool) -> jax.Array:
-    """Return rows times their weights, in the dtype of sums.
-
-    Args:
-      selects: True to return zeros for rows of weight 0, whatever they hold. The derivative with
-        respect to a weight of 0 would then also be 0, so derivatives are computed without this
-        selection.
-    """
+    """Return rows times their weights, in the dtype of sums. With ``selects``, rows of weight 0
+    become zeros, whatever they hold. Derivatives are computed without ``selects``, because the
+    selection would make the derivative with respect to a weight of 0 also 0."""
     weights = weights[..., None]
     scaled = x.astype(weights.dtype) * weights
     return jnp.where(weights != 0, scaled, 0) if selects else scaled

@@ -64,7 +64,6 @@ def dot_in_fp8(
         128.
       w: weights whose source has the dtype of ``rows``. N is a multiple of 128. Without values,
         they are quantized once for this product and its gradients.
-      sizes: int32 [L].
       transposed: True to multiply rows [C, N] by the transposed weights.
       quantizes: False to multiply rows and source, as the derivative does.
     """
@@ -73,7 +72,7 @@ def dot_in_fp8(
     params = dict(transposed=transposed, quantizes=quantizes, encoded=encoded is not None)
     parts = jax.tree.leaves((encoded, w.values, w.scales, w.transposed))
     return unspecified_dot(
-        floats_of(rows), w.source, sizes, None, *parts, primitive=straight_through_dot_p, **params
+        floats_of(rows), w.source, sizes, *parts, primitive=straight_through_dot_p, **params
     )
 
 
@@ -94,12 +93,12 @@ def _dot(
     else:
         quantized = encode_experts(w, turned=not transposed, plain=transposed)
     if transposed:
-        # A program that was differentiated after ``_dce`` has no ``transposed``.
+        # ``_dce`` may have removed the transposed values before the program was differentiated.
         quantized = transposed_experts(quantized)
     if encoded:
         of_rows = Quantized(*parts[:2])
     else:
-        of_rows = bind_act_encode(rows, None, sizes, num_sms=params["num_sms"])
+        of_rows = bind_act_encode(rows, None, sizes)
     return bind_dot_fp8(of_rows, quantized, sizes, **params)
 
 
@@ -137,7 +136,7 @@ def _jvp(primals: compat.Primals, tangents: compat.Tangents, **params: Any) -> A
     params.update(quantizes=False, encoded=False)
     if not is_zero(d_rows):
         terms.append(bind(straight_through_dot_p, d_rows, w, sizes, *parts, **params))
-    if not is_zero(d_w):  # whose transpose must not read the numbers of w in FP8
+    if not is_zero(d_w):  # the transpose in d_w must not read w in FP8
         terms.append(bind(straight_through_dot_p, rows, d_w, sizes, **params))
     return out, sum_of(out, terms)
 

@@ -1,5 +1,4 @@
-"""Multiply rows by weights that are used several times, and sum the gradients of the weights in
-order.
+"""Multiply rows by weights that are used several times, and sum their gradients in one array.
 
 A *total* is an array of zeros like the weights, in the dtype of sums, whose tangent is the tangent
 of the weights. A product takes the total and returns it, for the next product with these weights.
@@ -48,17 +47,16 @@ passing_dot_p.multiple_results = True
 
 
 def total_of(w: jax.Array, given: jax.Array | None = None) -> jax.Array:
-    """Return the total of weights of any shape. A ``given`` total adds its tangent to the tangent
-    of the weights."""
+    """Return the total of weights of any shape. Its tangent is the sum of the tangents of the
+    weights and of a ``given`` total."""
     zeros = jnp.zeros(w.shape, accumulation_dtype(w.dtype)) if given is None else given
     total, w = compat.align_varying([zeros, w], ())
     return _total_of(_batched_with(total, w), w)
 
 
 def _batched_with(x: jax.Array, other: jax.Array) -> jax.Array:
-    """Return x, which becomes batched under ``vmap`` if the other array is batched. A traced
-    ``custom_jvp`` needs results that are batched like their tangents (jax 0.12.0). XLA removes the
-    selection."""
+    """Return x, batched under ``vmap`` if the other array is batched. A traced ``custom_jvp`` needs
+    results that are batched like their tangents (jax 0.12.0). XLA removes the selection."""
     return lax.select(False, other.astype(x.dtype), x)
 
 
@@ -90,11 +88,7 @@ def summing_dot(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the products of rows, unspecified after the last group, and the total. The product has
     the tangent of ``r w`` with respect to r. ``passing_dot_p`` is the tangent with respect to the
-    total, because w has the tangent of the total.
-
-    Args:
-      rows, w: arrays, or w is ``QuantizedExperts``, to multiply as ``dot_in_fp8`` does.
-    """
+    total, because w has the tangent of the total."""
     w = encode_source(w) if isinstance(w, QuantizedExperts) else w
     leaves, tree = jax.tree.flatten((rows, w, total, sizes))
     return _summing_dot(*jax.tree.unflatten(tree, compat.align_varying(leaves, ())))
@@ -113,7 +107,7 @@ def _summing_dot_jvp(primals: Any, tangents: Any) -> Any:
     if not isinstance(d_rows, SymbolicZero):
         terms.append(_dot(d_rows, w, sizes, quantizes=False))
     if not isinstance(d_total, SymbolicZero):
-        term, d_total = bind_passing(floats_of(rows), d_total, sizes, None)
+        term, d_total = bind(passing_dot_p, floats_of(rows), d_total, sizes)
         terms.append(term)
     return outs, (sum(terms[1:], terms[0]) if terms else jnp.zeros_like(outs[0]), d_total)
 
@@ -121,85 +115,63 @@ def _summing_dot_jvp(primals: Any, tangents: Any) -> Any:
 def _dot(rows: Any, w: Any, sizes: jax.Array, *, quantizes: bool) -> jax.Array:
     if isinstance(w, QuantizedExperts):
         return dot_in_fp8(rows, w, sizes, quantizes=quantizes)
-    return unspecified_dot(rows, w, sizes, None)
+    return unspecified_dot(rows, w, sizes)
 
 
-def bind_passing(
-    rows: jax.Array, d: jax.Array | ad.Zero, sizes: jax.Array, num_sms: int | None
-) -> list[jax.Array]:
-    """Bind ``passing_dot_p``."""
-    return bind(passing_dot_p, rows, d, sizes, num_sms=num_sms)
-
-
-def bind_add_outer(total: Any, x: Any, y: Any, sizes: jax.Array, num_sms: int | None) -> jax.Array:
+def bind_add_outer(total: Any, x: Any, y: Any, sizes: jax.Array) -> jax.Array:
     """Bind ``add_outer_p``. ``total`` may be an ``ad.Zero``."""
     if isinstance(total, ad.Zero):
         aval: Any = total.aval
         total = jnp.zeros(aval.shape, aval.dtype)
-    return bind(add_outer_p, total, x, y, sizes, num_sms=num_sms)
+    return bind(add_outer_p, total, x, y, sizes)
 
 
-# Products
+def _passing_dot(rows: jax.Array, d: jax.Array | ad.Zero, sizes: jax.Array) -> list[Any]:
+    return [unspecified_dot(rows, d, sizes), d]
 
 
-def _passing_dot(
-    rows: jax.Array, d: jax.Array | ad.Zero, sizes: jax.Array, *, num_sms: int | None
-) -> list[Any]:
-    return [unspecified_dot(rows, d, sizes, num_sms), d]
-
-
-def _passing_dot_abstract(rows: Any, d: Any, *_: object, **__: object) -> list[Any]:
-    return [rows_like(rows, d.shape[-1]), d]
-
-
-def _passing_dot_jvp(primals: compat.Primals, tangents: Any, *, num_sms: int | None) -> Any:
+def _passing_dot_jvp(primals: compat.Primals, tangents: Any) -> Any:
     (rows, d, sizes), (d_rows, d_d, _) = primals, tangents
-    outs = bind_passing(rows, d, sizes, num_sms)
+    outs = bind(passing_dot_p, rows, d, sizes)
     terms = []
     if not is_zero(d_rows):
-        terms.append(unspecified_dot(d_rows, d, sizes, num_sms))
+        terms.append(unspecified_dot(d_rows, d, sizes))
     if not is_zero(d_d):
-        term, d_d = bind_passing(rows, d_d, sizes, num_sms)
+        term, d_d = bind(passing_dot_p, rows, d_d, sizes)
         terms.append(term)
     return outs, [sum_of(outs[0], terms), d_d]
 
 
-def _passing_dot_transpose(
-    cts: Any, rows: Any, d: Any, sizes: Any, *, num_sms: int | None
-) -> list[Any]:
+def _passing_dot_transpose(cts: Any, rows: Any, d: Any, sizes: Any) -> list[Any]:
     ct, total = cts
     if not is_zero(ct):
-        total = bind_add_outer(total, rows, ct.astype(rows.dtype), sizes, num_sms)
+        total = bind_add_outer(total, rows, ct.astype(rows.dtype), sizes)
     return [None, total, None]
 
 
-# Their transpose
-
-
-def _add_outer(
-    total: jax.Array, x: jax.Array, y: jax.Array, sizes: jax.Array, **params: Any
-) -> jax.Array:
+def _add_outer(total: jax.Array, x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:
     parts = (total.shape[:-2],)
-    return total + reference.outer(x, y, sizes, parts=parts, dtype=total.dtype, **params)[0]
+    return total + reference.outer(x, y, sizes, parts=parts, dtype=total.dtype)[0]
 
 
 def _add_outer_by_product(
-    total: jax.Array, x: jax.Array, y: jax.Array, sizes: jax.Array, **params: object
+    total: jax.Array, x: jax.Array, y: jax.Array, sizes: jax.Array
 ) -> jax.Array:
     """Add products that are already rounded, because paths without the kernel have no float32
     results."""
-    lead, dtype = total.shape[:-3], x.dtype
-    outer = bind_outer(x, y, sizes, lead=lead, dtype=dtype, tail="unspecified", **params)
+    params: dict[str, Any] = dict(lead=total.shape[:-3], dtype=x.dtype)
+    params.update(tail="unspecified", num_sms=None)
+    outer = bind_outer(x, y, sizes, **params)
     return total + outer.astype(total.dtype)
 
 
-def _add_outer_jvp(primals: Any, tangents: Any, *, num_sms: int | None) -> Any:
+def _add_outer_jvp(primals: Any, tangents: Any) -> Any:
     (total, x, y, sizes), (d_total, d_x, d_y, _) = primals, tangents
-    params = dict(lead=total.shape[:-3], dtype=total.dtype, tail="unspecified", num_sms=num_sms)
+    params = dict(lead=total.shape[:-3], dtype=total.dtype, tail="unspecified", num_sms=None)
     pairs = [pair for pair in ((d_x, y), (x, d_y)) if not any(map(is_zero, pair))]
     terms = [bind_outer(*pair, sizes, **params) for pair in pairs]
     terms += [] if is_zero(d_total) else [d_total]
-    out = bind_add_outer(total, x, y, sizes, num_sms)
+    out = bind_add_outer(total, x, y, sizes)
     return out, sum_of(out, terms)
 
 
@@ -207,11 +179,9 @@ choose_add_outer = lowered.by_kernel(
     lowered.why_no_add_outer, lowered.add_outer, _add_outer_by_product
 )
 
-# Registration
-
 register(
     passing_dot_p,
-    abstract=_passing_dot_abstract,
+    abstract=lambda rows, d, *_, **__: [rows_like(rows, d.shape[-1]), d],
     jvp=_passing_dot_jvp,
     transpose=_passing_dot_transpose,
     is_full=(True,),

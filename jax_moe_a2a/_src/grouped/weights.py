@@ -32,13 +32,11 @@ from .primitives import bind, register
 BLOCK = BlockwiseFp8.group_size
 VALUE_DTYPE = jnp.dtype(BlockwiseFp8.value_dtype)
 SCALE_DTYPE = jnp.dtype(BlockwiseFp8.scale_dtype)
-TARGET = "moe_a2a_encode_squares"
 QUANTIZED_CHECKPOINT_NAME = "moe_a2a_quantized"
-"""Checkpoint name, a str, of the numbers in FP8 of the weights of ``Experts.in_fp8``.
+"""Checkpoint name, a str, of the quantized weights of ``Experts.in_fp8``.
 
 If a policy saves this name, which takes up to two bytes for each weight, the backward pass of
 ``jax.checkpoint`` does not quantize the weights again."""
-KERNEL_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
 
 encode_squares_p = compat.Primitive("moe_a2a_encode_squares")
 encode_squares_p.multiple_results = True
@@ -130,7 +128,7 @@ def quantize_weights(
 def decode_experts(values: jax.Array, scales: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Return the weights of ``QuantizedExperts`` [..., N, K], rounded to a dtype."""
     (*lead, rows, columns), (n, k) = scales.shape, values.shape[-2:]
-    # Over Explicit mesh axes, JAX places the result of a reshape that merges one axis.
+    # Two reshapes, because JAX places a result over Explicit axes only if one axis is merged.
     squares = jnp.broadcast_to(scales[..., :, None, :, None], (*lead, rows, BLOCK, columns, BLOCK))
     numbers = squares.reshape(*lead, rows, BLOCK, k).reshape(*lead, rows * BLOCK, k)
     return (values.astype(SCALE_DTYPE) * numbers[..., :n, :]).astype(dtype)
@@ -171,8 +169,7 @@ def check_squares(name: str, values: Any, scales: Any, shape: tuple[int, ...]) -
 
 
 def check_scales(name: str, scales: Any) -> None:
-    """Raise a ValueError if the scales of the argument ``name`` are known, and one is not
-    finite."""
+    """Raise a ValueError if a known scale of the argument ``name`` is not finite."""
     if not is_known(scales):
         return
     bad = np.argwhere(~np.isfinite(np.asarray(scales)))
@@ -203,23 +200,17 @@ def _turned(x: jax.Array) -> jax.Array:
 def encode_experts(
     w: jax.Array, *, k_axis: int = -2, turned: bool = True, plain: bool = True
 ) -> QuantizedExperts:
-    """Quantize weights by squares.
-
-    Args:
-      w: [*B, L, K, N], or [*B, L, K, 2, I] with ``k_axis=-3``.
-      turned: False to leave out ``values``.
-      plain: False to leave out ``transposed``.
-    """
+    """Quantize weights as ``encode_squares_p`` does. Without ``turned``, the result has no
+    ``values``. Without ``plain``, it has no ``transposed``."""
     scales, *parts = _encode_squares(w, k_axis=k_axis, turned=turned, plain=plain)
     values = parts.pop(0) if turned else None
     return QuantizedExperts(values, scales, *parts)
 
 
 def encode_source(w: QuantizedExperts) -> QuantizedExperts:
-    """Return weights to train, together with their values: the given values, or else the quantized
-    source. The source is read once for both orientations, and a policy of ``jax.checkpoint`` can
-    save them by their name. Values are integers (``as_bits``), which ``from_bits`` converts
-    back."""
+    """Return weights to train with values. If the values are not given, quantize the source, which
+    is read once for both orientations, and name the values for policies of ``jax.checkpoint``.
+    Values are integers (``as_bits``), which ``from_bits`` converts back."""
     if w.values is not None:
         found = jax.tree.map(as_bits, dataclasses.replace(w, source=None))
     else:
@@ -236,7 +227,7 @@ def from_bits(values: jax.Array, scales: jax.Array, *transposed: jax.Array) -> Q
 
 def _encode_squares(w: jax.Array, **params: Any) -> list[jax.Array]:
     if any(axis is not None for axis in jax.typeof(w).sharding.spec):
-        return _composition(w, **params)  # which JAX places over Explicit mesh axes
+        return _composition(w, **params)  # JAX places its results over Explicit mesh axes
     return bind(encode_squares_p, w, **params)
 
 
@@ -246,7 +237,7 @@ def _composition(w: jax.Array, *, k_axis: int, turned: bool, plain: bool) -> lis
     n, k_axis = w.shape[-1], k_axis + w.ndim
     w = _in_whole_squares(w, (k_axis, w.ndim - 1))
     padded = jnp.pad(w, [(0, 0)] * (w.ndim - 1) + [(0, -n % BLOCK)])
-    # Over Explicit mesh axes, JAX places the result of a reshape that divides or merges one axis.
+    # JAX places the result of a reshape over Explicit axes only if it changes one axis.
     by_rows = _divided(padded, k_axis)
     squares = _divided(by_rows, w.ndim)
     values, scales = BlockwiseFp8().encode_blocks(squares, (k_axis + 1, w.ndim + 1))
@@ -273,9 +264,6 @@ def _in_whole_squares(w: jax.Array, axes: tuple[int, int]) -> jax.Array:
 def _divided(x: jax.Array, axis: int) -> jax.Array:
     """Divide an axis into blocks of 128."""
     return x.reshape(*x.shape[:axis], x.shape[axis] // BLOCK, BLOCK, *x.shape[axis + 1 :])
-
-
-# Rules of the primitive
 
 
 def _abstract(w: compat.Aval, *, k_axis: int, turned: bool, plain: bool) -> list[Any]:
@@ -311,7 +299,7 @@ def _kernel(w: jax.Array, *, k_axis: int, turned: bool, plain: bool) -> list[jax
     shapes = (num, n, k) if turned else (0,), (num, k, n) if plain else (0,)
     results = [jax.ShapeDtypeStruct(shape, VALUE_DTYPE) for shape in shapes]
     squares = jax.ShapeDtypeStruct((num, n // BLOCK, k // BLOCK), SCALE_DTYPE)
-    *values, scales = native.call_product(TARGET, [*results, squares], [matrices])
+    *values, scales = native.call_product("moe_a2a_encode_squares", [*results, squares], [matrices])
     outs = [scales, *[values[0]] * turned, *[values[1]] * plain]
     avals = _abstract(jax.typeof(w), k_axis=k_axis, turned=turned, plain=plain)
     return [x.reshape(a.shape) for x, a in zip(outs, avals)]
@@ -320,7 +308,7 @@ def _kernel(w: jax.Array, *, k_axis: int, turned: bool, plain: bool) -> list[jax
 def _why_no_kernel(ctx: compat.Context, w: compat.Aval, k_axis: int) -> str:
     if compat.is_partitioned(ctx):
         return "XLA divides the program among devices: call it in jax.shard_map"
-    if w.dtype not in KERNEL_DTYPES:
+    if w.dtype not in (jnp.bfloat16, jnp.float32):
         return f"the kernel quantizes bfloat16 and float32; got {w.dtype}"
     if w.shape[k_axis] % BLOCK or w.shape[-1] % BLOCK:
         return f"the kernel quantizes whole squares of {BLOCK} x {BLOCK}; got {short(w)}"

@@ -60,23 +60,23 @@ def accumulate_grads(loss: Callable[..., Any], *, has_aux: bool = False) -> Call
     def add(totals: Any, params: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         jax.tree_util.tree_map_with_path(_check, params, totals)
         tree: Any
-        leaves, tree = jax.tree.flatten(params, is_leaf=_is_experts)
+        leaves, tree = jax.tree.flatten(params, is_leaf=lambda x: isinstance(x, Experts))
         given = tree.flatten_up_to(totals)
 
         def of(zeros: list[Any]) -> Any:
             tied = [_tied(*each, str(i)) for i, each in enumerate(zip(leaves, zeros, strict=True))]
             out = loss(tree.unflatten(tied), *args, **kwargs)
             value, aux = out if has_aux else (out, None)
-            found = [x for x in jax.tree.leaves(aux, is_leaf=_is_totals) if _is_totals(x)]
-            aux = jax.tree.map(lambda x: None if _is_totals(x) else x, aux, is_leaf=_is_totals)
-            # Other totals belong to a part of the experts, to a batch, or to weights that were
-            # cast.
+            is_totals = lambda x: isinstance(x, Totals)
+            found = [x for x in jax.tree.leaves(aux, is_leaf=is_totals) if is_totals(x)]
+            aux = jax.tree.map(lambda x: None if is_totals(x) else x, aux, is_leaf=is_totals)
+            # Other totals belong to some of the experts, to a batch, or to weights that were cast.
             whole = (x for x in found if _types(x) == _types(x.of(given[int(x.name)])))
             return (value, {x.name: x for x in whole}), aux
 
         zeros = jax.tree.map(jnp.zeros_like, given)
         (value, returned), transpose, aux = jax.vjp(of, zeros, has_aux=True)
-        # The last products of the loss add to these totals, and the gradient is the sum.
+        # The products add their gradients to these totals.
         ends = {name: x.of(given[int(name)]) for name, x in returned.items()}
         (found,) = transpose((jnp.ones_like(value), ends))
         sums = jax.tree.map(jnp.add, given, found)
@@ -88,8 +88,7 @@ def accumulate_grads(loss: Callable[..., Any], *, has_aux: bool = False) -> Call
 
 
 def _tied(weights: Any, zeros: Any, name: str) -> Any:
-    """Return the parameters in a form whose gradients flow to ``zeros``. Experts get totals of this
-    name."""
+    """Return parameters whose gradients flow to ``zeros``. Experts get totals of this name."""
     totals = jax.tree.map(total_of, weights, zeros)
     tied = jax.tree.map(lambda w, total: with_total(lax.stop_gradient(w), total), weights, totals)
     if not isinstance(tied, Experts) or isinstance(tied.w_in, QuantizedExperts):
@@ -97,20 +96,12 @@ def _tied(weights: Any, zeros: Any, name: str) -> Any:
     return dataclasses.replace(tied, totals=Totals(totals.w_in, totals.w_out, name))
 
 
-def _is_experts(x: object) -> bool:
-    return isinstance(x, Experts)
-
-
-def _is_totals(x: object) -> bool:
-    return isinstance(x, Totals)
-
-
 def _types(totals: Totals) -> list[Any]:
     return [(x.shape, x.dtype) for x in jax.tree.leaves(totals)]
 
 
 def _check(path: Any, param: Any, total: Any) -> None:
-    """Raise an error if a total is not like its parameter."""
+    """Raise an error if a total has another shape or dtype than its parameter needs."""
     name, dtype = jax.tree_util.keystr(path), accumulation_dtype(param.dtype)
     if not jnp.issubdtype(param.dtype, jnp.floating):
         raise TypeError(f"params{name} must be floats; got {short(param)}")

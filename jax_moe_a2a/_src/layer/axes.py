@@ -26,8 +26,8 @@ class Axes:
     """Name of the axis over which the I columns of each expert are divided, or None."""
     fsdp: str | tuple[str, ...] | None = None
     """Name or names of axes over which weights are stored in parts of their H axis, usually those
-    of ``data``. Each call of ``moe`` then gathers them, and their gradients are scattered. None
-    stores whole weights on each index of these axes."""
+    of ``data``. Each call of ``moe`` then gathers the weights, and scatters their gradients. With
+    None, each device stores the whole H axis."""
 
     def __post_init__(self) -> None:
         axes_of(self.experts, "axes")
@@ -43,5 +43,4 @@ AxesLike: TypeAlias = Axes | GroupOrAxes
 
 
 def as_axes(axes: Any) -> Axes:
-    """Return ``Axes``, or raise an error."""
     return axes if isinstance(axes, Axes) else Axes(axes)

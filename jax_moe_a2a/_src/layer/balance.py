@@ -1,9 +1,10 @@
-"""Balance the load of experts: losses of the router, and the bias that the choice of experts adds
-to scores."""
+"""Balance the load of experts, by losses of the router or by updates of its ``select_bias``."""
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -17,7 +18,7 @@ from ..ad import accumulation_dtype
 from ..checks import as_array, check_bool, check_factor, check_int, is_known, short
 from .choose import one_hot
 from .sums import sum_counts, sum_over
-from .top_k import bin_width, check_logits, check_mask
+from .top_k import bin_width, check_ids, check_logits, check_mask
 
 AxisNames: TypeAlias = str | Sequence[str] | None
 
@@ -41,8 +42,8 @@ def load_balancing_loss(
     ``select_bias``.
 
     ``load_balancing_loss_func`` of Mixtral, Qwen3-MoE and GPT-OSS in transformers counts ``f`` per
-    token, and over the tokens of all layers together. For scores and ids with an axis of layers,
-    that function therefore returns ``top_k`` times this loss. Switch in transformers returns the
+    token, and over the tokens of all layers together. It therefore returns ``top_k`` times this
+    loss of scores and ids with an axis of layers. Switch in transformers returns the
     mean of this loss over sequences.
 
     A token takes part if at least one of its ids is valid. If all scores of a token are 0, they are
@@ -93,10 +94,9 @@ def load_balancing_loss(
     """
     axes = _check_axes(axis_name)
     scores = _check_scores(scores)
-    ids = _check_ids(ids, scores)
     num_experts = scores.shape[-1]
-    chosen = one_hot(ids, num_experts)
-    own = chosen.sum(axis=tuple(range(ids.ndim)), dtype=jnp.int32)
+    ids = check_ids("ids", ids, scores.shape[:-1], num_experts)
+    own = one_hot(ids, num_experts).sum(axis=tuple(range(ids.ndim)), dtype=jnp.int32)
     most = ids.size * math.prod(map(lax.axis_size, axes))
     sums = sum_over(axes, sum_of_columns(*shares_of(scores, ids)))
     total = sum_counts(axes, own, most).astype(sums.dtype)
@@ -112,8 +112,8 @@ def load_balancing_loss(
 
 
 def shares_of(scores: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the scores of tokens divided by their sum [..., E], and whether tokens take part
-    [...]. Scores of other tokens are 0."""
+    """Return the scores [..., E], divided by their sum for each token, and booleans [...]: True for
+    tokens that take part. The scores of all other tokens become 0."""
     is_token = ((ids >= 0) & (ids < scores.shape[-1])).any(axis=-1, keepdims=True)
     # Scores are first divided by the largest score. Their sum is then at least 1, and its
     # derivative cannot overflow.
@@ -126,7 +126,8 @@ def shares_of(scores: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @scopes.losses
 def balance_loss_of(sums: jax.Array, num_tokens: jax.Array, counts: jax.Array) -> jax.Array:
-    """Return the balance loss from the sums of shares [E], tokens [] and choices [E]."""
+    """Return the balance loss. ``sums`` [E] are the sums of ``shares_of``, and ``counts`` [E] are
+    the numbers of choices."""
     num_choices = jnp.maximum(counts.sum(), 1).astype(sums.dtype)
     scale = counts.size / (num_choices * jnp.maximum(num_tokens, 1))
     return jnp.sum(counts.astype(sums.dtype) * sums) * scale
@@ -175,31 +176,42 @@ def router_z_loss(
 
 
 def z_columns(logits: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Return the summands of each token in the sums of a z-loss, [...] each: the term and 1, or
-    zeros."""
+    """Return two arrays [...], whose sums are the arguments of ``z_loss_of``."""
     if mask is not None:
         logits = jnp.where(mask[..., None], logits, 0)
     # XLA computes the maximum and the sum only once if a softmax also needs them.
     largest = lax.stop_gradient(logits.max(axis=-1, keepdims=True))
     total = jnp.exp(logits - largest).sum(axis=-1, keepdims=True)
     squares = (largest + jnp.log(total))[..., 0] ** 2
-    ones = jnp.ones_like(squares)
-    return (
-        (squares, ones) if mask is None else (jnp.where(mask, squares, 0), jnp.where(mask, ones, 0))
-    )
+    if mask is None:
+        return squares, jnp.ones_like(squares)
+    return jnp.where(mask, squares, 0), mask.astype(squares.dtype)
 
 
-def sum_of_columns(first: jax.Array, *others: jax.Array) -> jax.Array:
-    """Return the sums over all leading axes of [..., E] and of arrays [...] as one array.
+def sum_of_columns(
+    first: jax.Array,
+    *others: jax.Array,
+    counted: jax.Array | None = None,
+    num_counted: int = 0,
+) -> jax.Array:
+    """Return one array [E + n + ``num_counted``]: the sums of an array [..., E] and of n arrays
+    [...] over all leading axes, and how often ``counted`` [..., K] has each integer from 0 to
+    ``num_counted`` - 1.
 
     XLA computes the columns while it adds them. If the columns were concatenated, XLA would write
     them to an array.
     """
     size, num_leading = first.shape[-1], first.ndim - 1
-    column = lax.iota(jnp.int32, size + len(others)).reshape(*(1,) * num_leading, -1)
-    columns = jnp.pad(first, [(0, 0)] * num_leading + [(0, len(others))])
+    start = size + len(others)  # of the counts
+    column = lax.iota(jnp.int32, start + num_counted).reshape(*(1,) * num_leading, -1)
+    columns = jnp.pad(first, [(0, 0)] * num_leading + [(0, len(others) + num_counted)])
     for i, x in enumerate(others):
         columns = jnp.where(column == size + i, x[..., None].astype(first.dtype), columns)
+    if counted is not None:
+        # XLA would compute a sum over K in a kernel of its own.
+        of_k = (counted[..., k, None] == column - start for k in range(counted.shape[-1]))
+        counts = functools.reduce(operator.add, (hit.astype(first.dtype) for hit in of_k))
+        columns = jnp.where(column >= start, counts, columns)
     if num_leading > 1:
         # XLA would merge both sums into one sum, which only few blocks of a GPU would compute.
         columns = lax.optimization_barrier(columns.sum(axis=-2))
@@ -208,7 +220,7 @@ def sum_of_columns(first: jax.Array, *others: jax.Array) -> jax.Array:
 
 @scopes.losses
 def z_loss_of(total: jax.Array, num_tokens: jax.Array) -> jax.Array:
-    """Return the z-loss from the sums of ``z_columns``."""
+    """Return the z-loss from a sum over tokens and the number of tokens."""
     return total / jnp.maximum(num_tokens, 1)
 
 
@@ -279,7 +291,7 @@ def update_select_bias(
 def quantile_select_bias(
     bias: ArrayLike, histogram: ArrayLike, k: int, *, axis_name: AxisNames = None
 ) -> jax.Array:
-    """Return the next ``select_bias``: the one that gives each expert its share of the batch.
+    """Return the next ``select_bias``, with which each expert would have had an equal load.
 
     The method is quantile balancing (Su, https://kexue.fm/archives/11619), as in Kimi K3 (technical
     report, section 2.3.3, equations 13 and 14, and appendix D), Megatron-LM, TransformerEngine and
@@ -362,7 +374,6 @@ def quantile_select_bias(
 
 
 def _sum_dtype(dtype: jnp.dtype) -> Any:
-    """Return the dtype of sums of counts."""
     if jnp.issubdtype(dtype, jnp.integer):
         return dtype if dtype.itemsize == 8 else jnp.dtype(jnp.int32)
     return accumulation_dtype(dtype)
@@ -380,7 +391,6 @@ def _below_mean(counts: jax.Array) -> jax.Array:
 
 
 def _check_bias(value: object) -> jax.Array:
-    """Return the argument ``bias`` as an array, or raise an error."""
     bias = jnp.asarray(as_array(value))
     if not jnp.issubdtype(bias.dtype, jnp.floating) or bias.dtype.itemsize < 4:
         raise TypeError(
@@ -391,7 +401,6 @@ def _check_bias(value: object) -> jax.Array:
 
 
 def _check_counts(value: object, name: str = "counts") -> jax.Array:
-    """Return numbers as an array, or raise an error."""
     counts = jnp.asarray(as_array(value))
     is_integer = jnp.issubdtype(counts.dtype, jnp.integer)
     if not is_integer and not jnp.issubdtype(counts.dtype, jnp.floating):
@@ -421,7 +430,7 @@ def _check_axes(axis_name: Any) -> tuple[str, ...]:
 
 
 def _check_scores(value: object) -> jax.Array:
-    """Return scores as an array, or raise an error. Numbers are checked if they are known."""
+    """Return scores as an array. Raise an error if known scores are negative."""
     scores = check_logits(value, "scores")
     if is_known(scores) and scores.size and (least := float(scores.min())) < 0:
         raise ValueError(
@@ -429,17 +438,3 @@ def _check_scores(value: object) -> jax.Array:
             "the scores of TopK, or jax.nn.softmax(logits) in place of logits"
         )
     return scores
-
-
-def _check_ids(value: object, scores: jax.Array) -> jax.Array:
-    """Return ids as an array with the leading axes of ``scores``, or raise an error."""
-    ids = as_array(value)
-    if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise TypeError(f"ids must hold integers; got {short(ids)}")
-    if ids.ndim != scores.ndim or ids.shape[:-1] != scores.shape[:-1]:
-        raise ValueError(
-            f"ids must have the shape {list(scores.shape[:-1])} and an axis of choices, because "
-            f"scores have the shape {list(scores.shape)}; got {short(ids)}. Pass scores and ids of "
-            "the same tokens, in this order"
-        )
-    return jnp.asarray(ids)

@@ -32,10 +32,6 @@ from ..grouped.primitives import bind
 from ..paths import Choice
 
 TARGET = "moe_a2a_choose"
-# The kernel takes 15 to 18 us for 128 tokens, and lax.top_k 6 to 8 us. With 4,096 tokens and 128
-# experts the times are 26 and 28 us, and with 16,384 tokens 34 and 90 us (one H200). With groups,
-# the kernel is faster for any number of tokens.
-LEAST_KEYS = 1 << 18
 
 choose_p = compat.Primitive(TARGET)
 choose_p.multiple_results = True
@@ -52,17 +48,18 @@ class Groups(NamedTuple):
 
 
 class Weighing(NamedTuple):
-    """The function from chosen values to weights."""
+    """The function that computes weights from chosen values."""
 
     renormalizes: bool
-    """Weights are the softmax of the values, or of their log-sigmoids; otherwise the values."""
+    """True if weights are the softmax of the values, or of the log-sigmoids of the values. False if
+    weights are the values."""
     is_sigmoid: bool
     scale: float
     """Multiplies the weights."""
 
     def __call__(self, chosen: jax.Array, counts: jax.Array | None = None) -> jax.Array:
-        """Return the weights of values [..., K]. Choices that ``counts`` excludes are not part of a
-        token's sum."""
+        """Return the weights of values [..., K]. The softmax leaves out choices whose ``counts`` is
+        False."""
         if not self.renormalizes:
             return chosen * self.scale
         logs = jax.nn.log_sigmoid(chosen) if self.is_sigmoid else chosen
@@ -89,17 +86,9 @@ def choose(
     groups: Groups | None,
     weighing: Weighing,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the experts with the highest keys, and their weights.
-
-    Args:
-      keys: floats [..., E]. They have no gradient.
-      values: floats [..., E], from which ``weighing`` computes weights.
-      mask: booleans [...], False for tokens that choose no expert; or None.
-      k: K, at most the number of experts in ``groups.top_groups`` groups.
-
-    Returns:
-      Ids [..., K], the best expert first, and weights [..., K].
-    """
+    """Return the experts with the highest keys [..., E], as ids [..., K] with the best expert
+    first, and their weights [..., K]. ``weighing`` computes weights from the values [..., E]. Keys
+    have no gradient. The mask [...] is False for tokens that choose no expert."""
     operands = (lax.stop_gradient(keys), values, *([] if mask is None else [mask]))
     ids, weights, _ = bind(choose_p, *operands, k=k, groups=groups, weighing=weighing)
     return ids, weights
@@ -110,15 +99,14 @@ def best(keys: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
     index is first."""
     # XLA orders -0.0 before 0.0, and removes an addition of 0.0.
     values, ids = lax.top_k(jnp.where(keys == 0, 0.0, keys), number)
-    # If the only result of a program over Auto axes on GPUs or TPUs is the ids, it would return
-    # zeros (https://github.com/openxla/xla/issues/49005). The minimum, which changes no id,
-    # prevents it.
+    # On GPUs and TPUs, a program over Auto axes whose only result is the ids would return zeros
+    # (https://github.com/openxla/xla/issues/49005). The minimum changes no id, and prevents it.
     return values, jnp.minimum(ids, keys.shape[-1] - 1)
 
 
 def at(values: jax.Array, ids: jax.Array) -> jax.Array:
-    """Return ``values[..., ids]`` [..., K], as a sum; 0 for ids outside [0, E). The transpose of a
-    gather would be a scatter, and with Explicit axes a gather needs a sharding."""
+    """Return ``values[..., ids]`` [..., K], with 0 for ids outside [0, E). A sum replaces the
+    gather, whose transpose is a scatter, and which needs a sharding over Explicit axes."""
     chosen = one_hot(ids, values.shape[-1])
     return jnp.where(chosen, values[..., None, :], 0).sum(axis=-1)
 
@@ -134,7 +122,7 @@ def _only_best_groups(keys: jax.Array, groups: Groups) -> jax.Array:
     num_groups, top_groups, top_in_group = groups
     grouped = keys.reshape(*keys.shape[:-1], num_groups, keys.shape[-1] // num_groups)
     highest = best(grouped, top_in_group)[0]
-    # From high to low, as the kernel adds them.
+    # The kernel also adds the keys from high to low.
     values = functools.reduce(operator.add, (highest[..., i] for i in range(top_in_group)))
     is_best = one_hot(best(values, top_groups)[1], num_groups).any(axis=-2)
     return jnp.where(is_best[..., None], grouped, -jnp.inf).reshape(keys.shape)
@@ -177,10 +165,8 @@ def why_no_kernel(keys: Any, groups: Groups | None = None) -> str:
         return f"the kernel compares float32 numbers; got {short(keys)}"
     if why := native.why_no_local_kernel():
         return why
-    num_groups, most = (
-        1 if groups is None else groups.num_groups,
-        native.limit("MAX_CHOICE_EXPERTS"),
-    )
+    most = native.limit("MAX_CHOICE_EXPERTS")
+    num_groups = 1 if groups is None else groups.num_groups
     # Each group has the same number of lanes of a warp.
     padded = 1 << (num_groups - 1).bit_length()
     if padded > 32 or keys.shape[-1] // num_groups * padded > most:
@@ -195,8 +181,6 @@ def why_no_kernel(keys: Any, groups: Groups | None = None) -> str:
 def _cuda(ctx: Any, *operands: Any, **params: Any) -> Choice:
     if compat.is_partitioned(ctx):
         why = "XLA divides the program among devices: call it in jax.shard_map"
-    elif params["groups"] is None and ctx.avals_in[0].size < LEAST_KEYS:
-        why = f"lax.top_k is faster for fewer than {LEAST_KEYS} keys; got {short(ctx.avals_in[0])}"
     else:
         why = why_no_kernel(ctx.avals_in[0], params["groups"])
     return native.choose_kernel(ctx, operands, params, _kernel, why, _composition, "lax.top_k")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,6 @@ from ..routing.two_level import TwoLevelRouting
 from ..routing.types import Routing
 from .weights import Experts, Totals
 
-Result = TypeVar("Result")
-
 
 class Tokens(NamedTuple):
     """The arrays [T, ...] of the tokens of a rank. None or a number may stand for an array."""
@@ -37,12 +35,12 @@ class Tokens(NamedTuple):
 
 
 class LayerWeights(NamedTuple):
-    """The weights of a rank, in the form of ``flat``."""
+    """The weights of a rank, as ``flat`` returns them."""
 
     experts: Experts
-    """Weights of its experts, or of all its slots."""
+    """Weights of the rank's experts, or of all its slots."""
     fetched: Experts | None = None
-    """Weights of spare slots, if they are already here."""
+    """Weights of spare slots, if they are already fetched."""
     shared: Experts | None = None
     """Weights of a shared expert."""
 
@@ -59,26 +57,21 @@ def check_one_global_scale(fmt: TokenFormat | None, reason: str, remedy: str) ->
 
 
 def in_chunks(
-    layer: Callable[[Tokens, LayerWeights, Totals], tuple[Result, Totals]],
+    layer: Callable[[Tokens, LayerWeights, Totals], tuple[Any, Totals]],
     num_chunks: int,
     tokens: Tokens,
     weights: LayerWeights,
     totals: Totals,
-) -> tuple[Totals, Result]:
+) -> tuple[Totals, Any]:
     """Return totals, and the layer's results for all chunks, a pytree of arrays [num_chunks, ...].
 
     Args:
       layer: returns a pytree of arrays for a chunk, and the totals that the products of this chunk
         returned. It runs under ``jax.checkpoint``.
-      num_chunks: number of chunks of equal size.
       tokens: arrays [T, ...], which are divided. Numbers and None are passed to all chunks.
       weights: JAX arrays. Their gradients are summed over the chunks in float32. Values and scales
         of ``QuantizedExperts`` have no gradient.
       totals: the totals of the experts, or a value without arrays.
-
-    Raises:
-      TypeError: if an argument is a routing of all tokens.
-      ValueError: if the chunks cannot have equal sizes.
     """
     divided = {}
     for name, value in tokens._asdict().items():
@@ -100,10 +93,10 @@ def in_chunks(
     first = _map_floats(total_of, weights)
     if not jax.tree.leaves(totals) and not weights.experts.has_lora:
         totals = totals.of(first.experts.map_weights(_floats))
-    # Gradients are added through the totals.
+    # Only the totals receive gradients.
     fixed = _map_floats(lax.stop_gradient, weights)
 
-    def step(totals: Totals, chunk: dict[str, jax.Array]) -> tuple[Totals, Result]:
+    def step(totals: Totals, chunk: dict[str, jax.Array]) -> tuple[Totals, Any]:
         own = _map_floats(with_total, fixed, first)
         result, found = layer(tokens._replace(**chunk), own, totals)
         return found, result
@@ -111,12 +104,12 @@ def in_chunks(
     # After a chunk, totals also vary over the mesh axes of the tokens.
     axes = frozenset().union(*map(compat.varying_axes, divided.values()))
     totals = jax.tree.map(lambda total: compat.align_varying([total], axes)[0], totals)
-    # The loop already keeps XLA from merging the forward computation of a chunk and its repetition.
+    # ``prevent_cse`` is not needed, because XLA does not merge computations of different loops.
     return lax.scan(jax.checkpoint(step, prevent_cse=False), totals, divided)
 
 
 def _floats(w: Any) -> Any:
-    """Return the array of weights that has their gradients, or None."""
+    """Return the float array of weights, which has the gradients, or None."""
     return w.source if isinstance(w, QuantizedExperts) else w
 
 

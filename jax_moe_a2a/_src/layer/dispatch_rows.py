@@ -19,21 +19,13 @@ ROWS_CHECKPOINT_NAME = "moe_a2a_rows"
 """Checkpoint name, a str, of the rows that ``moe_mlp`` dispatches and of their router weights.
 
 If a policy saves this name and ``ROUTING_CHECKPOINT_NAME``, the backward pass of ``jax.checkpoint``
-does not dispatch the tokens again. Of rows that arrive in FP8 for training in FP8, it saves both
+does not dispatch the tokens again. Rows that arrive in FP8 for training in FP8 are saved in both
 forms: in FP8 and decoded."""
 
 
 def dispatch_rows(arguments: DispatchArguments) -> Recv:
-    """Dispatch the tokens of a layer.
-
-    Args:
-      arguments: the arguments of a dispatch of one array [T, H] with ``tail="unspecified"``.
-
-    Returns:
-      The ``Recv``, whose rows and weights have the checkpoint name. A dispatch that decodes, and
-      also keeps the rows in FP8, returns ``RowsInFp8``. After the last group, rows, weights and
-      their derivatives are unspecified.
-    """
+    """Dispatch one array [T, H] with ``tail="unspecified"``. Rows and weights of the ``Recv`` have
+    the checkpoint name. If the dispatch keeps encoded rows, the rows are ``RowsInFp8``."""
     recv = bind_dispatch(arguments)
     rows, weights = named((recv.rows, recv.weights), ROWS_CHECKPOINT_NAME)
     return dataclasses.replace(recv, rows=rows, weights=weights)
@@ -42,9 +34,8 @@ def dispatch_rows(arguments: DispatchArguments) -> Recv:
 def dispatch_in_fp8(arguments: DispatchArguments) -> Recv:
     """Dispatch the tokens of a layer in ``BlockwiseFp8``, for products with frozen weights.
 
-    Returns:
-      The ``Recv`` of ``dispatch_rows``. Its rows are ``RowsInFp8``. They and the weights have the
-      derivatives of one dispatch of floats, so their gradients travel in one exchange.
+    Rows of the ``Recv`` are ``RowsInFp8``. Rows and weights have the derivatives of one dispatch of
+    floats, so their gradients travel in one exchange.
     """
     (x,), weights = arguments.leaves, arguments.choice_arrays
     known = arguments._replace(leaves=[fixed(x)], choice_arrays=list(map(fixed, weights)))

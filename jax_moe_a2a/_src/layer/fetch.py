@@ -1,8 +1,9 @@
 """Move the weights of replicas from the ranks of their experts to the spare slots.
 
-An expert's weights are cut into pieces of equal size, which are the tokens of one dispatch. The
-spare slots are its experts. All ranks know the placement, so each rank computes its routing alone.
-The transpose is a combine, which sums the gradients of replicas at the home rank.
+An expert's weights are cut into pieces of equal size, which are the tokens of one dispatch. In this
+dispatch, the spare slots take the place of experts. All ranks know the placement, so each rank
+computes its routing alone. The transpose is a combine, which sums the gradients of replicas at the
+home rank.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from ..routing.checks import GroupOrAxes, check_scope
 FETCHED_CHECKPOINT_NAME = "moe_a2a_fetched"
 """Checkpoint name, a str, of the weights that ``fetch_experts`` returns.
 
-If a policy of ``jax.checkpoint`` does not save this name, the backward pass fetches them again."""
+If a policy of ``jax.checkpoint`` does not save this name, the backward pass fetches the weights
+again."""
 
 # The most elements of a piece. More pieces keep more SMs busy, but the arrays of the routing have
 # an entry for each piece, rank and replica.
@@ -92,7 +94,6 @@ def fetch_experts(w: PyTree, placement: Placement, *, group: GroupOrAxes) -> PyT
 
 @scopes.placement
 def fetch(arrays: list[jax.Array], placement: Placement, group: Group) -> list[jax.Array]:
-    """Return the weights of spare slots."""
     num_experts, num_ranks = placement.num_experts, group.size
     check_placement(placement, num_ranks).check_home()
     placement = jax.tree.map(jnp.asarray, placement)
@@ -106,10 +107,9 @@ def fetch(arrays: list[jax.Array], placement: Placement, group: Group) -> list[j
     if not spare or not arrays or not max(sizes):
         return [jnp.zeros((spare, *x.shape[1:]), x.dtype) for x in arrays]
     num_pieces = 1 << max(0, (max(sizes) // PIECE_ELEMENTS).bit_length() - 1)
-    own = own_rank(group)
-    routing = _in_pieces(_routing_of_experts(placement, own, num_ranks), num_pieces)
+    routing = _in_pieces(_routing_of_experts(placement, own_rank(group), num_ranks), num_pieces)
     tokens = [_pieces_of(x, num_pieces) for x in arrays]
-    # Gradients of several slots of a rank travel as one sum.
+    # With replicas in several slots of a rank, the rank sends one sum of their gradients.
     is_wide = any(x.dtype == jnp.float64 for x in tokens)
     options = Options(wire_dtype=None if is_wide else jnp.dtype(jnp.float32))
     params: dict[str, Any] = dict(num_leaves=len(tokens), num_choice_arrays=0, options=options)
@@ -135,7 +135,7 @@ def _routing_of_experts(placement: Placement, rank: jax.Array, num_ranks: int) -
     num_experts, num_slots = placement.num_experts, placement.num_slots
     per_rank, slots_of_rank = num_experts // num_ranks, num_slots // num_ranks
     spare = slots_of_rank - per_rank
-    # The first slot of an expert is its home slot. [R, L, K]: each choice is a spare slot.
+    # The first slot of an expert is its home slot. The other slots, [R, L, K], are its choices.
     slots = placement.expert_slots[:, 1:].reshape(num_ranks, per_rank, -1)
     choice_rank = jnp.where(slots >= 0, quotient(slots, slots_of_rank), -1)
     row = slots - choice_rank * slots_of_rank - per_rank
@@ -155,23 +155,19 @@ def _routing_of_experts(placement: Placement, rank: jax.Array, num_ranks: int) -
 
 
 def _in_pieces(routing: RoutingArrays, num: int) -> RoutingArrays:
-    """Return the routing of pieces: token, slot or row t becomes the pieces t * num, ..."""
-    piece = jnp.arange(num, dtype=jnp.int32)
+    """Return the routing of pieces: token, slot or row t becomes ``num`` pieces, from t * num."""
 
-    def numbered(x: jax.Array, axis: int, numbers: bool = True) -> jax.Array:
-        axes = tuple(range(x.ndim + 1))
-        x = jnp.expand_dims(x, axis + 1)
-        of_piece = jnp.expand_dims(piece, tuple(a for a in axes if a != axis + 1))
-        x = jnp.where(x >= 0, x * num + of_piece, x) if numbers else x + 0 * of_piece
-        shape = list(x.shape)
-        return x.reshape(*shape[:axis], -1, *shape[axis + 2 :])
+    def numbered(x: jax.Array, axis: int) -> jax.Array:
+        x = jnp.repeat(x, num, axis)
+        piece = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) % num
+        return jnp.where(x >= 0, x * num + piece, x)
 
     return RoutingArrays(
         token_slot=numbered(routing.token_slot, 0),
         slot_token=numbered(routing.slot_token, 1),
-        choice_rank=numbered(routing.choice_rank, 0, False),
+        choice_rank=jnp.repeat(routing.choice_rank, num, 0),
         slot_rows=numbered(routing.slot_rows, 1),
-        row_rank=numbered(routing.row_rank, 0, False),
+        row_rank=jnp.repeat(routing.row_rank, num, 0),
         row_slot=numbered(routing.row_slot, 0),
-        row_k=numbered(routing.row_k, 0, False),
+        row_k=jnp.repeat(routing.row_k, num, 0),
     )

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -47,28 +47,16 @@ from .lora import add_product
 from .placed import Rows
 from .weights import Activation, Experts, Totals
 
-
-class Form(Protocol):
-    """How a rank applies its experts. Fields of ``weights`` may be tuples of home and spare
-    weights, unless the weights are trained in FP8."""
-
-    def __call__(
-        self, rows: Rows, weights: Experts, sizes: jax.Array, totals: Totals, /
-    ) -> tuple[jax.Array, Totals]: ...
+Form: TypeAlias = Callable[[Rows, Experts, jax.Array, Totals], tuple[jax.Array, Totals]]
+"""How a rank applies its experts. Fields of ``Experts`` may be tuples of home and spare weights,
+unless the weights are trained in FP8."""
 
 
-def choose_form(weights: Experts, activation: Activation, tail: Tail) -> tuple[Form, bool]:
-    """Return the form for experts, and a bool: True if, without router weights, the form reads the
-    weights of rows as 1 or 0.
-
-    Args:
-      weights: in the form of ``flat``.
-      activation: the activation of the experts.
-      tail: the tail of the dispatch.
-    """
+def choose_form(weights: Experts, activation: Activation, tail: Tail) -> Form:
+    """Return the form for weights that ``flat`` returned. ``tail`` is the tail of the dispatch."""
     width, intermediate = weights.w_in.shape[-1], weights.w_out.shape[-2]
-    # A listed activation replaces the user's function on all paths, because its derivatives exist
-    # in every supported JAX.
+    # The function of ``KINDS`` replaces the user's activation on all paths, because some versions
+    # of JAX lack derivatives of the user's function.
     known = recognize(activation)
     if known is not None and known.width(intermediate) != width:
         known = None
@@ -87,21 +75,20 @@ def choose_form(weights: Experts, activation: Activation, tail: Tail) -> tuple[F
         why = "no kernel computes the derivative of an activation that is quantized"
     else:
         why = "jax_debug_nans must not see the rows that the kernels leave unwritten"
-    # Keep only the operands of the activation. The backward pass computes it again.
+    # Keep only the operands of the activation. The backward pass computes the activation again.
     activate = jax.checkpoint(partial(_activate, known or activation, intermediate, why))
     if isinstance(weights.w_in, QuantizedExperts) and not in_training:
-        return _frozen(activate, fused, tail), False
+        return _frozen(activate, fused, tail)
     if fused is not None and not weights.has_lora:
-        return partial(_fused, activation=fused), True
+        return partial(_fused, activation=fused)
     of_rows = lambda product, rows, _: activate(product, rows.weights, rows.has_token)
-    return partial(_composed, multiply=_multiply, activate=of_rows), False
+    return partial(_composed, multiply=_multiply, activate=of_rows)
 
 
 @scopes.products
 def _fused(
     rows: Rows, weights: Experts, sizes: jax.Array, totals: Totals, *, activation: FusedActivation
 ) -> tuple[jax.Array, Totals]:
-    """Apply experts by kernels that apply the activation."""
     given = tuple(jax.tree.leaves(totals))
     if weights.is_trained_in_fp8:
         weights = weights.map_weights(encode_source)
@@ -121,15 +108,11 @@ def _composed(
     multiply: Callable[..., tuple[jax.Array, jax.Array | None]],
     activate: Callable[[jax.Array, Rows, jax.Array], Any],
 ) -> tuple[jax.Array, Totals]:
-    """Apply experts by two products.
-
-    Args:
-      multiply: a function like ``_multiply``.
-      activate: maps first products, rows and sizes to rows for the second product.
-    """
+    """Apply experts by two products. ``multiply`` is a function like ``_multiply``. ``activate``
+    maps first products, rows and sizes to rows for the second product."""
 
     def dot(rows: Any, w: Any) -> jax.Array:
-        return unspecified_dot(floats_of(rows), w, sizes, None)
+        return unspecified_dot(floats_of(rows), w, sizes)
 
     product, of_in = multiply(rows.rows, weights.w_in, sizes, totals.w_in)
     product = add_product(product, rows.rows, weights.lora_in, dot)
@@ -152,21 +135,16 @@ def _multiply(
     if total is not None:
         return summing_dot(rows, w, total, sizes)
     if isinstance(w, tuple):
-        return unspecified_dot(rows, w, sizes, None), None
+        return unspecified_dot(rows, w, sizes), None
     if isinstance(w, QuantizedExperts):
         return dot_in_fp8(rows, w, sizes), None
     return grouped_dot(rows, w, sizes, tail="unspecified"), None
 
 
 def _frozen(activate: Callable[..., jax.Array], fused: FusedActivation | None, tail: Tail) -> Form:
-    """Return the form for ``RowsInFp8`` and frozen weights.
-
-    Args:
-      activate: maps products, weights of rows, and whether rows have a token, to activations times
-        weights. Rows without a token are zeros in the result.
-      fused: the same activation, to apply and quantize in one pass over the rows in use, or None.
-      tail: of the products, as in ``grouped_dot``.
-    """
+    """Return the form for ``RowsInFp8`` and frozen weights. ``activate`` is ``_activate`` for one
+    activation. If ``fused`` is the same activation, one pass over the rows in use applies it and
+    quantizes the result."""
 
     def multiply(rows: Any, w: Any, sizes: jax.Array, _: object) -> tuple[jax.Array, None]:
         return dot_of_frozen(rows, w, sizes, tail=tail), None
@@ -215,14 +193,13 @@ def _activate(
     """Return the activations of rows, times their weights: [C, I] like ``product``.
 
     Rows without a token, and their weights, hold unspecified values. None of these values may reach
-    a gradient. The activation may read an array of the enclosing function, whose gradient adds 0 *
-    act'(row) for each row without a token. To zero these rows before the activation is not enough,
-    because act' may be infinite at zero or at any other fixed value. Before the activation, each
-    row without a token therefore gets the values of a row that has a token. After the activation,
-    the row becomes zero.
+    a gradient. If the activation reads an array of the enclosing function, each row without a token
+    adds 0 * act'(row) to the gradient of that array. It is not enough to zero these rows before the
+    activation, because act' may be infinite at any fixed value. Therefore each row without a token
+    gets the values of a row with a token before the activation, and becomes zero after it.
     """
     has_token = is_row[:, None]
-    # If any row holds a token, the first row does. Otherwise use 0.5, which most functions accept.
+    # The first row holds a token if any row does. If none does, most functions are finite at 0.5.
     first = jnp.where(has_token[:1], unfused_p.bind(product[:1], why=why), 0.5)
     act = activation(jnp.where(has_token, product, first))
     expected = (product.shape[0], intermediate)

@@ -7,6 +7,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from .. import scopes
 from ..exchange.recv import Recv
@@ -143,35 +144,49 @@ def expert_load(recv: Recv | AnyRouting, *, placement: Placement | None = None) 
     routing.check("recv")
     if placement is not None:
         check_placement(placement, group.size, or_none=True)
-    most = group.size * routing.num_tokens * (routing.top_k + 1)
     sizes = group.size, routing.num_experts
-    return load_of(sum_counts(group.axes, counts_of(routing), most), sizes, placement)
+    counts = sum_choices(group.axes, columns_of(routing), rows_of(routing), sum(sizes))
+    return load_of(counts, sizes, placement)
+
+
+def most_choices(axes: tuple[str, ...], ids: jax.Array) -> int:
+    """Return the largest possible sum over mesh axes of a number of choices, rows or drops."""
+    return math.prod(map(lax.axis_size, axes)) * ids.shape[0] * (ids.shape[1] + 1)
+
+
+def sum_choices(
+    axes: tuple[str, ...], columns: jax.Array, rows: jax.Array, num_columns: int
+) -> jax.Array:
+    """Return the sums over mesh axes of the number of choices of each column [num_columns] and of
+    ``rows``, as one int32 array. The arrays are those of ``columns_of`` and ``rows_of``."""
+    own = one_hot(columns, num_columns).sum(axis=(0, 1), dtype=jnp.int32)
+    return sum_counts(axes, jnp.concatenate([own, rows]), most_choices(axes, columns))
 
 
 @scopes.load
-def counts_of(routing: AnyRouting) -> jax.Array:
-    """Return this rank's terms of the sums over all ranks. Numbers that only other ranks count are
-    0.
-
-    The array has the choices of each expert [E] and the invalid ids of each rank [R]. If rows may
-    be dropped, [R, L + 2] follow: the rows of each rank's experts, all its
-    rows, and its dropped rows. Otherwise each choice has exactly one row, so these counts are not
-    needed.
-    """
+def columns_of(routing: AnyRouting) -> jax.Array:
+    """Return what each choice counts for, int32 [T, K]: e for a choice of the expert e, E + r for
+    an invalid id of a token of the rank r, and -1 for nothing. The sums over ranks of these counts
+    include each choice once."""
     rank, ids, num_experts = own_rank(routing.group), routing.topk_ids, routing.num_experts
-    num_ranks = routing.group.size
     is_valid = (ids >= 0) & (ids < num_experts)
-    # Each choice counts for an expert, or for the invalid ids of a rank.
-    counts_for = jnp.where(is_valid, ids, jnp.where(ids == -1, -1, num_experts + rank))
+    columns = jnp.where(is_valid, ids, jnp.where(ids == -1, -1, num_experts + rank))
     if routing.replicated:  # the ranks hold the same ids
-        is_own = jnp.where(is_valid, ids // (num_experts // num_ranks) == rank, rank == 0)
-        counts_for = jnp.where(is_own, counts_for, -1)
-    # Sums of ones in float32 are exact below 2**24, and need no conversion for ``sum_counts``.
-    dtype = jnp.float32 if num_ranks * ids.size < 2**24 else jnp.int32
-    is_counted = one_hot(counts_for, num_experts + num_ranks)
-    choices = is_counted.astype(dtype).sum(axis=(0, 1), dtype=dtype)
-    if not routing.may_drop(*ids.shape):
-        return choices
+        per_rank = num_experts // routing.group.size
+        is_own = jnp.where(is_valid, ids // per_rank == rank, rank == 0)
+        columns = jnp.where(is_own, columns, -1)
+    return columns
+
+
+@scopes.load
+def rows_of(routing: AnyRouting) -> jax.Array:
+    """Return this rank's terms of the sums over ranks of rows, int32 [R * (L + 2)]: for each rank
+    the rows of its L experts, all its rows, and its dropped rows. Other ranks have zeros.
+
+    If no row can be dropped, the array is empty, because each choice then has exactly one row.
+    """
+    if not routing.may_drop(*routing.topk_ids.shape):
+        return jnp.zeros(0, jnp.int32)
     here = routing.group_sizes
     if routing.alignment > 1:
         # Rows with a token come first in each group. Group sizes include padding.
@@ -179,16 +194,14 @@ def counts_of(routing: AnyRouting) -> jax.Array:
         ends = jnp.cumsum(here, dtype=jnp.int32)[None]
         is_row = (routing.row_rank >= 0)[:, None] & (row >= ends - here[None]) & (row < ends)
         here = is_row.sum(axis=0, dtype=jnp.int32)
-    counts_of_ranks = jnp.stack([routing.num_rows, routing.num_dropped])
-    rows = jnp.concatenate([here, counts_of_ranks])
-    is_here = jnp.arange(num_ranks, dtype=jnp.int32)[:, None] == rank
-    rows = jnp.where(is_here, rows[None], 0).ravel()
-    return jnp.concatenate([choices, rows.astype(choices.dtype)])
+    rows = jnp.concatenate([here, jnp.stack([routing.num_rows, routing.num_dropped])])
+    ranks = jnp.arange(routing.group.size, dtype=jnp.int32)[:, None]
+    return jnp.where(ranks == own_rank(routing.group), rows[None], 0).ravel()
 
 
 @scopes.load
 def load_of(counts: jax.Array, sizes: tuple[int, int], placement: Placement | None) -> ExpertLoad:
-    """Return the load from the sums of ``counts_of`` over ranks. ``sizes`` are R and E."""
+    """Return the load from the result of ``sum_choices``. ``sizes`` are R and E."""
     num_ranks, num_experts = sizes
     wanted, invalid, rows = jnp.split(counts, (num_experts, num_experts + num_ranks))
     if rows.size:

@@ -37,7 +37,6 @@ def router_logits(x: jax.Array, router: jax.Array, router_bias: jax.Array | None
 
 
 def _sum_dtype(a: jax.Array, b: jax.Array) -> Any:
-    """Return the dtype of sums of products."""
     return max(map(accumulation_dtype, (a.dtype, b.dtype)), key=lambda dtype: dtype.itemsize)
 
 
@@ -58,10 +57,11 @@ def _dot_on_gpu(a: jax.Array, b: jax.Array, *, dtype: jnp.dtype) -> jax.Array:
     if a.dtype == jnp.bfloat16:
         return _dot_of_pieces(a, b, dtype)
     if b.dtype == jnp.bfloat16:
-        return _turned(_dot_of_pieces(_turned(b), _turned(a), dtype))
+        return _dot_of_pieces(b.mT, a.mT, dtype).mT
     if dtype == jnp.bfloat16:  # the smallest products do not change the result
         (a_0, a_1, _), (b_0, b_1, _) = _pieces(a), _pieces(b)
-        return _matmul(_joined(a_1, a_0, a_0), _joined(b_0, b_1, b_0, axis=-2), dtype)
+        a, b = jnp.concatenate((a_1, a_0, a_0), -1), jnp.concatenate((b_0, b_1, b_0), -2)
+        return _matmul(a, b, dtype)
     return _dot(a, b, dtype=dtype)
 
 
@@ -70,8 +70,9 @@ def _dot_of_pieces(a: jax.Array, b: jax.Array, dtype: jnp.dtype) -> jax.Array:
     pieces = _pieces(b)[::-1]  # from small to large
     num_products, num_columns = b.shape[-2:]
     if num_products < num_columns:
-        return _matmul(_joined(a, a, a), _joined(*pieces, axis=-2), dtype)
-    small, middle, large = jnp.split(_matmul(a, _joined(*pieces), jnp.float32), 3, axis=-1)
+        return _matmul(jnp.concatenate((a, a, a), -1), jnp.concatenate(pieces, -2), dtype)
+    product = _matmul(a, jnp.concatenate(pieces, -1), jnp.float32)
+    small, middle, large = jnp.split(product, 3, axis=-1)
     return (small + middle + large).astype(dtype)
 
 
@@ -86,18 +87,10 @@ def _pieces(x: jax.Array) -> list[jax.Array]:
     return pieces
 
 
-def _joined(*arrays: jax.Array, axis: int = -1) -> jax.Array:
-    return jnp.concatenate(arrays, axis=axis)
-
-
-def _turned(x: jax.Array) -> jax.Array:
-    return jnp.swapaxes(x, -1, -2)
-
-
 def _matmul(a: jax.Array, b: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Multiply arrays of 16 bits. Sums are in float32."""
     result = dtype if dtype == a.dtype else jnp.float32
-    precision = lax.Precision.DEFAULT  # whatever the caller's default is
+    precision = lax.Precision.DEFAULT  # does not depend on the caller's default
     return jnp.matmul(a, b, precision=precision, preferred_element_type=result).astype(dtype)
 
 
@@ -111,13 +104,13 @@ def _transpose(ct: Any, a: Any, b: Any, *, dtype: jnp.dtype) -> list[Any]:
     wanted = a if of_a else b
     found: Any = ad.Zero(wanted.aval)
     if not is_zero(ct):
-        operands = (ct, _turned(b)) if of_a else (_turned(a), ct)
+        operands = (ct, b.mT) if of_a else (a.mT, ct)
         found = bind(router_dot_p, *operands, dtype=wanted.aval.dtype)
     return [found, None] if of_a else [None, found]
 
 
 def _batch(args: Any, dims: Any, *, dtype: jnp.dtype) -> tuple[jax.Array, int]:
-    """Batch the product. The batch becomes rows or columns if it shares an operand."""
+    """Batch the product. If only one operand is batched, the batch becomes rows or columns."""
     (a, b), (i, j) = args, dims
     dot = partial(bind, router_dot_p, dtype=dtype)
     if j is None:

@@ -54,7 +54,7 @@ def draw_lora(
 def add_product(
     product: jax.Array, rows: Any, lora: LoRA | None, dot: Callable[..., jax.Array]
 ) -> jax.Array:
-    """Add the product of rows and an adapter. ``dot`` multiplies rows by a part of an adapter."""
+    """Add the product of rows and an adapter. ``dot`` multiplies rows by ``a`` or ``b``."""
     return product if lora is None else product + dot(dot(rows, lora.a) * lora.scale, lora.b)
 
 
@@ -74,7 +74,7 @@ def merge(w: Any, lora: LoRA | None, num_lead: int) -> jax.Array:
 
 
 def check_lora(name: str, lora: Any, w: Any, num_lead: int, x: Any) -> LoRA:
-    """Return an adapter of weights, for tokens x, with JAX arrays, or raise an error."""
+    """Return an adapter with JAX arrays. Raise an error if it does not fit w or the tokens x."""
     if not isinstance(lora, LoRA):
         raise TypeError(f"{name} must be a LoRA or None; got {type(lora).__name__}")
     check_factor(f"the scale of {name}", lora.scale)
@@ -91,7 +91,7 @@ def check_lora(name: str, lora: Any, w: Any, num_lead: int, x: Any) -> LoRA:
 
 
 def spec_of(lora: LoRA | None, weights: P, num_lead: int) -> LoRA | None:
-    """Return the placement of the adapter of weights with a placement."""
+    """Return the placement of an adapter, from the placement of its weights."""
     if lora is None:
         return None
     lead, k, columns = weights[:num_lead], weights[num_lead], weights[num_lead + 1 :]

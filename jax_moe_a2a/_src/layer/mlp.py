@@ -39,7 +39,7 @@ from ..routing.types import RouteOptions
 from .chunks import LayerWeights, Tokens, check_one_global_scale, in_chunks
 from .dispatch_rows import dispatch_in_fp8, dispatch_rows
 from .forms import choose_form
-from .placed import Rows, apply_to_both, fetch_all, num_fetched, to_slots
+from .placed import Rows, apply_to_both, fetch_all, to_slots
 from .weights import (
     Activation,
     Experts,
@@ -81,16 +81,12 @@ def moe_mlp(
     For the backward pass, the call keeps the rows [C, H] and the first products [C, I']. If no
     kernel applies the activation (``explain`` says why), it also keeps the weighted activations
     [C, I]. The backward pass computes the activation again, and never needs the second products.
-    Under ``jax.checkpoint``, a policy that saves the names ``ROWS_CHECKPOINT_NAME`` and
-    ``ROUTING_CHECKPOINT_NAME`` avoids a third exchange in the backward pass, and a second routing.
-    A policy that saves ``PRODUCTS_CHECKPOINT_NAME`` avoids a second first product.
+    Policies of ``jax.checkpoint`` can save the names ``ROWS_CHECKPOINT_NAME``,
+    ``ROUTING_CHECKPOINT_NAME`` and ``PRODUCTS_CHECKPOINT_NAME``. With ``QuantizedExperts``,
+    products are in FP8 (docs/fp8.md).
 
-    With ``QuantizedExperts``, products are in FP8 (docs/fp8.md). The first product reads rows that
-    arrive in ``BlockwiseFp8`` as they are. Frozen weights have no gradient. Weights to train have
-    the gradients of their source.
-
-    To read how many rows were dropped, pass a ``Routing`` in place of the ids: a ``Routing`` has
-    ``num_dropped``, and ``expert_load`` accepts it.
+    To read how many rows were dropped, pass a ``Routing`` in place of the ids, and read its
+    ``num_dropped``, or call ``expert_load``.
 
     Args:
       x: tokens, floats [T, H] of 16 bits or more.
@@ -186,10 +182,9 @@ def moe_mlp(
 def with_fetched(
     weights: LayerWeights, route_arguments: RouteArguments, placement: Placement | None
 ) -> LayerWeights:
-    """Return the weights of a layer in chunks. Include the weights of spare slots if the layer
-    would otherwise fetch them for each chunk."""
+    """Fetch the weights of spare slots once, if each chunk would otherwise fetch them."""
     if not isinstance(placement, Placement) or route_arguments.group is None:
-        return weights  # whose checks raise errors
+        return weights  # ``mlp_and_routing`` raises the errors
     group, given = check_scope(route_arguments.group), weights.experts
     home = placement.num_experts // group.size
     if placement.num_slots == placement.num_experts or given.w_in.shape[0] != home:
@@ -204,8 +199,8 @@ def quantized_once(
     weights: LayerWeights,
     totals: Totals,
 ) -> tuple[Totals, Any]:
-    """Return the result of ``in_chunks``. Weights to train in FP8 are quantized once for both
-    passes of all chunks."""
+    """Return the result of ``in_chunks``. Each of the two passes quantizes weights to train in FP8
+    once for all chunks."""
     experts = weights.experts
     is_done = not experts.is_trained_in_fp8 or experts.w_in.values is not None
     if is_done or weights.fetched is not None:
@@ -229,13 +224,8 @@ def mlp_and_routing(
     weights: LayerWeights,
     totals: Totals,
 ) -> tuple[jax.Array, AnyRouting, Totals]:
-    """Return the result of ``moe_mlp``, the routing of its tokens, and totals.
-
-    With a placement, the routing is a routing of slots.
-
-    Args:
-      totals: the totals of the weights that the call shares with other calls.
-    """
+    """Return the result of ``moe_mlp``, the routing of its tokens, and the totals of the weights.
+    With a placement, the routing is a routing of slots."""
     activation, placement, weigh_input = layer_options
     x, topk_ids, topk_weights = tokens[:3]
     given, hidden = weights.experts, x.shape[1]
@@ -243,7 +233,7 @@ def mlp_and_routing(
     is_frozen = in_fp8 and not given.is_trained_in_fp8
     exchange = route_arguments.exchange
     if in_fp8:
-        if given.w_in.k > hidden:  # pad before tokens travel: there are more rows than tokens
+        if given.w_in.k > hidden:  # pad tokens here, because there are more rows than tokens
             x = jnp.pad(x, ((0, 0), (0, given.w_in.k - hidden)))
         group = topk_ids.group if isinstance(topk_ids, AnyRouting) else route_arguments.group
         travels = group is None or check_scope(group).size > 1
@@ -261,21 +251,18 @@ def mlp_and_routing(
     decode = exchange.token_format is not None and not is_frozen
     arguments = check_dispatch(*arrays, route_arguments, decode=decode, tail="unspecified")
     if decode and given.is_trained_in_fp8 and isinstance(exchange.token_format, BlockwiseFp8):
-        # The first product reads the rows in FP8. The gradient of its weights reads the floats.
+        # The first product reads rows in FP8. The gradient of w_in reads the same rows as floats.
         kept = arguments.options._replace(keeps_encoded=True)
         arguments = arguments._replace(options=kept)
     options, tail = arguments.route_options, arguments.options.tail
     _warn_of_few_rows(exchange, options, x.shape[0])
-    local, spare = options.num_local_experts, 0  # slots whose weights are not given
-    if placement is not None:
-        spare = num_fetched(given.w_in.shape, options, placement)
-    _check_num_experts(given, options, local - spare)
-    form, reads_weights = choose_form(given, activation, tail)
+    num_given, spare = given.w_in.shape[0], 0  # slots whose weights are not given
+    if placement is not None and num_given == placement.num_experts // options.group.size:
+        spare = options.num_local_experts - num_given
+    _check_num_experts(given, options, options.num_local_experts - spare)
+    form = choose_form(given, activation, tail)
     recv = dispatch_in_fp8(arguments) if is_frozen else dispatch_rows(arguments)
-    if not is_frozen and (spare or reads_weights):
-        rows = _weighted_rows(recv, accumulation_dtype(x.dtype))
-    else:
-        rows = _rows_of(recv)
+    rows = _weighted_rows(recv, accumulation_dtype(x.dtype))
     if weigh_input and recv.weights is not None:
         rows = _weighted_inputs(rows)
     if spare:
@@ -294,8 +281,8 @@ def mlp_and_routing(
 
 
 def format_in_fp8(fmt: TokenFormat | None, *, is_frozen: bool, travels: bool) -> TokenFormat | None:
-    """Return the format in which tokens travel if the products are in FP8, or raise an error.
-    Tokens that do not travel to another rank remain floats until the products quantize them."""
+    """Return the format of tokens for products in FP8, or raise an error. Tokens that do not travel
+    to another rank may stay floats, which the products quantize."""
     if not is_frozen:
         return BlockwiseFp8() if fmt is None and travels else fmt
     if not isinstance(fmt, BlockwiseFp8 | None):
@@ -307,7 +294,6 @@ def format_in_fp8(fmt: TokenFormat | None, *, is_frozen: bool, travels: bool) ->
 
 
 def _check_num_experts(experts: Experts, options: RouteOptions, expected: int) -> None:
-    """Raise an error unless the weights belong to this number of experts."""
     num = experts.w_in.shape[0]
     if num == expected:
         return
@@ -339,17 +325,9 @@ def _warn_of_few_rows(given: Exchange, options: RouteOptions, num_tokens: int) -
     )
 
 
-def _rows_of(recv: Recv) -> Rows:
-    """Return the rows of a rank with their router weights. The weight of a row without a token may
-    be any value."""
-    is_row = recv.routing.row_rank >= 0
-    ones = jnp.ones(is_row.shape, jnp.float32)
-    return Rows(recv.rows, ones if recv.weights is None else recv.weights, is_row)
-
-
 def _weighted_rows(recv: Recv, dtype: jnp.dtype) -> Rows:
-    """Return the rows of a rank with their weights: 0 for padding, any value after the last group,
-    1 for other rows without router weights."""
+    """Return the rows of a rank with their weights. Without router weights, rows with a token have
+    the weight 1. Padding has the weight 0. Rows after the last group have any weight."""
     has_token = recv.routing.row_rank >= 0
     weights = has_token if recv.weights is None else recv.weights
     return Rows(recv.rows, weights.astype(dtype), has_token)
@@ -357,7 +335,7 @@ def _weighted_rows(recv: Recv, dtype: jnp.dtype) -> Rows:
 
 @scopes.activation
 def _weighted_inputs(rows: Rows) -> Rows:
-    """Return rows times their weights, with weights of 1 for their outputs."""
+    """Multiply rows by their weights, and replace the weights by 1."""
     weights = rows.weights[:, None]
 
     def scaled(x: jax.Array) -> jax.Array:

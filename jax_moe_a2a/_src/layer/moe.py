@@ -1,4 +1,4 @@
-"""Define the whole layer on global arrays: router, losses, experts, and where arrays must be."""
+"""Define the whole layer on global arrays: router, losses, experts, and placements of arrays."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from ..routing.choices import RouterChoices
 from .axes import Axes, AxesLike, as_axes
 from .balance import balance_loss_of, shares_of, sum_of_columns, z_columns, z_loss_of
 from .chunks import LayerWeights, Tokens, check_one_global_scale
-from .load import ExpertLoad, counts_of, load_of
+from .load import ExpertLoad, columns_of, load_of, most_choices, rows_of, sum_choices
 from .logits import router_logits
 from .lora import add_product
 from .mlp import LayerOptions, mlp_and_routing, quantized_once, with_fetched
 from .parameters import names_of, place
 from .router import Router, RouterLike, check_router, choose_experts, map_arrays, num_outputs
-from .sums import sum_counts, sum_over
+from .sums import exact_in_float32, sum_over
 from .top_k import TopK, check_logits
 from .weights import (
     Activation,
@@ -68,8 +68,8 @@ class MoEStatistics(NamedTuple):
     logits: jax.Array | None = None
     """[..., E] floats with the leading axes of the tokens, if ``outputs`` has ``"logits"``."""
     choices: RouterChoices | None = None
-    """Ids [..., K] and weights [..., K] of the tokens, if ``outputs`` has ``"choices"``. They are
-    -1 and 0 in masked tokens."""
+    """Ids [..., K] and weights [..., K] of the tokens, if ``outputs`` has ``"choices"``. In masked
+    tokens, ids are -1 and weights are 0."""
     totals: Totals | None = None
     """``experts.totals`` for the next use of the experts (``accumulate_grads``)."""
 
@@ -212,7 +212,9 @@ def moe(
     if router_input is not None:
         of_tokens["router_input"] = read
     _check_outputs(outputs, router)
-    exchange = _check_exchange(exchange)
+    exchange = check_exchange(exchange, has_chunks=True)
+    reason, remedy = "moe divides the tokens over the ranks", "Call moe_mlp on each rank"
+    check_one_global_scale(exchange.token_format, reason, remedy)
     shape = x.shape
     if x.ndim == 1:
         x, of_tokens = x[None], {name: array[None] for name, array in of_tokens.items()}
@@ -222,7 +224,7 @@ def moe(
     _warn_of_repeated_work(scope, x)
     if any(tokens.padding):
         of_tokens.setdefault("mask", jnp.ones(tokens.sizes, bool))
-    padded = partial(_with_padding, scope, tokens)
+    padded = partial(_with_padding, tokens)
     x, of_tokens = padded(x), {name: padded(array) for name, array in of_tokens.items()}
     router = map_arrays(router, padded, lambda array: place(array, P()))
     router_specs = map_arrays(router, lambda _: tokens.spec, lambda _: P())
@@ -246,7 +248,6 @@ def moe(
         placement: Placement | None,
         exchange: Exchange,
     ) -> tuple[jax.Array, dict[str, Any], MoEStatistics, Totals | None]:
-        """Apply the layer to the tokens and the experts of one rank."""
         leading = x.shape[:-1]
         flat_tokens = lambda array: array.reshape(-1, *array.shape[len(leading) :])
         flat_x = flat_tokens(x)
@@ -283,12 +284,19 @@ def moe(
         partial = scope.group.axes if tokens.replicated else ()
         partial += () if tensor_axis is None else (tensor_axis,)
         y = lax.psum(y, partial) if partial else y
-        axes = tuple(dict.fromkeys((*tokens.axes, *scope.group.axes)))
-        most = choices.ids.size * scope.size(axes)
-        counted = num_experts if placement is None else placement.num_slots
-        load = load_of(sum_counts(axes, counts, most), (scope.group.size, counted), placement)
         is_top_k = isinstance(flat_router, Router) and isinstance(flat_router.choose, TopK)
-        losses = _losses(choices, logits, mask, is_top_k, tokens.axes, load.wanted_per_expert)
+        counted = num_experts if placement is None else placement.num_slots
+        losses, load = _statistics(
+            choices,
+            logits,
+            mask,
+            is_top_k,
+            axes=tokens.axes,
+            all_axes=tuple(dict.fromkeys((*tokens.axes, *scope.group.axes))),
+            counts=counts,
+            sizes=(scope.group.size, counted),
+            placement=placement,
+        )
         found = {"logits": logits, "choices": choices._replace(scores=None)}
         unflat = lambda array: array.reshape(*leading, *array.shape[1:])
         found = jax.tree.map(unflat, {name: found[name] for name in outputs})
@@ -302,31 +310,39 @@ def moe(
     )(x, of_tokens, router, given, placement, exchange)
 
     def unpadded(array: jax.Array) -> jax.Array:
-        array = _without_padding(scope, tokens, array, features=None)
+        array = _without_padding(tokens, array, keeps_last=False)
         return array.reshape(*shape[:-1], array.shape[-1])
 
     statistics = statistics._replace(**jax.tree.map(unpadded, found), totals=totals)
-    return _without_padding(scope, tokens, y).reshape(shape), statistics
+    return _without_padding(tokens, y).reshape(shape), statistics
 
 
 @scopes.losses
-def _losses(
+def _statistics(
     choices: RouterChoices,
     logits: jax.Array | None,
     mask: jax.Array | None,
     is_top_k: bool,
+    *,
     axes: tuple[str, ...],
-    wanted: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """Return the balance loss and the z-loss of the tokens of all ranks over mesh axes, or 0 for a
-    loss that does not exist. ``wanted`` [E] are the choices of all these tokens."""
-    none = jnp.zeros((), jnp.float32)
-    if choices.scores is None and logits is None:
-        return none, none
-    found: list[Any] = [none, none]
-    columns: tuple[jax.Array, ...] | list[jax.Array]
-    columns = () if logits is None else z_columns(logits, mask)
-    shares = jnp.zeros((len(choices.ids), 0), columns[0].dtype if columns else jnp.float32)
+    all_axes: tuple[str, ...],
+    counts: tuple[jax.Array, jax.Array],
+    sizes: tuple[int, int],
+    placement: Placement | None,
+) -> tuple[tuple[jax.Array, jax.Array], ExpertLoad]:
+    """Return the balance loss, the z-loss and the load. A loss that does not exist is 0.
+
+    All sums over the tokens of a rank are one array, which one all-reduce sums over ranks.
+
+    Args:
+      axes: the mesh axes that divide the tokens.
+      all_axes: these axes and those of the group.
+      counts: ``columns_of`` and ``rows_of`` a rank's routing.
+      sizes: the number of ranks, and of experts that the routing knows.
+    """
+    found = [jnp.zeros((), jnp.float32)] * 2
+    others = () if logits is None else z_columns(logits, mask)
+    shares = jnp.zeros((len(choices.ids), 0), others[0].dtype if others else jnp.float32)
     if choices.scores is not None:
         shares = check_logits(choices.scores, "scores")
         if is_top_k:
@@ -334,19 +350,30 @@ def _losses(
             is_token = jnp.ones_like(shares[:, 0], bool) if mask is None else mask
         else:
             shares, is_token = shares_of(shares, choices.ids)
-        columns = (is_token, *columns)
+        others = is_token, *others
+    num_scores, num_sums = shares.shape[-1], shares.shape[-1] + len(others)
+    columns, rows = counts
+    is_one_sum = axes == all_axes and exact_in_float32(most_choices(axes, columns))
+    given = [shares, *others, columns]
     if len(shares) >= 16 * TOKENS_PER_SUM:
         per_sum = math.gcd(len(shares), TOKENS_PER_SUM)
-        blocks = lambda x: x.reshape(-1, per_sum, *x.shape[1:])
-        shares, *columns = map(blocks, (shares, *columns))
-    sums = sum_over(axes, sum_of_columns(shares, *columns))
-    num_scores = shares.shape[-1]
+        given = [x.reshape(-1, per_sum, *x.shape[1:]) for x in given]
+    *given, of_blocks = given
+    if is_one_sum:
+        own = sum_of_columns(*given, counted=of_blocks, num_counted=sum(sizes))
+        sums = sum_over(axes, jnp.concatenate([own, rows.astype(own.dtype)]))
+        number = sums[num_sums:].astype(jnp.int32)
+    else:
+        sums = sum_over(axes, sum_of_columns(*given))
+        number = sum_choices(all_axes, columns, rows, sum(sizes))
+    load = load_of(number, sizes, placement)
     if logits is not None:
-        found[1] = z_loss_of(sums[-2], sums[-1])
+        found[1] = z_loss_of(sums[num_sums - 2], sums[num_sums - 1])
     if choices.scores is not None:
-        counts = jnp.pad(wanted, (0, num_scores - wanted.size))  # scores of no expert
-        found[0] = balance_loss_of(sums[:num_scores], sums[num_scores], counts)
-    return found[0], found[1]
+        # Some scores may belong to no expert.
+        wanted = jnp.pad(load.wanted_per_expert, (0, num_scores - load.wanted_per_expert.size))
+        found[0] = balance_loss_of(sums[:num_scores], sums[num_scores], wanted)
+    return (found[0], found[1]), load
 
 
 @scopes.shared_expert
@@ -356,8 +383,8 @@ def _open_gates(x: jax.Array, output_gate: jax.Array) -> jax.Array:
 
 
 def _biased_once(experts: Experts, tensor: str | None) -> Experts:
-    """Return experts whose last biases are added only once when the parts over the tensor axis are
-    summed."""
+    """Return experts with ``b_out`` on one index of the tensor axis only, because partial sums are
+    added over this axis."""
     if experts.b_out is None or tensor is None:
         return experts
     return experts.replace(b_out=jnp.where(lax.axis_index(tensor) == 0, experts.b_out, 0))
@@ -370,9 +397,9 @@ def _experts(
     route_arguments: RouteArguments,
     options: LayerOptions,
     shared_activation: Activation | None,
-) -> tuple[Totals, jax.Array, jax.Array]:
-    """Return the totals, the outputs of a rank's tokens [T, H], and the sum of ``counts_of`` over
-    all chunks."""
+) -> tuple[Totals, jax.Array, tuple[jax.Array, jax.Array]]:
+    """Return the totals, the outputs of a rank's tokens [T, H], ``columns_of`` these tokens, and
+    the sum of ``rows_of`` over all chunks."""
     num_chunks = route_arguments.exchange.num_chunks or 1
 
     @scopes.shared_expert
@@ -392,15 +419,15 @@ def _experts(
 
     def layer(
         tokens: Tokens, weights: LayerWeights, totals: Totals
-    ) -> tuple[tuple[jax.Array, jax.Array], Totals]:
+    ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], Totals]:
         y, routing, totals = mlp_and_routing(route_arguments, options, tokens, weights, totals)
         if weights.shared is not None:
             y += shared_expert(tokens.x, tokens.shared_weights, weights.shared)
-        return (y, counts_of(routing)), totals
+        return (y, columns_of(routing), rows_of(routing)), totals
 
     if num_chunks == 1:
-        (y, counts), totals = layer(tokens, weights, totals)
-        return totals, y, counts
+        (y, columns, rows), totals = layer(tokens, weights, totals)
+        return totals, y, (columns, rows)
     num_tokens = tokens.x.shape[0]
     more = -num_tokens % num_chunks
 
@@ -411,25 +438,17 @@ def _experts(
 
     tokens = jax.tree.map(padded, tokens)._replace(topk_ids=padded(tokens.topk_ids, -1))
     weights = with_fetched(weights, route_arguments, options.placement)
-    totals, (y, counts) = quantized_once(layer, num_chunks, tokens, weights, totals)
-    return totals, lax.collapse(y, 0, -1)[:num_tokens], counts.sum(axis=0, dtype=jnp.int32)
-
-
-def _check_exchange(given: Exchange | None) -> Exchange:
-    """Return the argument ``exchange`` of ``moe``, or raise an error."""
-    exchange = check_exchange(given, has_chunks=True)
-    reason, remedy = "moe divides the tokens over the ranks", "Call moe_mlp on each rank"
-    check_one_global_scale(exchange.token_format, reason, remedy)
-    return exchange
+    totals, (y, columns, rows) = quantized_once(layer, num_chunks, tokens, weights, totals)
+    y, columns = (lax.collapse(x, 0, -1)[:num_tokens] for x in (y, columns))
+    return totals, y, (columns, rows.sum(axis=0, dtype=jnp.int32))
 
 
 def _warn_of_repeated_work(scope: _Scope, x: jax.Array) -> None:
-    """Warn if axes that no argument names divide tokens [..., H], or may divide them."""
-    named = scope.of_tokens
+    """Warn if tokens [..., H] are divided, or may be divided, over axes that no argument names."""
+    named = (*scope.data, *scope.group.axes)
     if math.prod(x.shape[:-1]) < 2 * scope.size(named):
-        return  # too few tokens for one more axis
-    explicit, auto = map(scope.axes_of_type, (AxisType.Explicit, AxisType.Auto))
-    spec = scope.spec_of(x) if explicit else None
+        return  # there are too few tokens to divide them over one more axis
+    auto, spec = scope.axes_of_type(AxisType.Auto), scope.spec_of(x)
     is_traced = isinstance(x, jax.core.Tracer)
     if auto and not is_traced:
         spec = getattr(x.sharding, "spec", None)
@@ -463,13 +482,13 @@ class _Tokens(NamedTuple):
     sizes: tuple[int, ...]
     """The leading sizes without padding."""
     padding: tuple[int, ...]
-    """The number of indices that are added to each leading axis."""
+    """The padding of each leading axis."""
     home: P | None
-    """Placement of the caller's tokens over Explicit axes, which the result has, too."""
+    """Placement of the caller's tokens and of the result over Explicit axes."""
 
     @property
     def unpadded(self) -> P:
-        """Return the placement while padding is added and removed. Padded axes are not divided."""
+        """Return the placement in which padding is added and removed: padded axes are whole."""
         spec = (*self.spec, *(None,) * (len(self.padding) - len(self.spec)))
         return P(*(None if more else axes for axes, more in zip(spec, self.padding)))
 
@@ -485,17 +504,13 @@ def _divide_tokens(scope: _Scope, x: jax.Array, replicated: bool | None) -> _Tok
     home = scope.spec_of(x)
     if home is not None and num_tokens and scope.divides(home, axes):
         return _Tokens(P(*home[:-1]), axes, replicated, sizes, (0,) * len(sizes), home)
-
-    # If there are no tokens, each rank gets at least one that chooses no expert: XLA of jax 0.11.2
-    # crashes on the gradient if an argument of shard_map has no elements.
-    def padding(divisors: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(-size % by if size else by for size, by in zip(sizes, divisors))
-
     choices = []
     for first in range(len(axes), -1 if len(sizes) > 1 else len(axes) - 1, -1):
         parts = (axes[:first], axes[first:])[: len(sizes)]
         divisors = (*map(scope.size, parts), *(1,) * (len(sizes) - len(parts)))
-        more = padding(divisors)
+        # An empty axis gets one token of padding for each part, because XLA of jax 0.11.2 crashes
+        # on the gradient if an argument of shard_map has no elements.
+        more = tuple(-size % by if size else by for size, by in zip(sizes, divisors))
         padded = math.prod(size + n for size, n in zip(sizes, more))
         choices.append((padded, -first, P(*(part or None for part in parts)), more))
     _, _, spec, more = min(choices, key=lambda choice: choice[:2])
@@ -503,7 +518,7 @@ def _divide_tokens(scope: _Scope, x: jax.Array, replicated: bool | None) -> _Tok
 
 
 @scopes.padding
-def _with_padding(scope: _Scope, tokens: _Tokens, array: jax.Array) -> jax.Array:
+def _with_padding(tokens: _Tokens, array: jax.Array) -> jax.Array:
     """Return an array with the leading axes of the tokens, padded with 0 and moved to the ranks
     that need it."""
     if any(tokens.padding):
@@ -514,16 +529,14 @@ def _with_padding(scope: _Scope, tokens: _Tokens, array: jax.Array) -> jax.Array
 
 
 @scopes.padding
-def _without_padding(
-    scope: _Scope, tokens: _Tokens, y: jax.Array, **last: str | tuple[str, ...] | None
-) -> jax.Array:
-    """Return the results of the caller's tokens, with their placement. ``features`` replaces the
-    placement of the last axis."""
+def _without_padding(tokens: _Tokens, y: jax.Array, *, keeps_last: bool = True) -> jax.Array:
+    """Return the results of the caller's tokens, with the placement of these tokens. Without
+    ``keeps_last``, the last axis is not divided."""
     if any(tokens.padding):
         y = place(y, tokens.unpadded)[tuple(map(slice, tokens.sizes))]
     if tokens.home is None:
         return y
-    return place(y, P(*tokens.home[:-1], last.get("features", tokens.home[-1])))
+    return place(y, P(*tokens.home[:-1], tokens.home[-1] if keeps_last else None))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -534,24 +547,17 @@ class _Scope:
     group: Group
     axes: Axes
     in_context: bool
-    """True if the mesh is in scope, and not only the mesh of the group."""
+    """True if the mesh is in scope. False if only the group has this mesh."""
 
     @property
     def data(self) -> tuple[str, ...]:
         """Return the further axes over which tokens are divided."""
         return names_of(self.axes.data)
 
-    @property
-    def of_tokens(self) -> tuple[str, ...]:
-        """Return the axes over which tokens are divided."""
-        return (*self.data, *self.group.axes)
-
     def size(self, axes: tuple[str, ...]) -> int:
-        """Return the number of indices of some axes together."""
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
     def axes_of_type(self, *types: AxisType) -> set[str]:
-        """Return the axes of these types."""
         every = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
         return {name for name, of_axis in every if of_axis in types}
 
@@ -585,16 +591,13 @@ class _Scope:
 
 
 def _check_scope(axes: Axes) -> _Scope:
-    """Return the mesh in scope with the axes of a call, or raise an error."""
+    """Return the mesh of a call and the roles of its axes, or raise an error."""
     group = axes.experts
     of_group = group.mesh if isinstance(group, Group) else None
+    of_devices = of_group if isinstance(of_group, Mesh) else compat.mesh_in_context()
     here = jax.sharding.get_abstract_mesh()
     mesh = of_group if here.empty else here
-    if isinstance(of_group, Mesh):
-        is_known = True
-    else:
-        is_known = compat.mesh_in_context() is not None
-    if mesh is None or (here.empty and not is_known):
+    if mesh is None or (here.empty and of_devices is None):
         # JAX does not show the mesh of ``with mesh:`` to the program.
         found = (
             "only the mesh of `with mesh:`" if compat.in_context_of_old() else "no mesh in scope"
@@ -623,14 +626,13 @@ def _check_scope(axes: Axes) -> _Scope:
                     f"experts, data and tensor of axes must be different axes; got {axis!r} twice"
                 )
             seen.add(axis)
-    if not is_known:
+    if of_devices is None:
         raise _no_devices(f"the abstract mesh {dict(here.shape)}", group)
     if not isinstance(group, Group):
         # JAX may use the traced program again with other devices, so the group must not hold
         # devices. Only the choice of two levels reads the devices.
-        two_level = Group(compat.mesh_in_context(), group).two_level
+        two_level = Group(of_devices, group).two_level
         group = Group(here, group, two_level=two_level)
-    of_devices = of_group if isinstance(of_group, Mesh) else compat.mesh_in_context()
     levels = group.divided_by_hosts(of_devices)
     if levels is not None and set(mesh.axis_types) == {AxisType.Auto}:
         divided, group = levels
@@ -654,7 +656,6 @@ def _no_devices(found: str, group: Any) -> ValueError:
 
 
 def _check_tokens(value: object) -> jax.Array:
-    """Return tokens as an array [..., H], or raise an error."""
     x = as_array(value)
     is_shape = x.ndim > 0 and x.shape[-1] > 0
     if not is_shape or not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
@@ -672,10 +673,7 @@ def _check_experts(
     num_outputs: int | None,
 ) -> tuple[int, Experts]:
     """Return the number of experts and their weights with JAX arrays, or raise an error.
-
-    Args:
-      num_outputs: the number of experts that the router requires, or None.
-    """
+    ``num_outputs`` is the number of experts that the router requires, or None."""
     found = check_weights(experts, x)
     num = num_weights = found.w_in.shape[0]
     if num_outputs is not None:
@@ -705,7 +703,6 @@ def _check_experts(
 
 
 def _check_mask(mask: object, x: jax.Array) -> jax.Array:
-    """Return the mask of tokens [..., H] as an array, or raise an error."""
     found, sizes = as_array(mask), x.shape[:-1]
     if found.dtype != jnp.bool_ or found.shape != sizes:
         raise (TypeError if found.dtype != jnp.bool_ else ValueError)(
@@ -715,7 +712,6 @@ def _check_mask(mask: object, x: jax.Array) -> jax.Array:
 
 
 def _check_router_input(value: object, x: jax.Array) -> jax.Array:
-    """Return the array that the router reads, or raise an error."""
     array = as_array(value)
     check_floats("router_input", array, "Cast it")
     if array.ndim != x.ndim or array.shape[:-1] != x.shape[:-1]:
@@ -727,7 +723,6 @@ def _check_router_input(value: object, x: jax.Array) -> jax.Array:
 
 
 def _check_outputs(outputs: object, router: RouterLike) -> None:
-    """Raise an error if ``outputs`` names something that the layer does not have."""
     if not isinstance(outputs, tuple) or any(name not in OUTPUTS for name in outputs):
         raise ValueError(f"outputs must be a tuple of the names {OUTPUTS}; got {outputs!r}")
     if "logits" in outputs and isinstance(router, RouterChoices):

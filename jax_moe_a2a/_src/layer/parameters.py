@@ -23,8 +23,8 @@ from .weights import Activation, Experts, Names, check_type, specs_of
 
 
 def shortest(spec: P) -> P:
-    """Return a placement without trailing entries of None, as XLA returns the placements of results
-    over Auto axes. For a jitted function, a placement in another form is another signature."""
+    """Return a placement without trailing entries of None, as XLA returns it over Auto axes. A
+    jitted function is compiled again for an equal placement in another form."""
     entries = list(spec)
     while entries and entries[-1] is None:
         entries.pop()
@@ -174,7 +174,7 @@ def init_moe(key: jax.Array, config: MoEConfig, axes: AxesLike | None = None) ->
     if not isinstance(config, MoEConfig):
         raise TypeError(f"config must be a MoEConfig; got {config!r}")
     fields = (getattr(config, field.name) for field in dataclasses.fields(config))
-    is_hashable = all(isinstance(value, Hashable) for value in fields)  # or such as a dataclass
+    is_hashable = all(isinstance(value, Hashable) for value in fields)  # some dataclasses are not
     compiled = _compiled if is_hashable else _compiled.__wrapped__
     if axes is None:
         return compiled(config, None)(key)
@@ -214,7 +214,6 @@ def _compiled(config: MoEConfig, axes: AxesLike | None) -> Any:
 
 
 def _draw(config: MoEConfig, key: jax.Array) -> dict[str, Any]:
-    """Draw the parameters of a layer."""
     hidden, width, num_experts = config.hidden, config.expert_hidden, config.num_experts
     dtype = config.dtype
     draw_matrix = config.initializer or lecun_normal()
@@ -246,7 +245,7 @@ def _draw(config: MoEConfig, key: jax.Array) -> dict[str, Any]:
         w_in = jnp.stack([gate, up], axis=1)
         params["shared"] = Experts(w_in, w_out, activation=config.activation)
         if config.shared_gate:
-            # If ``keys`` had one more key, all keys would have other values.
+            # To split ``key`` into 8 keys would change all other parameters.
             column = draw_matrix(jax.random.fold_in(keys[6], 0), (hidden, 1), dtype)
             params["shared"] = params["shared"].replace(output_gate=column[:, 0])
     return params

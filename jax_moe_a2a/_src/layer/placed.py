@@ -1,10 +1,9 @@
 """Apply experts with replicas: a rank's home experts, and the experts in its spare slots, whose
 weights are fetched.
 
-No array holds the weights of both: products read home weights and spare weights as two arrays.
-Products that quantize the weights themselves read only one array. With such products, the experts
-are applied twice: the home weights to all rows, and the spare weights to the rows of the spare
-slots and all later rows.
+Products read home weights and spare weights as two arrays. Products that quantize the weights read
+only one array. In this case, the experts are applied twice: first the home experts, then the
+experts in the spare slots.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from ..placement.choice import choose_slots
 from ..placement.types import Placement, check_placement
 from ..routing.checks import RouteArguments, check_scope
 from ..routing.two_level import AnyRouting
-from ..routing.types import RouteOptions
 from .fetch import fetch
 from .weights import Experts, paired
 
@@ -63,7 +61,7 @@ def to_slots(
             given = given._replace(num_experts=placement.num_slots)
         return topk_ids, given
     if given.group is None:
-        return topk_ids, given  # whose check raises the error
+        return topk_ids, given  # ``check_dispatch`` raises the error
     group = check_scope(given.group)
     check_placement(placement, group.size, or_none=True)
     if given.num_experts not in (None, placement.num_experts):
@@ -74,13 +72,6 @@ def to_slots(
     rank = None if given.exchange.replicated else own_rank(group)
     slots = choose_slots(topk_ids, placement, rank=rank, num_ranks=group.size)
     return slots, given._replace(num_experts=placement.num_slots)
-
-
-def num_fetched(shape: tuple[int, ...], options: RouteOptions, placement: Placement) -> int:
-    """Return how many slots of a rank have no weights in an array of this shape. If the first axis
-    is not that of the home experts, return 0."""
-    home = placement.num_experts // options.group.size
-    return options.num_local_experts - home if shape and shape[0] == home else 0
 
 
 def apply_to_both(
@@ -120,16 +111,14 @@ def apply_to_both(
 def fetch_all(home: Experts, placement: Placement, group: Group) -> Experts:
     """Return the weights of spare slots, from the weights of home experts. Transposed values do not
     travel, because the backward pass can transpose the values."""
-
-    def without_transposed(w: Any) -> Any:
-        return dataclasses.replace(w, transposed=None) if isinstance(w, QuantizedExperts) else w
-
-    given, treedef = jax.tree.flatten(home.map_weights(without_transposed))
+    in_fp8 = lambda w: isinstance(w, QuantizedExperts)
+    cut = lambda w: dataclasses.replace(w, transposed=None) if in_fp8(w) else w
+    given, treedef = jax.tree.flatten(home.map_weights(cut))
     return jax.tree.unflatten(treedef, fetch(given, placement, group))
 
 
-# The primitives that only move or rearrange fetched weights: to keep their results would keep the
-# weights. Numbers of weights in FP8 must not be kept either (``named``).
+# The primitives that only move or rearrange fetched weights. The backward pass must keep neither
+# their results nor weights that are quantized after they were fetched (``named``).
 _OF_FETCHED = {DISPATCH.primitive, compat.name_p, lax.reshape_p, lax.slice_p}
 _OF_FETCHED |= {encode_squares_p, lax.bitcast_convert_type_p}
 
@@ -139,7 +128,7 @@ def _keeps_all_but_fetched(primitive: compat.Primitive, *_: object, **__: object
 
 
 def _only(rows: Rows, is_kept: jax.Array) -> Rows:
-    """Return rows, of which only some are used. Rows that are not used have zero gradients."""
+    """Return rows of which only the kept ones are used. All other rows have zero gradients."""
     floats = _with_gradients_of(floats_of(rows.rows), is_kept)
     in_fp8 = isinstance(rows.rows, RowsInFp8)
     return Rows(

@@ -112,8 +112,8 @@ RouterLike: TypeAlias = Router | Replay | RouterChoices
 
 
 def map_arrays(router: Any, per_token: Callable[[Any], Any], whole: Callable[[Any], Any]) -> Any:
-    """Return a ``RouterLike`` whose arrays with leading axes of tokens are results of
-    ``per_token``, and whose other arrays are results of ``whole``."""
+    """Apply ``per_token`` to the arrays of a ``RouterLike`` that have the leading axes of tokens,
+    and ``whole`` to all other arrays."""
     if isinstance(router, RouterChoices):
         return jax.tree.map(per_token, router)
     if isinstance(router, Replay):
@@ -151,9 +151,6 @@ def check_router(router: RouterLike, tokens: Any, num_experts: int) -> RouterLik
     own = router.router if isinstance(router, Replay) else router
     kernel = as_array(own.kernel)
     check_floats("kernel of the router", kernel, "Cast it")
-    bias = own.bias
-    if bias is not None:
-        bias = check_bias("bias of the router", bias, kernel.shape[1])
     is_function = not isinstance(own.choose, TopK)
     if is_function and not callable(own.choose):
         raise TypeError(f"choose of the router must be a TopK or a function; got {own.choose!r}")
@@ -164,16 +161,17 @@ def check_router(router: RouterLike, tokens: Any, num_experts: int) -> RouterLik
                 f"{name} of the router must be None with choose={own.choose!r}, which does not "
                 f"read it; got {getattr(own, name)!r}. {remedy}"
             )
-    select_bias = own.select_bias
-    if select_bias is not None:
-        select_bias = check_bias("select_bias", select_bias, kernel.shape[1])
+    biases = {}
+    for field, label in {"bias": "bias of the router", "select_bias": "select_bias"}.items():
+        if (bias := getattr(own, field)) is not None:
+            biases[field] = check_bias(label, bias, kernel.shape[1])
     for path, leaf in jax.tree_util.tree_leaves_with_path(own.per_token):
         if jnp.shape(leaf)[: len(leading)] != leading:
             raise ValueError(
                 f"per_token{jax.tree_util.keystr(path)} of the router must have the leading axes "
                 f"of the tokens, {list(leading)}; got {short(as_array(leaf))}"
             )
-    own = jax.tree.map(jnp.asarray, own.replace(bias=bias, select_bias=select_bias))
+    own = jax.tree.map(jnp.asarray, own.replace(**biases))
     if not isinstance(router, Replay):
         return own
     if is_function:
@@ -188,38 +186,33 @@ def check_router(router: RouterLike, tokens: Any, num_experts: int) -> RouterLik
 def check_choices(
     name: str, choices: object, leading: tuple[int, ...], num_experts: int
 ) -> RouterChoices:
-    """Return choices as JAX arrays, or raise an error unless they belong to tokens with these
-    leading axes."""
+    """Return choices as JAX arrays. Raise an error if they do not have these leading axes."""
     if not isinstance(choices, RouterChoices):
         raise TypeError(f"{name} must be RouterChoices; got {choices!r}")
     ids = check_ids(f"ids of {name}", choices.ids, leading, num_experts)
-    weights, scores = choices.weights, choices.scores
+    weights, scores = (None if x is None else as_array(x) for x in choices[1:])
     if weights is not None:
-        weights = as_array(weights)
         check_floats(f"weights of {name}", weights, "Cast it")
         if weights.shape != ids.shape:
             raise ValueError(
                 f"weights of {name} must have the shape of ids, {list(ids.shape)}; got "
                 f"{short(weights)}"
             )
-        weights = jnp.asarray(weights)
     if scores is not None:
-        scores = as_array(scores)
         check_floats(f"scores of {name}", scores, "Cast it")
         if scores.shape[:-1] != leading or scores.ndim == 0 or scores.shape[-1] < num_experts:
             raise ValueError(
                 f"scores of {name} must have the shape {[*leading, num_experts]}, a score for each "
                 f"expert; got {short(scores)}. Omit them to have no balance loss"
             )
-        scores = jnp.asarray(scores)
-    return RouterChoices(ids, weights, scores)
+    return jax.tree.map(jnp.asarray, RouterChoices(ids, weights, scores))
 
 
 def choose_experts(
     router: RouterLike, tokens: jax.Array, num_experts: int, mask: jax.Array | None
 ) -> tuple[RouterChoices, jax.Array | None]:
-    """Return the choices of a rank's tokens [T, H] and their logits [T, E], or None for the logits
-    if ``router`` holds choices. ``router`` is checked, and has arrays of this rank's tokens."""
+    """Return the choices of a rank's tokens [T, H] and their logits [T, E]. If ``router`` is
+    ``RouterChoices``, the logits are None. The arrays of ``router`` belong to these tokens."""
     if isinstance(router, RouterChoices):
         return _without_masked(router, mask), None
     own = router.router if isinstance(router, Replay) else router
@@ -230,10 +223,11 @@ def choose_experts(
         return own.choose(logits, select_bias=own.select_bias, mask=mask), logits
 
     def kept(array: jax.Array) -> jax.Array:
-        """Return an array with zeros in masked tokens, whose content must not reach a gradient."""
+        """Zero an array in masked tokens, because their values must not reach a gradient."""
         if mask is None or not jnp.issubdtype(array.dtype, jnp.floating):
             return array
-        return jnp.where(_like(mask, array), array, 0)
+        axes = (1,) * (array.ndim - 1)
+        return jnp.where(mask.reshape(*mask.shape, *axes), array, 0)
 
     found = own.choose(tokens, logits, jax.tree.map(kept, own.per_token), own.whole)
     choices = check_choices("the result of choose", found, tokens.shape[:1], num_experts)
@@ -246,8 +240,3 @@ def _without_masked(choices: RouterChoices, mask: jax.Array | None) -> RouterCho
         return choices
     rest = jax.tree.map(lambda x: jnp.where(mask[:, None], x, 0), choices)
     return rest._replace(ids=jnp.where(mask[:, None], choices.ids, -1))
-
-
-def _like(mask: jax.Array, array: jax.Array) -> jax.Array:
-    """Return a mask of tokens [T] with axes of size 1 added, so that it fits ``array`` [T, ...]."""
-    return mask.reshape(mask.shape + (1,) * (array.ndim - 1))

@@ -17,6 +17,14 @@ def sum_over(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
     return lax.psum(aligned, axes) if axes else x
 
 
+DIGITS = 24  # of float32
+
+
+def exact_in_float32(most: int) -> bool:
+    """Return True if float32 sums of counts are exact, whose largest sum is ``most``."""
+    return most <= 2**DIGITS
+
+
 def sum_counts(axes: tuple[str, ...], counts: jax.Array, most: int) -> jax.Array:
     """Return the sums of counts [N] over mesh axes, int32 [N].
 
@@ -29,10 +37,9 @@ def sum_counts(axes: tuple[str, ...], counts: jax.Array, most: int) -> jax.Array
       most: the largest sum of a count, for example the number of choices of all ranks.
     """
     ranks = math.prod(map(lax.axis_size, axes))
-    digits = 24  # of float32
-    if most <= 2**digits:
+    if exact_in_float32(most):
         return sum_over(axes, counts.astype(jnp.float32)).astype(jnp.int32)
-    counts, bits = counts.astype(jnp.int32), digits - (ranks - 1).bit_length()
+    counts, bits = counts.astype(jnp.int32), DIGITS - (ranks - 1).bit_length()
     shifts = range(0, most.bit_length(), bits)
     pieces = jnp.stack([(counts >> shift) & (2**bits - 1) for shift in shifts])
     found = sum_over(axes, pieces.astype(jnp.float32)).astype(jnp.int32)

@@ -190,7 +190,7 @@ class TopK:
         scores, probs = self._scores(logits)
         ids = _kept(mask, ids, -1)
         is_choice = (ids >= 0) & (ids < logits.shape[-1])
-        # Without a choice, a sum of exponentials would be 0.
+        # If a token has no choice, count all its ids: a sum of no exponentials would be 0.
         counts = is_choice | ~is_choice.any(axis=-1, keepdims=True)
         values = logits if self._weighing.renormalizes else scores
         weights = self._weighing(at(values, ids), counts)
@@ -259,14 +259,10 @@ class TopK:
                 f"k of TopK must be at most the number of experts, {num_experts}; got {self.k} for "
                 f"logits {short(logits)}. The last axis of logits is the axis of experts"
             )
-        self._check_groups(num_experts)
         mask = None if mask is None else check_mask(mask, logits)
-        return _kept(mask, logits), mask
-
-    def _check_groups(self, num_experts: int) -> None:
-        """Raise an error if the groups do not divide this number of experts."""
+        logits = _kept(mask, logits)
         if self.num_groups is None or self.top_groups is None:
-            return
+            return logits, mask
         size, rest = divmod(num_experts, self.num_groups)
         if rest or size < self.top_in_group:
             raise ValueError(
@@ -280,13 +276,13 @@ class TopK:
                 f"{size} experts hold k={self.k} experts, and at most num_groups="
                 f"{self.num_groups}; got {self.top_groups}"
             )
+        return logits, mask
 
     def _scores(self, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return scores, and scores that are divided by their sum for each token."""
         if self.score == "softmax":
             scores = jax.nn.softmax(logits)
             return scores, scores
-        # A softmax of logarithms divides scores by their sum, and never divides 0 by 0.
         return jax.nn.sigmoid(logits), jax.nn.softmax(jax.nn.log_sigmoid(logits))
 
     @property
@@ -301,7 +297,7 @@ def _kept(mask: jax.Array | None, array: jax.Array, other: int = 0) -> jax.Array
 
 
 def _for_tokens(bias: jax.Array, scores: jax.Array) -> jax.Array:
-    """Return a bias [E] with the axes and the dtype of scores, and without derivatives."""
+    """Return a bias [E] with the number of axes and the dtype of scores, without derivatives."""
     bias = lax.stop_gradient(bias).astype(scores.dtype)
     return bias.reshape((1,) * (scores.ndim - 1) + bias.shape)
 
@@ -320,7 +316,7 @@ def check_logits(value: object, name: str = "logits") -> jax.Array:
             f"{name} must be an array [..., num_experts] with at least one expert; got "
             f"{short(array)}"
         )
-    array = jnp.asarray(array)  # without a warning if it holds float64, which JAX has not enabled
+    array = jnp.asarray(array)  # unlike astype, it does not warn of float64 that is not enabled
     return array.astype(accumulation_dtype(array.dtype))
 
 

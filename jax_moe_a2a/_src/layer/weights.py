@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
 
@@ -61,8 +61,8 @@ class Experts:
     """The weights of experts. Each expert is a network of two products.
 
     Expert e maps a token to ``activation(x @ w_in[e] + b_in[e]) @ w_out[e] + b_out[e]``. The arrays
-    are leaves of a pytree, and the activation is static. A shared expert, which all tokens have, is
-    the same without the axis E. In ``jax.shard_map``, E is the number L of experts of the rank.
+    are leaves of a pytree, and the activation is static. The arrays of a shared expert, which all
+    tokens have, lack the axis E. In ``jax.shard_map``, E is the number L of experts of the rank.
 
     The weights of both products are either arrays with the dtype of the tokens, or
     ``QuantizedExperts``, whose products are in FP8 (docs/fp8.md). Tokens are then bfloat16 or
@@ -78,7 +78,7 @@ class Experts:
     b_in: Any = None
     """Biases of the first product, [E, 2, I], or [E, I] without a gate; or None."""
     b_out: Any = None
-    """Biases of the second product, [E, H], or None. Weights of outputs multiply them."""
+    """Biases of the second product, [E, H], or None. The weights of choices multiply them."""
     output_gate: Any = None
     """[H], only of a shared expert of ``moe``: ``sigmoid(x @ output_gate)`` multiplies its outputs,
     as in Qwen2-MoE. None means that the expert has no gate."""
@@ -236,10 +236,7 @@ def flat(experts: Experts) -> Experts:
     lead = len(experts.w_out.shape) - 2
 
     def merged(array: Any, axis: int) -> Any:
-        """Return an array with two of its axes merged into one. None stays None."""
-        shape = () if array is None else array.shape
-        sizes = (*shape[:axis], math.prod(shape[axis : axis + 2]), *shape[axis + 2 :])
-        return None if array is None else jnp.reshape(array, sizes)
+        return None if array is None else lax.collapse(array, axis, axis + 2)
 
     w_in, b_in, lora_in = experts.w_in, experts.b_in, experts.lora_in
     if len(w_in.shape) == lead + 3:
@@ -274,8 +271,7 @@ def returned_totals(experts: Experts, totals: Totals) -> Totals | None:
 
 
 def paired(home: Experts, spare: Experts) -> Experts:
-    """Return experts whose fields are pairs: the field of the home experts and the field of the
-    spare experts."""
+    """Return experts whose fields are tuples (home, spare)."""
     pair = lambda name: (getattr(home, name), getattr(spare, name))
     biases = (None if getattr(home, name) is None else pair(name) for name in BIASES)
     lora: Any = (jax.tree.map(lambda *arrays: arrays, *pair(name)) for name in ADAPTERS)
@@ -306,11 +302,7 @@ def specs_of(
         held = {field: p for field, p in every.items() if getattr(given, field) is not None}
         return QuantizedExperts(**held)
 
-    totals = (
-        None
-        if experts.totals is None
-        else experts.totals.of(Experts(specs["w_in"], specs["w_out"]))
-    )
+    totals = experts.totals and experts.totals.of(Experts(specs["w_in"], specs["w_out"]))
     lora = {
         name: spec_of(getattr(experts, name), specs[w], len(lead)) for name, w in ADAPTERS.items()
     }
@@ -324,8 +316,8 @@ def check_weights(
     *,
     name: str = "experts",
 ) -> Experts:
-    """Return experts with JAX arrays for tokens [..., H], or raise an error. ``lead`` has the size
-    E, or nothing for a shared expert; None means any E."""
+    """Return experts with JAX arrays for tokens [..., H], or raise an error. ``lead`` is (E,), or
+    () for a shared expert. None allows any E."""
     check_type(experts, name)
     if experts.has_lora:
         experts = experts.map_weights(partial(jax.tree.map, fixed)).replace(totals=None)
@@ -410,12 +402,10 @@ def check_weights(
 
 
 def activation_of(experts: Experts) -> Activation:
-    """Return the activation of experts."""
     return gated(jax.nn.silu) if experts.activation is None else experts.activation
 
 
 def check_type(experts: object, name: str) -> None:
-    """Raise an error if an argument is not ``Experts``."""
     if not isinstance(experts, Experts):
         got = short(experts) if hasattr(experts, "shape") else type(experts).__name__
         raise TypeError(f"{name} must be ma.Experts(w_in, w_out); got {got}")
@@ -433,7 +423,7 @@ def _check_quantized(name: str, w: object, *, may_be_pairs: bool) -> QuantizedEx
 
 
 def _decoded(name: str, w: object, dtype: Any) -> jax.Array:
-    """Return the numbers of a shared expert's weights in FP8, or raise an error."""
+    """Decode the weights of a shared expert, or raise an error."""
     found = _check_quantized(name, w, may_be_pairs=True)
     if found.source is not None or found.shape[0] != 1:
         raise ValueError(
@@ -444,8 +434,7 @@ def _decoded(name: str, w: object, dtype: Any) -> jax.Array:
 
 
 def _check_fp8(name: str, found: dict[str, QuantizedExperts], x: Any) -> None:
-    """Raise an error if products in FP8, or the products of their gradients, do not support the
-    weights."""
+    """Raise an error if products in FP8, or their gradients, do not support the weights."""
     if x.dtype not in RESULT_DTYPES:
         raise TypeError(
             f"x must be bfloat16 or float32 with products in FP8; got {short(x)}. Cast it"
@@ -468,7 +457,6 @@ def _check_fp8(name: str, found: dict[str, QuantizedExperts], x: Any) -> None:
 
 
 def _short(w: object) -> str:
-    """Return dtype and shape of weights for a message."""
     if isinstance(w, QuantizedExperts):
         return f"QuantizedExperts{list(w.shape)}"
     return short(w)

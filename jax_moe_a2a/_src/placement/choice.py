@@ -16,7 +16,8 @@ from ..plan.plan import count_and_number, running_sum
 from ..routing.checks import as_int32, check_ids
 from .types import ALL, SHARE_BITS, Placement, check_placement
 
-# Multiples of this odd number, modulo ALL, are spread evenly: it is close to ALL / 1.618.
+# Multiples of this odd number, modulo ALL, are spread evenly, because it is about ALL / 1.618 (the
+# golden ratio).
 STRIDE = 20253
 
 
@@ -28,7 +29,7 @@ def choose_slots(
     rank: ArrayLike | None,
     num_ranks: int,
 ) -> jax.Array:
-    """Return the slot of each choice of this rank's tokens: the ids to dispatch with.
+    """Return the slot of each choice of this rank's tokens. Pass these slots to ``route`` as ids.
 
     Each slot of an expert receives its share (``Placement.share_ends``) of the expert's rows from
     all ranks. A rank first uses its own slot of the expert, for at most as many rows as this slot
@@ -91,7 +92,7 @@ def _replicas(
     slot_rank = lax.div(placement.expert_slots, np.int32(placement.num_slots // num_ranks))
     slot_rank = jnp.where(placement.expert_slots >= 0, slot_rank, -1)
     is_on = slot_rank[None] == ranks[:, None, None]  # [R, E, M]
-    # Of several slots of an expert on a rank, only the first one counts as the rank's own.
+    # If an expert has several slots on a rank, only the first slot counts as the rank's own.
     is_own = is_on & (running_sum(is_on.astype(jnp.int32), axis=2) == 1)
     own_rows = jnp.minimum(
         own_counts[None], jnp.where(is_own, quotas[None], 0).sum(2, dtype=jnp.int32)

@@ -50,7 +50,7 @@ def fill_loop(xp: Any, experts: Any, rows: Any, *, spare: int, most: int, min_ro
     """
     num_ranks, num_local = experts.shape
     total = rows.sum(dtype=np.int32)
-    # Even if an expert has ``most`` slots, its rows per slot may exceed the mean load of a rank.
+    # An expert with ``most`` slots may still have more rows per slot than the mean load of a rank.
     target = xp.maximum(-(-total // num_ranks), -(-rows.max() // most))
     rank_index = xp.arange(num_ranks, dtype=np.int32)[:, None]
     slot_index = xp.arange(num_local + spare, dtype=np.int32)[None, :]
@@ -78,14 +78,14 @@ def fill_loop(xp: Any, experts: Any, rows: Any, *, spare: int, most: int, min_ro
         )
 
     free = xp.full(num_ranks, spare, np.int32)
-    replicas = pad(xp.ones_like(experts), most)  # nothing moves out of spare slots
+    replicas = pad(xp.ones_like(experts), most)  # rows do not move out of spare slots
     start = pad(experts, -1), pad(rows, 0), free, replicas
     slots, rows, _, _ = repeat(xp, num_ranks * spare, fill, start, rows)
     return slots, rows
 
 
 def repeat(xp: ModuleType, most: int, step: Callable[..., Any], state: Any, read: Any) -> Any:
-    """Call ``goes_on, state = step(index, state)``, which reads ``read``, up to ``most`` times."""
+    """Repeat ``goes_on, state = step(index, state)`` up to ``most`` times. It reads ``read``."""
     if xp is np:
         for index in range(most):
             goes_on, state = step(index, state)

@@ -18,8 +18,8 @@ def move_experts(
 ) -> PyTree:
     """Return the weights of experts in other slots, bit for bit.
 
-    ``target`` alone puts weights from the order of experts into slots, ``source`` alone puts them
-    back, and both together move them from one placement to the next. Also move all other arrays
+    ``target`` alone moves weights from the order of experts into slots. ``source`` alone moves them
+    back. Both together move them from one placement to the next. Also move all other arrays
     with the axis of experts, such as the moments of an optimizer.
 
     JAX arrays keep their placement over Auto and Explicit axes, so the number of slots must be a
@@ -36,8 +36,8 @@ def move_experts(
         than ``source``. Placements have no leading axes, and may have any form.
 
     Returns:
-      [N', ...] like ``w``, where N' is the number of slots of ``target``, or E. Empty slots hold
-      zeros.
+      [N', ...] like ``w``, where N' is the number of slots of ``target``, or E without ``target``.
+      Empty slots hold zeros.
 
     Raises:
       TypeError: if a placement has the wrong type or leading axes.
@@ -75,14 +75,13 @@ def move_experts(
     index = np.arange(size, dtype=np.int32) if source is None else source.expert_slots[:, 0]
     if target is not None:
         xp = jnp if isinstance(target.slot_experts, jax.Array) else np
-        # The expert -1 of an empty slot reads the last index here, which is after the arrays' end.
+        # The expert -1 of an empty slot reads the last index here, which returns zeros.
         index = xp.append(index, np.int32(size))[target.slot_experts]
     return jax.tree.map(lambda x: _moved(as_array(x), index), w)
 
 
 def _moved(x: Any, index: Any) -> Any:
-    """Return the elements of an array at indices, and zeros at the first index after the array's
-    end."""
+    """Return the elements of an array at indices. The index ``len(x)`` returns zeros."""
     is_traced = isinstance(x, jax.core.Tracer) or isinstance(index, jax.core.Tracer)
     if not is_traced and not isinstance(x, jax.Array):
         found = x[np.minimum(index, len(x) - 1)]
@@ -97,7 +96,7 @@ def _moved(x: Any, index: Any) -> Any:
 
 @scopes.placement
 def _take(x: jax.Array, index: jax.Array, num_parts: int) -> jax.Array:
-    """Gather one index of each part at a time, because each device holds what one step reads."""
+    """Gather one index of each part at a time, because each device receives what a step reads."""
     sharding = jax.typeof(x).sharding
     spec = sharding if any(axis is not None for axis in sharding.spec) else None
     take = lambda index: x.at[index].get(mode="fill", fill_value=0, out_sharding=spec)

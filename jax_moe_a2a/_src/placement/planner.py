@@ -31,9 +31,9 @@ def plan_placement(
 ) -> Placement:
     """Plan replicas of popular experts, and how many rows each replica should receive.
 
-    The plan fills the emptiest rank that has an empty spare slot: a replica of the largest expert
-    of the fullest rank takes the rows that the emptiest rank lacks. It repeats this until all ranks
-    have the mean load, or no spare slot helps.
+    One step fills an empty spare slot of the emptiest rank with a replica of the largest expert of
+    the fullest rank. The replica takes the rows that the emptiest rank lacks. Steps repeat until
+    all ranks have the mean load, or no spare slot helps.
 
     Without the home form, experts first move: each expert, from the largest to the smallest, moves
     to the emptiest rank that has room. With ``spare=0``, this is the whole plan.

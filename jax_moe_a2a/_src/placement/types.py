@@ -44,7 +44,7 @@ class Placement:
     """[..., P]: expert of each slot, -1 for an empty slot."""
     expert_slots: Any
     """[..., E, M]: slots of each expert, -1 after the last one. They are sorted by their position
-    on their rank, then by rank, so in the home form the first one is the slot at home."""
+    on their rank, then by rank. In the home form, the first one is therefore the home slot."""
     num_replicas: Any
     """[..., E]: number of slots of each expert, from 1 to M."""
     share_ends: Any
@@ -85,7 +85,13 @@ class Placement:
         """
         num_experts = check_int("num_experts", num_experts, least=1)
         num_ranks = check_int("num_ranks", num_ranks, least=1)
-        table = concrete("slot_experts", slot_experts)
+        given = as_array(slot_experts)
+        if isinstance(given, jax.core.Tracer):
+            raise TypeError(
+                f"slot_experts must be known when the program is traced; got {short(given)}. Make "
+                "the placement outside jax.jit, and pass it as an argument"
+            )
+        table = np.asarray(given)
         if not np.issubdtype(table.dtype, np.integer):
             raise TypeError(f"slot_experts must hold integers; got {short(table)}")
         num_slots = table.shape[-1] if table.ndim else 0
@@ -174,8 +180,7 @@ def placement_of(
 ) -> Placement:
     """Return the placement of a valid table of slots, int32 [R, P / R]. The shares of the slots of
     an expert are proportional to ``slot_rows``; if all of them are zero, the first slot has all
-    rows.
-    """
+    rows."""
     num_slots = slot_experts.size
     experts = xp.arange(num_experts, dtype=np.int32)
     num_replicas = (slot_experts.reshape(1, -1) == experts[:, None]).sum(-1, dtype=np.int32)
@@ -234,14 +239,3 @@ def home_experts(num_experts: int, num_ranks: int) -> np.ndarray:
             f"num_experts must be a multiple of num_ranks={num_ranks}; got {num_experts}"
         )
     return np.arange(num_experts).reshape(num_ranks, -1)
-
-
-def concrete(name: str, value: ArrayLike) -> np.ndarray:
-    """Return an array that is known outside ``jax.jit`` as a NumPy array, or raise an error."""
-    array = as_array(value)
-    if isinstance(array, jax.core.Tracer):
-        raise TypeError(
-            f"{name} must be known when the program is traced; got {short(array)}. Make the "
-            "placement outside jax.jit, and pass it as an argument"
-        )
-    return np.asarray(array)

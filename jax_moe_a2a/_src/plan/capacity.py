@@ -38,6 +38,5 @@ class Sizes(NamedTuple):
 
 
 def check_top_k(top_k: int, *, name: str = "top_k", of: str = "") -> None:
-    """Raise a ValueError if tokens have too many choices. ``of`` ends the message."""
     if top_k > MAX_TOP_K:
         raise ValueError(f"{name} must be at most {MAX_TOP_K}; got {top_k}{of}")

@@ -38,11 +38,9 @@ class MemoryEstimate:
     """With two levels: bytes of the buffers that XLA's collective between hosts sends from and
     receives into. They are in XLA's memory pool during an exchange."""
     levels: tuple[MemoryEstimate, ...] = ()
-    """With two levels: the estimate of the exchange between hosts, whose rows are the relayed
-    tokens, and the estimate of the exchange within a host. ``routing_bytes`` is
-    then the sum over both levels. The ``workspace_bytes`` of the level between hosts are needed
-    only if the kernels run on this level.
-    """
+    """With two levels: the estimates of the exchange between hosts, whose rows are the relayed
+    tokens, and of the exchange within a host. ``routing_bytes`` is then the sum over both levels.
+    The ``workspace_bytes`` between hosts are needed only if the kernels run between hosts."""
 
     @property
     def half_bytes(self) -> int:
@@ -71,8 +69,7 @@ class DeviceMemory:
     header_bytes: int
     """Bytes of flags, credits and counters."""
     half_bytes: int
-    """Bytes of a ring half: the landing zones of the largest exchange reserved or compiled so
-    far."""
+    """Bytes of a ring half, for the largest exchange that was reserved or compiled so far."""
     ring_depth: int
     """Number of ring halves: exchanges that can be under way between two ranks."""
     mapped_bytes: int
@@ -170,11 +167,10 @@ def memory_estimate(
         weights: int = top_k,
         num_ids: int = num_tokens * top_k,
     ) -> MemoryEstimate:
-        """Return the estimate of one level, from the sizes of each rank. This number of weights
-        travels with a token. The routing keeps ``num_ids`` ids."""
+        """Return the estimate of one level. ``weights`` is the number of weights that travel with a
+        token, and ``num_ids`` the number of ids in the routing."""
         shapes = plan_shapes(num_tokens, num_choices, num_ranks, num_local_experts, capacity)
-        # In a dispatch, rows and weights land. In a combine, sums and the gradient of the weights
-        # land.
+        # In a dispatch, rows and weights land. In a combine, sums and gradients of weights land.
         zones = (
             sum(_array_bytes(num_tokens, b) for b in (*rows, weights * WEIGHT_BYTES))
             for rows in (row_bytes, sum_bytes)
@@ -210,7 +206,7 @@ def memory_estimate(
 
 
 def _row_bytes(hidden: int, dtype: DTypeLike, fmt: TokenFormat | None) -> list[int]:
-    """Return the bytes of a row's values and, if it is quantized, of its scales."""
+    """Return the bytes of a row's values, and of its scales if there is a format."""
     if fmt is None:
         return [hidden * jnp.dtype(dtype).itemsize]
     token = jax.ShapeDtypeStruct((1, hidden), dtype)
@@ -226,7 +222,6 @@ def _array_bytes(num_slots: int, row_bytes: int) -> int:
 
 
 def readable(num_bytes: int) -> str:
-    """Return a number of bytes with its unit."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= size:
             return f"{num_bytes / size:.1f} {unit}"

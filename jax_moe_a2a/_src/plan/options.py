@@ -41,8 +41,8 @@ class Exchange:
       replicated: True if all ranks hold the same tokens, ids and weights (tensor parallelism).
         Nothing is exchanged, each rank keeps the rows of its own experts, and ``lax.psum`` of the
         result of ``combine`` or ``moe_mlp`` completes the sum. None means False, except in
-        ``moe``, which adds the sums itself, and decides by the number of tokens. Use True for
-        decoding with few tokens, because no token travels.
+        ``moe``, which adds the sums itself, and decides by the number of tokens. Use True to
+        decode few tokens (inference), because no token travels.
       wire_dtype: dtype or token format of partial sums while they travel, as in ``combine``. It
         applies to the sums of a layer's result and of the gradient of the tokens. None means the
         dtype of each array.
@@ -106,8 +106,8 @@ class Exchange:
             )
 
     def __repr__(self) -> str:
-        given = (f"{name}={_shown(value)}" for name, value in self._given().items())
-        return f"Exchange({', '.join(given)})"
+        shown = {name: getattr(value, "name", value) for name, value in self._given().items()}
+        return f"Exchange({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
     def _given(self) -> dict[str, Any]:
         """Return the options that are not None."""
@@ -116,9 +116,8 @@ class Exchange:
     def rows_per_rank(
         self, num_tokens: int, top_k: int, *, group_size: int, num_experts: int
     ) -> int:
-        """Return the number of rows that each rank reserves: ``capacity``, or what
-        ``capacity_factor`` leads to, or the worst case, in which every token of every rank chooses
-        only experts of one rank.
+        """Return the number of rows that each rank reserves: ``capacity``, or the rows for
+        ``capacity_factor``, or the worst case (all tokens choose only experts of one rank).
 
         Args:
           num_tokens: tokens of each rank, or with ``num_chunks`` tokens of a chunk.
@@ -136,7 +135,6 @@ jax.tree_util.register_dataclass(Exchange, ["token_format"], _STATIC)
 
 
 def without_capacity(exchange: Exchange) -> Exchange:
-    """Return the exchange with the capacity of the worst case."""
     return dataclasses.replace(exchange, capacity=None, capacity_factor=None)
 
 
@@ -162,8 +160,3 @@ def _check_format(name: str, value: object) -> TokenFormat:
     if not isinstance(value, TokenFormat):
         raise TypeError(f"{name} must be a BlockwiseFp8, an MxFp8, an NvFp4 or None; got {value!r}")
     return value
-
-
-def _shown(value: object) -> str:
-    """Return a value as a repr shows it: a dtype by its name."""
-    return repr(getattr(value, "name", value))

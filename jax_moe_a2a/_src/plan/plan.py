@@ -17,8 +17,7 @@ TAIL_ROW = -2  # ``row_slot`` of rows after the last group; kTailRow in cuda/par
 
 
 class RoutingArrays(NamedTuple):
-    """The int32 arrays of a routing that an exchange reads, with the names that they have in
-    ``Routing``."""
+    """The int32 arrays of a ``Routing`` that an exchange reads."""
 
     token_slot: jax.Array
     slot_token: jax.Array
@@ -40,13 +39,12 @@ class RoutePlan(NamedTuple):
 
     @classmethod
     def of_results(cls, results: Sequence[Any]) -> RoutePlan:
-        """Return the plan that holds the results of the route primitive, in their order."""
         num_arrays = len(RoutingArrays._fields)
         return cls(RoutingArrays(*results[:num_arrays]), *results[num_arrays:])
 
     @property
     def results(self) -> list[Any]:
-        """Return the arrays in the order of the route primitive and of ``plan_shapes``."""
+        """Return the arrays in the order of the route primitive's results."""
         return [*self.arrays, *self[1:]]
 
     def named(self) -> dict[str, Any]:
@@ -57,7 +55,7 @@ class RoutePlan(NamedTuple):
 def plan_shapes(
     num_tokens: int, top_k: int, num_ranks: int, num_local_experts: int, capacity: int
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the arrays of a ``RoutePlan``, by name and in order."""
+    """Return the shapes of the arrays of a ``RoutePlan``, in the order of its ``results``."""
     return dict(
         token_slot=(num_tokens, num_ranks),
         slot_token=(num_ranks, num_tokens),
@@ -73,8 +71,7 @@ def plan_shapes(
     )
 
 
-NUM_RESULTS = len(RoutingArrays._fields) + len(RoutePlan._fields) - 1
-"""Number of results of the route primitive."""
+NUM_RESULTS = len(RoutingArrays._fields) + len(RoutePlan._fields) - 1  # of the route primitive
 
 
 class PlanOptions(NamedTuple):
@@ -126,7 +123,7 @@ def plan_route(all_ids: jax.Array, rank: jax.Array, options: PlanOptions) -> Rou
 
     slot_rows = rows_of_slots(slots, is_here, jnp.where(is_kept, row, -2))
 
-    # The index of a row's choice determines its rank, token and k. Each scatter would be a launch.
+    # The index of a row's choice determines rank, token and k, so one scatter (a launch) suffices.
     choices = jnp.arange(row.size, dtype=int32).reshape(row.shape)
     choice = values_by_row(jnp.where(is_kept, row, capacity), capacity, choices)
     token = quotient(choice, max(1, top_k))
@@ -169,11 +166,11 @@ def number_slots(choice_rank: jax.Array, rank: jax.Array) -> Slots:
     num_ranks, num_tokens, _ = choice_rank.shape
     own = lax.dynamic_index_in_dim(choice_rank, rank)
     ranks = lax.broadcasted_iota(jnp.int32, (num_ranks, 1, 1), 0)
-    # The tokens that this rank sends to each rank, and then the tokens that it receives from each
-    # rank.
-    goes = jnp.concatenate([own == ranks, choice_rank == rank]).any(axis=2)  # [2R, T]
-    # The tokens that go, in order, and then all other tokens. XLA:CPU compiles a sort in less time
-    # than a prefix sum or a scatter.
+    # [2R, T]: whether this rank sends a token to each rank, then whether it receives a token from
+    # each rank.
+    goes = jnp.concatenate([own == ranks, choice_rank == rank]).any(axis=2)
+    # The tokens that travel come first. XLA:CPU compiles a sort in less time than a prefix sum or a
+    # scatter.
     token = lax.broadcasted_iota(jnp.int32, goes.shape, 1)
     token_of = lax.sort(jnp.where(goes, token, token + num_tokens), dimension=1)
     is_used = token_of < num_tokens
@@ -189,8 +186,8 @@ def number_slots(choice_rank: jax.Array, rank: jax.Array) -> Slots:
 
 
 def rows_of_slots(slots: Slots, is_here: jax.Array, row: jax.Array) -> jax.Array:
-    """Return ``slot_rows`` from two arrays: bool [R, T, K] says which choices are for this rank,
-    and int32 [R, T, K] is the row of each such choice, or a negative mark."""
+    """Return ``slot_rows``. ``is_here``, bool [R, T, K], says which choices are for this rank.
+    ``row``, int32 [R, T, K], is the row of each of these choices, or a negative mark."""
     if row.size == 0:
         return row
     r, k = (lax.broadcasted_iota(jnp.int32, row.shape, axis) for axis in (0, 2))
@@ -208,11 +205,10 @@ def values_by_row(row: jax.Array, num_rows: int, values: jax.Array) -> jax.Array
 
 
 def has_room(group: jax.Array, options: PlanOptions) -> jax.Array:
-    """Return which choices of this rank fit, bool [R, T, K], if choices ask for room in order: by
+    """Return which choices for this rank fit, bool [R, T, K]. Choices reserve room in order: by
     choice, then token, then source rank (docs/protocol.md, section 17). The first choice of a block
     of ``alignment`` rows reserves the block. ``group``, int32 [R, T, K], is the group of each
-    choice, or the number of groups if it is not for this rank.
-    """
+    choice, or the number of groups for a choice of another rank."""
     if group.size == 0:
         return jnp.zeros(group.shape, bool)
     alignment, num_groups = options.alignment, options.num_local_experts // options.parts
@@ -233,10 +229,10 @@ def count_and_number(group: jax.Array, num_groups: int) -> tuple[jax.Array, jax.
 
 
 def sort_by_group(group: jax.Array, num_groups: int) -> tuple[jax.Array, jax.Array]:
-    """Sort elements by group and then in their order. Return the first position of each group and
-    of the elements without a group, int32 [num_groups + 1], and the position of each element, int32
-    [N]. ``group``, int32 [N], is ``num_groups`` for an element without a group."""
-    # A mark for each group is sorted before the elements of the group, and shows where they begin.
+    """Sort elements by group, in a stable order. Return the first position of each group and of the
+    elements without a group, int32 [num_groups + 1], and the position of each element, int32 [N].
+    ``group``, int32 [N], is ``num_groups`` for an element without a group."""
+    # A mark for each group is sorted before the group's elements, and shows their first position.
     marks = jnp.arange(num_groups + 1, dtype=jnp.int32)
     keys = jnp.concatenate([marks, group])
     order = lax.sort((keys, lax.iota(jnp.int32, keys.size)), num_keys=1)[1]
@@ -259,7 +255,7 @@ def take(x: jax.Array, index: jax.Array) -> jax.Array:
 
 def quotient(x: jax.Array, divisor: int) -> jax.Array:
     """Return ``x // divisor`` for int32 x >= 0; any number for negative x. ``//`` would emit ten
-    more operations, which correct the sign."""
+    more operations for negative numbers."""
     return lax.div(x.astype(jnp.uint32), np.uint32(divisor)).astype(jnp.int32)
 
 
@@ -269,11 +265,9 @@ def remainder(x: jax.Array, divisor: int) -> jax.Array:
 
 
 def running_sum(x: jax.Array, axis: int = 0) -> jax.Array:
-    """Return the inclusive prefix sum along an axis, in the dtype of ``x``.
-
-    ``jnp.cumsum`` emits many operations on CPU. In jax 0.12.0.1 it becomes a scan, on which XLA:CPU
-    aborts if one export serves several platforms.
-    """
+    """Return the inclusive prefix sum along an axis, in the dtype of ``x``. ``jnp.cumsum`` emits
+    many operations on CPU. In jax 0.12.0.1 it becomes a scan, on which XLA:CPU aborts if one export
+    serves several platforms."""
     length = x.shape[axis]
     if length == 0:
         return x
@@ -284,8 +278,7 @@ def running_sum(x: jax.Array, axis: int = 0) -> jax.Array:
 
 def fold_batch(routing: RoutingArrays) -> RoutingArrays:
     """Merge B routings (leading axis B on every array) into one routing over B*T tokens and B*C
-    rows. Each of the B routings keeps its capacity and drops. Empty slots may lie between used
-    slots."""
+    rows. The same rows are dropped as in the B routings. Empty slots may lie between used slots."""
     batch, num_tokens, _ = routing.choice_rank.shape
     capacity = routing.row_rank.shape[1]
 

@@ -20,7 +20,7 @@ from ..plan.options import Exchange, without_capacity
 from .two_level import AnyRouting
 from .types import RouteOptions
 
-# Limits the memory of the arrays with an entry for each local expert.
+# This limit bounds the memory of arrays with an entry for each local expert.
 MAX_LOCAL_EXPERTS = 2**20
 INT32_MAX = int(np.iinfo(np.int32).max)
 
@@ -46,7 +46,6 @@ class CheckedIds(NamedTuple):
 def check_ids_or_routing(
     topk_ids: ArrayLike | AnyRouting, given: RouteArguments
 ) -> CheckedIds | AnyRouting:
-    """Return checked ids for ``route_ids`` with options, or a checked routing."""
     if isinstance(topk_ids, AnyRouting):
         check_scope(topk_ids.group)
         topk_ids.check("topk_ids")
@@ -62,7 +61,6 @@ def check_ids_or_routing(
 
 
 def check_route(topk_ids: ArrayLike, given: RouteArguments) -> CheckedIds:
-    """Check the arguments of ``route``, and raise the errors of ``check_ids_or_routing``."""
     group = check_scope(given.group)
     ids = check_ids("topk_ids", topk_ids)
     exchange, (num_tokens, top_k) = given.exchange, ids.shape
@@ -121,8 +119,7 @@ def check_ids(name: str, value: ArrayLike) -> jax.Array | np.ndarray:
 
 
 def _check_repeated(given: RouteArguments, routing: AnyRouting) -> None:
-    """Raise an error if an argument that was passed with a routing differs from the option of the
-    routing."""
+    """Raise an error if an argument next to a routing differs from the option of the routing."""
     arguments = {**vars(given.exchange), "group": given.group, "num_experts": given.num_experts}
     for field in dataclasses.fields(RouteOptions):
         name, value, own = field.name, arguments[field.name], getattr(routing, field.name)
@@ -150,7 +147,6 @@ def _check_repeated(given: RouteArguments, routing: AnyRouting) -> None:
 
 
 def axes_of(group: object, argument: str = "group") -> tuple[str, ...]:
-    """Return the axes of a group, or of the names that stand for it, or raise an error."""
     if isinstance(group, Group):
         return group.axes
     if not isinstance(group, str | tuple):
@@ -162,9 +158,9 @@ def axes_of(group: object, argument: str = "group") -> tuple[str, ...]:
 
 
 def check_scope(group: object) -> Group:
-    """Return the argument if it is a ``Group``, or the group over the axes if it is names of axes.
-    Raise an error if its axes or its mesh do not match those in scope, or if it requires the CUDA
-    kernels and they cannot run."""
+    """Return the argument if it is a ``Group``, or the group over the axes that it names. Raise an
+    error if the axes or the mesh of a ``Group`` do not match those in scope, or if it requires the
+    CUDA kernels and they cannot run."""
     axes = axes_of(group)
     if not isinstance(group, Group):
         return Group(axis_name=axes, size=math.prod(_sizes_in_scope(axes, repr(group))))
@@ -190,7 +186,6 @@ def check_scope(group: object) -> Group:
 
 
 def _sizes_in_scope(axes: tuple[str, ...], got: str) -> list[int]:
-    """Return the sizes of a group's axes, or raise an error with what the caller passed."""
     sizes = []
     for axis in axes:
         try:

@@ -32,29 +32,20 @@ class TwoLevelRouting(RoutedRows):
         """Return the choice of each row [C], -1 for a row without a token."""
         return self.ranks.row_k
 
-    @property
-    def num_tokens(self) -> int:
-        """Return T, the number of tokens of each rank."""
-        return self.hosts.choice_rank.shape[0]
-
-    @property
-    def top_k(self) -> int:
-        """Return K, the number of choices of each token."""
-        return self.ranks.choice_rank.shape[1]
-
     def check(self, argument: str) -> None:
         """Check dtype and shape of all arrays."""
         hosts, ranks = self.group.levels
         check_arrays(argument, self.ranks, ranks.size, self.capacity, level="ranks.")
         num_relayed, top_k = self.ranks.choice_rank.shape
+        num_tokens = num_relayed // hosts.size
         check_arrays(argument, self.hosts, hosts.size, num_relayed, level="hosts.")
         check_int32(
             f"{argument} must be a routing as route returned it",
             {"hosts.choice_rank": self.hosts.choice_rank},
-            {"hosts.choice_rank": (num_relayed // hosts.size, min(top_k, hosts.size))},
+            {"hosts.choice_rank": (num_tokens, min(top_k, hosts.size))},
             f"ranks.choice_rank {short(self.ranks.choice_rank)} and {hosts.size} hosts",
         )
-        self.check_rows(argument, self.num_tokens, self.top_k)
+        self.check_rows(argument, num_tokens, top_k)
 
 
 AnyRouting = Routing | TwoLevelRouting

@@ -17,8 +17,7 @@ from ..plan.plan import RoutingArrays, plan_shapes
 ROUTING_CHECKPOINT_NAME = "moe_a2a_routing"
 """Checkpoint name of every routing array, a str.
 
-If a policy of ``jax.checkpoint`` saves this name, the backward pass uses the saved routing and does
-not route again. Such a policy is
+If a policy of ``jax.checkpoint`` saves this name, the backward pass does not route again, as with
 ``jax.checkpoint_policies.save_only_these_names(ROUTING_CHECKPOINT_NAME)``.
 """
 
@@ -88,6 +87,16 @@ class RoutedRows(RouteOptions):
     topk_ids: jax.Array
     """[T, K]: the ids that this rank routed. No exchange reads them."""
 
+    @property
+    def num_tokens(self) -> int:
+        """Return T, the number of tokens of each rank."""
+        return self.topk_ids.shape[0]
+
+    @property
+    def top_k(self) -> int:
+        """Return K, the number of choices of each token."""
+        return self.topk_ids.shape[1]
+
     def check_rows(self, argument: str, num_tokens: int, top_k: int) -> None:
         """Check the arrays that every routing has."""
         shapes: dict[str, tuple[int, ...]] = dict(
@@ -140,16 +149,6 @@ class Routing(RoutedRows):
     """[C]: index of a row's choice, or -1 if the row holds no token."""
 
     @property
-    def num_tokens(self) -> int:
-        """Return T, the number of tokens of each rank."""
-        return self.choice_rank.shape[0]
-
-    @property
-    def top_k(self) -> int:
-        """Return K, the number of choices of each token."""
-        return self.choice_rank.shape[1]
-
-    @property
     def arrays(self) -> RoutingArrays:
         """Return the arrays that an exchange reads."""
         return RoutingArrays(*(getattr(self, name) for name in RoutingArrays._fields))
@@ -157,17 +156,14 @@ class Routing(RoutedRows):
     def check(self, argument: str) -> None:
         """Check dtype and shape of all arrays."""
         check_arrays(argument, self.arrays, self.domain.size, self.capacity)
-        self.check_rows(argument, self.num_tokens, self.top_k)
+        self.check_rows(argument, *self.choice_rank.shape)
 
 
 def check_arrays(
     argument: str, arrays: RoutingArrays, num_ranks: int, capacity: int, *, level: str = ""
 ) -> None:
-    """Check dtype and shape of the arrays that an exchange reads, whose names begin with ``level``.
-
-    The check protects memory, because kernels take sizes from some of the arrays, and read all
-    arrays with these sizes.
-    """
+    """Check dtype and shape of the arrays that an exchange reads. Kernels would read outside of
+    arrays with other shapes. The names of the arrays begin with ``level``."""
     what = f"{argument} must be a routing as route returned it"
     named = {f"{level}{name}": _shaped(array) for name, array in arrays._asdict().items()}
     choices = named[f"{level}choice_rank"]
@@ -189,7 +185,7 @@ def check_arrays(
 def check_int32(
     what: str, arrays: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], reason: str
 ) -> None:
-    """Raise a TypeError unless every array is int32 with its shape, because of ``reason``."""
+    """Raise a TypeError unless every array is int32 with its shape, which ``reason`` explains."""
     for name, shape in shapes.items():
         if arrays[name].dtype != jnp.int32 or arrays[name].shape != shape:
             expected = ",".join(map(str, shape))
@@ -201,5 +197,4 @@ def check_int32(
 
 
 def _shaped(array: jax.Array) -> Any:
-    """Return arrays and abstract values unchanged, and other values as arrays."""
     return array if hasattr(array, "shape") and hasattr(array, "dtype") else as_array(array)
