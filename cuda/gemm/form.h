@@ -166,7 +166,7 @@ struct GemmParams {
   const int32_t *starts, *sizes, *weights;
   int32_t num_groups;
   int32_t first_spare;
-  int32_t* next_tile;  // 0 before the launch
+  int32_t* next_tile;  // 0 before the launch; not used if the form kTakesInTurn
 };
 
 }  // namespace moe_a2a::gemm

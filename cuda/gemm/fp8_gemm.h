@@ -29,7 +29,7 @@ struct Fp8Gemm {
   int64_t num_rows, num_weights, k, n;      // C, L, K, N
   const int32_t *starts, *sizes, *weights;  // as in GroupedGemm
   int32_t num_groups;
-  int32_t* counter;  // device memory; the launch sets it to zero
+  int32_t* counter;  // device memory, which the launch may overwrite
   int num_sms;       // the most blocks to launch
   // More matrices [num_spare, N, K], whose indices follow those of the first, or null.
   const void* spare = nullptr;

@@ -10,8 +10,9 @@
 // Roles: in the last warp group of a block, one warp takes tiles, and another loads tiles of a and
 // b through kStages stages. The two other warp groups multiply, each for half of the tile's rows,
 // and store. Without an activation, they store while the products of the next tile run. The first
-// block of a cluster takes the next tile from a counter and tells the other block, so any number of
-// blocks completes the work, even if some start late.
+// block of a cluster takes the next tile, from a counter or in turn (kTakesInTurn), and tells the
+// other block. Any number of blocks completes the work. With a counter, blocks that start late take
+// fewer tiles.
 //
 // An epilogue may read an array, such as pre-activations for a derivative, through kReadStages
 // stages after a tile's operands. Both blocks of a cluster use them all, even for fewer columns.
@@ -20,7 +21,8 @@
 // its loads may be for both. Consumers wait for the loads. They release a stage that an epilogue
 // reads when the stores from the stage have read it. Nothing waits for another cluster.
 //
-// Launch: kGemmThreads threads, clusters of kBlocks blocks, `*next_tile` 0.
+// Launch: kGemmThreads threads, clusters of kBlocks blocks. `*next_tile` is 0, or the form
+// kTakesInTurn.
 #pragma once
 
 #include "gemm/epilogue.cuh"

@@ -50,7 +50,7 @@ struct GroupedGemm {
   // index of the matrix is negative, the results are zeros, except that kWeightGradient has none.
   const int32_t *starts, *sizes, *weights;
   int32_t num_groups;
-  int32_t* counter;   // device memory; the launch sets it to zero
+  int32_t* counter;   // device memory, which the launch may overwrite
   int num_sms;        // the most blocks to launch
   bool adds = false;  // kWeightGradient: d is float32, and increases by the products
   const ActivatedProduct* activated = nullptr;

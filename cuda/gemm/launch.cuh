@@ -102,7 +102,7 @@ cudaError_t Load() {
 
 template <typename F, typename Shared, typename Params>
 Problem LaunchForm(void (*kernel)(Params), const Params& params, int num_sms, cudaStream_t stream) {
-  if (!F::kTakesInTurn) {
+  if constexpr (!F::kTakesInTurn) {
     Problem problem = ProblemOf(cudaMemsetAsync(params.next_tile, 0, sizeof(int32_t), stream));
     if (!problem.empty()) return problem;
   }
