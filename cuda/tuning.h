@@ -73,15 +73,18 @@ struct Sm90 {
   static constexpr int64_t kFewItemsCombine = 8;  // "Senders"
   // "Senders": sending one row takes as long as writing this number of rows.
   static constexpr double kRowsPerSent = 3;
-  static constexpr double kRowsPerSentOfMany = 8;  // if the launch has kFewSms blocks or more
+  // The same for a launch of kFewSms blocks or more, if a rank's tokens have at most
+  // kManySendersBytes.
+  static constexpr double kRowsPerSentOfMany = 8;
+  static constexpr int64_t kManySendersBytes = 32 << 20;
   // "Token formats": encoding one token for all its ranks takes as long as writing this number of
   // rows.
   static constexpr double kRowsPerEncodedFp8 = 8, kRowsPerEncodedFp4 = 20;
-  // "Senders", "Token formats": the share of the blocks of a combine that send. Half of the blocks
-  // send if sums are encoded, or if there are two ranks and rows are larger than
-  // kSmallCombineRowBytes.
-  static constexpr double kCombineSenders = 2. / 3;
-  static constexpr int64_t kSmallCombineRowBytes = 4096;
+  static constexpr double kCombineSenders = 2. / 3;         // "Senders"
+  static constexpr double kEncodedCombineSenders = 1. / 2;  // "Token formats"
+  // "Senders": with two ranks, half of the blocks send if rows are larger than
+  // kSmallCombineRowBytes and a block has more than kFewItemsOfTwo send items.
+  static constexpr int64_t kSmallCombineRowBytes = 4096, kFewItemsOfTwo = 4;
   // "Senders": routed dispatch. A quarter of a block's warps sends a token.
   static constexpr double kRoutedSenders = 0.25;
   static constexpr int kRoutedLeastSenders = 4;
@@ -127,6 +130,9 @@ struct Sm90 {
   static constexpr GemmTile kTransposed = {128, 256, 2, 4};
   static constexpr GemmTile kWeightGradient = {128, 256, 2, 4};
   static constexpr int kGemmBand = 8;
+  // "Few tiles": products of few rows take up to this number of tiles of a block, on average, in
+  // turn.
+  static constexpr int kGemmTilesInTurn = 8;
   // Python chooses kForwardFew if the capacity has at most this number of rows per group. With 96
   // and 256 rows per group, kForwardFew takes 0.77 and 0.99 times as long as kForward (H200,
   // "Between few and many rows").

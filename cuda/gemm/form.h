@@ -56,9 +56,6 @@ struct Form {
   static constexpr int kStages = kStages_;
   static constexpr Epilogue kEpilogue = kEpilogue_;
   static constexpr bool kVaries = kVaries_;  // tiles have different numbers of rows (RowTiles)
-  // Clusters take tiles in turn, and not from a counter. With few rows, all tiles take about the
-  // same time, and a counter would have to be set to 0 before the launch.
-  static constexpr bool kTakesInTurn = kRows == Axis::kN;
   // The two blocks of a cluster have neighbouring tiles along this axis.
   static constexpr Axis kPaired = kVaries ? Axis::kN : Axis::kM;
   static constexpr int kStepK = kTileK;  // elements of k in a tile of an operand
@@ -166,7 +163,7 @@ struct GemmParams {
   const int32_t *starts, *sizes, *weights;
   int32_t num_groups;
   int32_t first_spare;
-  int32_t* next_tile;  // 0 before the launch; not used if the form kTakesInTurn
+  int32_t* next_tile;  // 0 before the launch; null: clusters take tiles in turn
 };
 
 }  // namespace moe_a2a::gemm

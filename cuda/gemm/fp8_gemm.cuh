@@ -21,8 +21,8 @@
 // Scales: a lane reads scales from global memory into registers, some steps ahead, and gets other
 // lanes' scales through shared memory (rows along m) or by shuffles (rows along n).
 //
-// Launch: kGemmThreads threads, clusters of kBlocks blocks. `*next_tile` is 0, or the form
-// kTakesInTurn.
+// Launch: kGemmThreads threads, clusters of kBlocks blocks. `*next_tile` is 0, or `next_tile`
+// is null.
 #pragma once
 
 #include "gemm/fp8_gemm.h"

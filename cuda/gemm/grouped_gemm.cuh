@@ -10,7 +10,7 @@
 // Roles: in the last warp group of a block, one warp takes tiles, and another loads tiles of a and
 // b through kStages stages. The two other warp groups multiply, each for half of the tile's rows,
 // and store. Without an activation, they store while the products of the next tile run. The first
-// block of a cluster takes the next tile, from a counter or in turn (kTakesInTurn), and tells the
+// block of a cluster takes the next tile, from a counter or in turn, and tells the
 // other block. Any number of blocks completes the work. With a counter, blocks that start late take
 // fewer tiles.
 //
@@ -21,8 +21,8 @@
 // its loads may be for both. Consumers wait for the loads. They release a stage that an epilogue
 // reads when the stores from the stage have read it. Nothing waits for another cluster.
 //
-// Launch: kGemmThreads threads, clusters of kBlocks blocks. `*next_tile` is 0, or the form
-// kTakesInTurn.
+// Launch: kGemmThreads threads, clusters of kBlocks blocks. `*next_tile` is 0, or `next_tile`
+// is null.
 #pragma once
 
 #include "gemm/epilogue.cuh"
@@ -132,7 +132,7 @@ __device__ inline void take_tiles(const GemmParams& p, GemmShared<F>& shared, ui
     };
     int position = blockIdx.x / F::kBlocks;
     while (true) {
-      if constexpr (!F::kTakesInTurn) position = take();
+      if (p.next_tile != nullptr) position = take();
       const Work work = walk.at(position);
       position += gridDim.x / F::kBlocks;
       wait_for<kIsCluster>(&shared.work_read[entry.place], entry.parity ^ 1);

@@ -101,8 +101,13 @@ cudaError_t Load() {
 }
 
 template <typename F, typename Shared, typename Params>
-Problem LaunchForm(void (*kernel)(Params), const Params& params, int num_sms, cudaStream_t stream) {
-  if constexpr (!F::kTakesInTurn) {
+Problem LaunchForm(void (*kernel)(Params), Params params, int num_sms, cudaStream_t stream) {
+  // With few rows and few tiles, a counter costs more time than it saves.
+  const int64_t columns_of_tiles = ceil_div(params.m, F::kResultM);
+  if (F::kRows == Axis::kN &&
+      params.num_groups * columns_of_tiles <= int64_t{Tuning::kGemmTilesInTurn} * num_sms) {
+    params.next_tile = nullptr;
+  } else {
     Problem problem = ProblemOf(cudaMemsetAsync(params.next_tile, 0, sizeof(int32_t), stream));
     if (!problem.empty()) return problem;
   }

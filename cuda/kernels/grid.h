@@ -96,20 +96,28 @@ inline double num_written_rows(const DispatchParams& p) {
                                            : p.routing.capacity);
 }
 
+// Returns the grid with at least a `share` of the blocks sending first. The number of teams stays.
+inline Grid with_senders(Grid grid, double share) {
+  const int32_t least = static_cast<int32_t>(std::llround(grid.blocks * share));
+  grid.roles.send_blocks = std::max(grid.roles.send_blocks, least);
+  return grid;
+}
+
 inline Grid grid_of(const DispatchParams& p, int64_t num_sms) {
   // While rows travel, blocks that do not send write the rows of this rank's tokens, and zeros.
   const int64_t chunks = num_chunks_of(p.routing.num_tokens);
   const int64_t peers = p.view.num_ranks - 1;
   const double tokens = p.routing.num_tokens, written = num_written_rows(p);
-  double share = tokens * peers / (tokens * peers + written / Tuning::kRowsPerSent);
-  if (num_sms >= Tuning::kFewSms) {
-    // Memory limits so many blocks before the links do, so more of them can send.
-    share =
-        std::max(share, std::min(0.5, tokens / (tokens + written / Tuning::kRowsPerSentOfMany)));
-  }
-  return make_grid(num_sms, chunks * peers,
-                   chunks * p.view.num_ranks + num_zero_items(p.routing, num_sms), largest_row(p),
-                   {Tuning::kFewItems, share});
+  const Grid grid = make_grid(
+      num_sms, chunks * peers, chunks * p.view.num_ranks + num_zero_items(p.routing, num_sms),
+      largest_row(p),
+      {Tuning::kFewItems, tokens * peers / (tokens * peers + written / Tuning::kRowsPerSent)});
+  const bool is_weighted = p.weighting.rows != nullptr || p.weighting.weights != nullptr;
+  const bool is_small = p.routing.num_tokens * largest_row(p) <= Tuning::kManySendersBytes;
+  if (is_weighted || !is_small || num_sms < Tuning::kFewSms) return grid;
+  // Memory limits so many blocks before the links do, so more of the blocks can send.
+  return with_senders(grid,
+                      std::min(0.5, tokens / (tokens + written / Tuning::kRowsPerSentOfMany)));
 }
 
 inline Grid grid_of(const FormatDispatchParams& p, int64_t num_sms) {
@@ -151,15 +159,18 @@ inline Grid grid_of(const CombineParams& p, int64_t num_sms) {
   // Most work is to compute the sums that are sent, so many blocks send. Sums in a format use the
   // links for half the time, but need more work at the source rank.
   const bool is_encoded = p.wire_format != kNoFormat;
-  // A rank sums rows for each peer and for itself. With two ranks, it sends half of its sums.
-  const bool sends_half =
-      is_encoded || (p.view.num_ranks == 2 && largest_row(p) > Tuning::kSmallCombineRowBytes);
-  const Senders senders = {Tuning::kFewItemsCombine, sends_half ? 0.5 : Tuning::kCombineSenders};
-  const int64_t num_tokens = p.routing.num_tokens;
-  Grid grid = make_grid(num_sms, num_chunks_of(p.routing.num_tokens) * (p.view.num_ranks - 1),
-                        num_tokens, largest_row(p), senders);
+  const int64_t num_tokens = p.routing.num_tokens, row_bytes = largest_row(p);
+  const int64_t items = num_chunks_of(num_tokens) * (p.view.num_ranks - 1);
+  Grid grid = make_grid(num_sms, items, num_tokens, row_bytes,
+                        {Tuning::kFewItemsCombine,
+                         is_encoded ? Tuning::kEncodedCombineSenders : Tuning::kCombineSenders});
+  if (p.view.num_ranks == 2 && !is_encoded && row_bytes > Tuning::kSmallCombineRowBytes &&
+      items > Tuning::kFewItemsOfTwo * grid.blocks) {
+    // One half of the sums stays on this rank.
+    grid.roles.send_blocks = (grid.blocks + 1) / 2;
+  }
   // Tokens become complete at about the same time, so many warps sum each of them.
-  grid.roles.receive_teams = teams_for(num_tokens, grid.blocks, largest_row(p), 1);
+  grid.roles.receive_teams = teams_for(num_tokens, grid.blocks, row_bytes, 1);
   return grid;
 }
 
