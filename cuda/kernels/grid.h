@@ -96,28 +96,25 @@ inline double num_written_rows(const DispatchParams& p) {
                                            : p.routing.capacity);
 }
 
-// Returns the grid with at least a `share` of the blocks sending first. The number of teams stays.
-inline Grid with_senders(Grid grid, double share) {
-  const int32_t least = static_cast<int32_t>(std::llround(grid.blocks * share));
-  grid.roles.send_blocks = std::max(grid.roles.send_blocks, least);
-  return grid;
-}
-
 inline Grid grid_of(const DispatchParams& p, int64_t num_sms) {
   // While rows travel, blocks that do not send write the rows of this rank's tokens, and zeros.
   const int64_t chunks = num_chunks_of(p.routing.num_tokens);
   const int64_t peers = p.view.num_ranks - 1;
   const double tokens = p.routing.num_tokens, written = num_written_rows(p);
-  const Grid grid = make_grid(
+  Grid grid = make_grid(
       num_sms, chunks * peers, chunks * p.view.num_ranks + num_zero_items(p.routing, num_sms),
       largest_row(p),
       {Tuning::kFewItems, tokens * peers / (tokens * peers + written / Tuning::kRowsPerSent)});
   const bool is_weighted = p.weighting.rows != nullptr || p.weighting.weights != nullptr;
   const bool is_small = p.routing.num_tokens * largest_row(p) <= Tuning::kManySendersBytes;
-  if (is_weighted || !is_small || num_sms < Tuning::kFewSms) return grid;
-  // Memory limits so many blocks before the links do, so more of the blocks can send.
-  return with_senders(grid,
-                      std::min(0.5, tokens / (tokens + written / Tuning::kRowsPerSentOfMany)));
+  if (!is_weighted && is_small && num_sms >= Tuning::kFewSms) {
+    // Memory limits so many blocks before the links do, so more of the blocks can send. The number
+    // of teams stays.
+    const double share = std::min(0.5, tokens / (tokens + written / Tuning::kRowsPerSentOfMany));
+    const auto least = static_cast<int32_t>(std::llround(grid.blocks * share));
+    grid.roles.send_blocks = std::max(grid.roles.send_blocks, least);
+  }
+  return grid;
 }
 
 inline Grid grid_of(const FormatDispatchParams& p, int64_t num_sms) {
