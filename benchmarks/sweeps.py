@@ -54,7 +54,7 @@ def by(field: str) -> Callable[[Any], Iterable[dict[str, Any]]]:
 
 
 def with_plain_jax(setting: Setting, ops: tuple[Any, ...], plain_ops: tuple[Any, ...]) -> Any:
-    """Return the options of a plan, which has plain JAX only for the numbers ``PLAIN_TOKENS``."""
+    """Return ``Plan`` options, with plain JAX only for the token counts ``PLAIN_TOKENS``."""
     methods = PLAIN if setting.tokens in PLAIN_TOKENS else ("ours",)
     return dict(methods=methods, ops=ops, plain_ops=plain_ops)
 
@@ -66,7 +66,7 @@ def formats(name: str) -> list[dict[str, Any]]:
 
 
 def of_format(setting: Setting) -> dict[str, Any]:
-    """Return the options of a plan with a format."""
+    """Return ``Plan`` options for the format of a setting."""
     if not setting.format:
         return dict(ops=FORWARD)
     tolerance = FORMAT_TOLERANCE.get(setting.format, TOLERANCE)
@@ -76,7 +76,7 @@ def of_format(setting: Setting) -> dict[str, Any]:
 
 
 def of_budgets(setting: Setting) -> dict[str, Any]:
-    """Return the options of a plan with each SM budget."""
+    """Return ``Plan`` options for all SM budgets."""
     round_trip = (ROUND_TRIP,) if setting.tokens != FEW_TOKENS else ()
     all_sms = getattr(native.default_gpu(), "core_count", NUM_SMS[-1])
     budgets = tuple(dict(num_sms=n) for n in NUM_SMS if n < all_sms) + (dict(num_sms=all_sms),)

@@ -64,7 +64,7 @@ class Instruction:
 
 
 class Module:
-    """The computations of a compiled program, as lists of instructions by their names."""
+    """A compiled program. ``computations`` maps the names of computations to their instructions."""
 
     def __init__(self, text):
         self.computations = {

@@ -74,7 +74,7 @@ struct BlockStart {
 // Runs all threads of a block until they end. The calling thread must be new.
 void run_block(const BlockStart& start);
 
-// Orders everything before the launch before the caller's next accesses.
+// Orders the caller's next accesses after everything that preceded the launch.
 void observe_start();
 
 // Returns the word through which fences of the block order shared memory before bulk copies

@@ -9,8 +9,8 @@ from hooks import DELAYABLE, Mutation, hooked, set_hooks, uncapped
 
 # Dispatch and combine have work for more than 400 blocks.
 MANY_CHUNKS = checked.fitting(checked.Shape(tokens=4096, hidden=64))
-# Ranks that share one GPU divide its multiprocessors. With 200 and 400, each rank uses its whole
-# share.
+# Ranks that share one GPU divide its multiprocessors. If `num_sms` is 200 or 400, each rank uses
+# its whole share.
 GROUPS = {num_sms: checked.new_group(num_sms=num_sms) for num_sms in (1, 2, 200, 400)}
 SMALL_GRID = checked.new_group(num_sms=16)
 # More receivers than a GPU can hold at once. If all receivers started first, no sender would have

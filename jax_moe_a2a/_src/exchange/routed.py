@@ -246,8 +246,8 @@ def _call(
     attributes: dict[str, Any],
     scratch: Sequence[Any] = (),
 ) -> Callable[[], list[Any]]:
-    """Choose a call whose operands are the ids, this device's rank and the other ``operands``, and
-    whose last results are ``scratch``. Return the function that emits the call."""
+    """Return a function that emits a call with the ids, this device's rank and the other
+    ``operands``. The last results of the call are ``scratch``, which the function drops."""
     (ids, *payload), (ids_aval, *payload_avals) = operands, ctx.avals_in
     ranks = (call_placement.group.size,) * call_placement.lead
     rank_aval = compat.result_aval(ids_aval, ranks, jnp.dtype(jnp.int32))

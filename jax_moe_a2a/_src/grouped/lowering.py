@@ -150,8 +150,8 @@ def by_kernel(
     composition: Callable[..., Any],
     what: str = "not fused",
 ) -> Callable[..., Choice]:
-    """Return a chooser of paths for ``paths.lowering``. ``why_not`` maps the types of the operands
-    and the parameters to the reason why the kernel does not run, or ''."""
+    """Return a chooser of paths for ``paths.lowering``. ``why_not`` receives operand types and
+    parameters, and returns why the kernel does not run, or ''."""
 
     def choose(ctx: compat.Context, *operands: compat.Value, **params: object) -> Choice:
         why = why_not(*ctx.avals_in, **params)

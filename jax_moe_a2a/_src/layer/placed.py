@@ -47,8 +47,8 @@ class Rows(NamedTuple):
 def to_slots(
     topk_ids: ArrayLike | AnyRouting, given: RouteArguments, placement: Placement
 ) -> tuple[Any, RouteArguments]:
-    """Return the ids of slots in place of the ids of experts, and the arguments of their route. A
-    routing is returned unchanged, because its experts are already slots."""
+    """Return slot ids in place of expert ids, and the route arguments for these slots. A routing is
+    returned unchanged, because its experts are already slots."""
     if isinstance(topk_ids, AnyRouting):
         check_placement(placement, topk_ids.group.size, or_none=True)
         if topk_ids.num_experts != placement.num_slots:
