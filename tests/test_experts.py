@@ -376,7 +376,7 @@ def test_few_rows_no_bias_and_a_batch_are_one_call(hopper):
     assert types.startswith("(tensor<1536x64xbf16>, tensor<12x64x640xbf16>, tensor<3x12xi32>")
     names = [name for name, *_ in calls(jax.vmap(backward), *avals(lead=(3,)))]
     assert (names.count("dot_act"), names.count("act_dot_grad")) == (2, 1)
-    # The table has one index for weights and bias, so a batch of biases needs a batch of weights.
+    # A group has one index for its weights and its bias, so batched biases need batched weights.
     shared = jax.vmap(forward, (0, None, 0, 0, None, None, None))
     rows, w_in, bias, weights, w_out, b_out, sizes = avals()
     more = lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype)

@@ -101,7 +101,7 @@ def test_encode_and_decode_use_the_scale_of_each_token(dtype, shape):
 
 
 def whole_exchanges(form, layout=LAYOUT):
-    """Return the number of whole exchanges of two dispatches. If the route is an exchange, both
+    """Return how many whole exchanges two dispatches run. If the route is an exchange, both
     dispatches share it."""
     if form == "halves":
         return 1

@@ -22,7 +22,7 @@ using ExchangeCalls = Types<RouteCall, DispatchCall, FormatDispatchCall, RoutedD
 
 struct Verdict {
   Problem why;             // why the kernels refuse the call, or empty
-  int64_t half_bytes = 0;  // the bytes of a ring half that the call needs
+  int64_t half_bytes = 0;  // how many bytes of a ring half the call needs
 };
 
 // Returns the verdict about a call with aligned arrays. `read` reads attributes as in Call::Read.

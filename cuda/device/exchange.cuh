@@ -207,8 +207,8 @@ static __device__ __noinline__ void fill_outputs(const FailureFill* fills, int n
 __device__ inline void leave(const RankView& view, BlockState& block, const FailureFill* fills,
                              int num_fills, const FailureFill* more_fills = nullptr,
                              int num_more_fills = 0) {
-  // No launch succeeds before all heads agree, even if it expects no rows. If there are few work
-  // items, the highest block has the least work, so it waits for the heads.
+  // No launch succeeds before all heads agree, even if it expects no rows. The highest
+  // block waits for the heads, because it has the least work if there are few work items.
   if (block_index() == num_blocks() - 1 && block.ok) {
     for (int peer = threadIdx.x; peer < view.num_ranks; peer += blockDim.x) {
       if (peer != view.rank) wait_for_head(view, block.epoch, peer);

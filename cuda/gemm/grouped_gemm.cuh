@@ -115,10 +115,10 @@ using Before = std::conditional_t<
 // else, so the next tile is known as soon as the loader needs it.
 //
 // The first block writes entries of work in both blocks, and reuses an entry after all warps have
-// read it. If the second block's warps arrived at a barrier of the first block, they would need the
-// order of the cluster: a fence, which would cost consumers time in each tile. They therefore
-// arrive at a barrier of their own block. This function waits at that barrier, and then arrives at
-// the first block, once per tile.
+// read it. If the second block's warps arrived at a barrier of the first block, they would need a
+// cluster-scope fence, which would cost consumers time in each tile. The second block's warps
+// therefore arrive at a barrier of their own block. This function waits at that barrier, and then
+// arrives at the first block, once per tile.
 template <typename F>
 __device__ inline void take_tiles(const GemmParams& p, GemmShared<F>& shared, uint32_t rank) {
   constexpr bool kIsCluster = F::kBlocks > 1;

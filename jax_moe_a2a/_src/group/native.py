@@ -196,9 +196,9 @@ def why_not(
     topology: Topology,
     is_colocated: bool,
 ) -> tuple[str, int]:
-    """Return why the kernels do not support a call, or ''. Also return the bytes of a ring half
-    that the call needs (``cuda/calls/why_not.h``). Operands and results have the dtypes and shapes
-    of one rank's arrays."""
+    """Return why the kernels do not support a call, or ''. Also return how many bytes
+    of a ring half the call needs (``cuda/calls/why_not.h``). Operands and results have the dtypes
+    and shapes of one rank's arrays."""
     arrays = ([(type_name(x.dtype), list(x.shape)) for x in each] for each in (operands, results))
     why, is_unsupported, half_bytes = _native.why_not(
         target, dict(attributes), *arrays, topology.num_ranks, is_colocated

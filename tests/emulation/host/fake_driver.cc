@@ -28,7 +28,7 @@ std::atomic<long> calls_until_failure{-1};
 namespace {
 
 struct Allocation {
-  int device;  // negative: of another process
+  int device;  // negative if another process owns the memory
   int64_t bytes;
 };
 std::mutex mutex;
