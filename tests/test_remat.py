@@ -9,7 +9,7 @@ import small_layer
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from small_layer import OF_FLOATS, route_args
-from test_control_flow import dense_value_and_grads, of_all_ranks, problem
+from test_control_flow import dense_layers, of_all_ranks, problem, value_and_grads
 
 import jax_moe_a2a as ma
 
@@ -81,7 +81,7 @@ def test_a_scan_over_checkpointed_layers_equals_the_dense_layers(name):
     """Deep models are usually trained with such a scan, which stacks the arrays that each step
     saves."""
     policy, expected = CASES[name]
-    floats, ids, _ = problem()
+    floats, ids, kept = problem()
 
     # prevent_cse is not needed in a scan, as JAX's documentation says.
     layer = jax.checkpoint(layer_of_one_rank, policy=policy, prevent_cse=False)
@@ -93,7 +93,8 @@ def test_a_scan_over_checkpointed_layers_equals_the_dense_layers(name):
     gradient = jax.value_and_grad(loss, OF_FLOATS)
     assert small_layer.counts(gradient, *floats) == expected | ONCE
     actual = small_layer.compiled(gradient)(*floats)
-    small_layer.assert_close(actual, dense_value_and_grads(), tolerance=1e-4)
+    dense = value_and_grads(dense_layers, ids, kept)(*floats)
+    small_layer.assert_close(actual, dense, tolerance=1e-4)
 
 
 @pytest.mark.exchanges(0)
