@@ -58,7 +58,9 @@ def cuda_build() -> str:
 
 
 def origin() -> str:
-    """Return the origin of the extension in words."""
+    """Return the origin of the extension in words; '' without an extension."""
+    if _native is None:
+        return ""
     package = _native.__name__.partition(".")[0]
     if package != extension.IMPORTED_AS:
         return f"wheel {package.replace('_', '-')}"
