@@ -126,6 +126,8 @@ struct Weighting {
   const float* weights;  // [capacity]; null: no scaled rows
   const char* rows;      // like the array's `out`; null: no inner products
   float* dotted;         // [capacity]: the inner products
+
+  MOE_A2A_HOST_DEVICE bool is_used() const { return weights != nullptr || rows != nullptr; }
 };
 
 // How the source quantizes the leaves of a dispatch. A leaf has two arrays: values, then scales.

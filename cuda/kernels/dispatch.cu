@@ -249,7 +249,7 @@ struct DispatchKernels {
 cudaError_t MOE_A2A_FORM::LaunchDispatch(const DispatchParams* ranks, int num_blocks,
                                          cudaStream_t stream) {
   const Weighting& weighting = ranks->weighting;
-  const bool weighs = weighting.weights != nullptr || weighting.rows != nullptr;
+  const bool weighs = weighting.is_used();
   return LaunchListed<DispatchKernels>({weighs, weighs ? weighting.type : ElementType{}}, ranks,
                                        num_blocks, kThreads, kStreamSharedBytes, stream);
 }

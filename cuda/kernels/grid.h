@@ -105,9 +105,8 @@ inline Grid grid_of(const DispatchParams& p, int64_t num_sms) {
       num_sms, chunks * peers, chunks * p.view.num_ranks + num_zero_items(p.routing, num_sms),
       largest_row(p),
       {Tuning::kFewItems, tokens * peers / (tokens * peers + written / Tuning::kRowsPerSent)});
-  const bool is_weighted = p.weighting.rows != nullptr || p.weighting.weights != nullptr;
   const bool is_small = p.routing.num_tokens * largest_row(p) <= Tuning::kManySendersBytes;
-  if (!is_weighted && is_small && num_sms >= Tuning::kFewSms) {
+  if (!p.weighting.is_used() && is_small && num_sms >= Tuning::kFewSms) {
     // Memory limits so many blocks before the links do, so more of the blocks can send. The number
     // of teams stays.
     const double share = std::min(0.5, tokens / (tokens + written / Tuning::kRowsPerSentOfMany));
