@@ -35,7 +35,7 @@ class Refused(Exception):
 
 
 class CallPlacement(NamedTuple):
-    """Where the kernels run a call."""
+    """The devices on which the kernels run a call, and the layout of its arrays."""
 
     group: Group
     """The group, with the devices of the program if each rank has its own device."""

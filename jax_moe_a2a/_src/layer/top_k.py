@@ -356,5 +356,8 @@ def check_ids(name: str, value: object, leading: tuple[int, ...], num_experts: i
         raise TypeError(f"{name} must hold integers; got {short(ids)}")
     if ids.ndim != len(leading) + 1 or ids.shape[:-1] != leading:
         expected = f"[{', '.join(map(str, (*leading, 'K')))}]"
-        raise ValueError(f"{name} must be {expected}, K ids for each token; got {short(ids)}")
+        raise ValueError(
+            f"{name} must be {expected}, K ids for each token; got {short(ids)}. Pass the ids of "
+            "these tokens, in the same order"
+        )
     return as_int32(ids, num_experts)
