@@ -153,6 +153,7 @@ CASES = dict(
     no_groups=(16, 64, 64, []),
     no_columns=(16, 0, 64, [5, 6]),
     odd_columns=(50, 20, 12, [20, 13]),
+    adapters=(200, 200, 16, [50, 0, 70, 1, 40]),
 )
 # LARGE does not fill the last tiles of the kernel. With `many_groups`, the kernel reads the groups
 # in several steps.

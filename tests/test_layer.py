@@ -250,7 +250,7 @@ def test_the_backward_pass_keeps_rows_and_first_products_or_what_a_policy_saves(
 
 
 @ACTIVATIONS
-@pytest.mark.exchanges(0)
+@pytest.mark.exchanges(23)
 def test_saved_products_change_no_gradient(activation):
     floats, ids, _ = arguments()
     fn = functools.partial(layer, group=harness.vmapped_group(RANKS), activation=activation)

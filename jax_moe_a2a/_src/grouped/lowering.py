@@ -27,6 +27,8 @@ TARGET = "moe_a2a_grouped_gemm"
 FORWARD, FORWARD_FEW, TRANSPOSED, WEIGHT_GRADIENT = range(4)
 # Largest mean number of rows per group for which tiles of few rows are faster.
 FEW_ROWS = native.tuning("GEMM_FEW_ROWS")
+# A tile of a weight gradient has this many rows, and twice as many columns.
+TILE_ROWS = 128
 CAPABILITY = "9.0"  # kGemmCapability in cuda/gemm/grouped_gemm.h
 # By major compute capability: the first version of cuBLAS whose grouped products are used, and the
 # first later version whose products are not used. Release notes and users report wrong results of
@@ -212,6 +214,10 @@ def kernel_outer(
 ) -> list[jax.Array]:
     """Compute each part of ``grouped_outer_p`` in a separate launch, whose table has only the
     groups of the part."""
+    if y.shape[-1] <= TILE_ROWS < x.shape[-1]:  # such as the gradient of an adapter
+        options: dict[str, Any] = dict(parts=parts, dtype=dtype, num_sms=num_sms)
+        transposed = kernel_outer(y, x, sizes, by_library=by_library, **options)
+        return [jnp.swapaxes(part, -2, -1) for part in transposed]
     batch, nums = x.shape[:-2], [num for *_, num in parts]
     leads = [(*batch, num) for num in nums]
     groups = table(sizes, batch, x.shape[-2], *leads, has_tail=False)

@@ -72,8 +72,7 @@ def _dot_of_pieces(a: jax.Array, b: jax.Array, dtype: jnp.dtype) -> jax.Array:
     if num_products < num_columns:
         return _matmul(jnp.concatenate((a, a, a), -1), jnp.concatenate(pieces, -2), dtype)
     product = _matmul(a, jnp.concatenate(pieces, -1), jnp.float32)
-    small, middle, large = jnp.split(product, 3, axis=-1)
-    return (small + middle + large).astype(dtype)
+    return product.reshape(*product.shape[:-1], 3, num_columns).sum(axis=-2).astype(dtype)
 
 
 def _pieces(x: jax.Array) -> list[jax.Array]:
