@@ -1,4 +1,4 @@
-"""Check in jaxprs that every start has one done, and that nothing else uses arrays in flight."""
+"""Check in jaxprs that every start has one done, and that only the done uses arrays in flight."""
 
 import harness
 from jax.extend.core import Literal
@@ -21,7 +21,7 @@ def subjaxprs(jaxpr):
 
 
 def num_pairs(jaxpr):
-    """Check that a program has no `problems`. Return the number of its starts by name."""
+    """Return the number of starts in a program, by name. Fail if the program has `problems`."""
     found = problems(jaxpr)
     assert not found, "\n".join(found)
     counts = harness.count_primitives(jaxpr)
@@ -29,7 +29,7 @@ def num_pairs(jaxpr):
 
 
 def problems(jaxpr):
-    """Return a sentence for each error in the pairs of start and done."""
+    """Return a sentence for each error in the starts and dones of a program."""
     return [problem for each in subjaxprs(jaxpr) for problem in problems_of_one(each)]
 
 
