@@ -99,7 +99,7 @@ def test_every_listed_activation_has_gradients_in_a_layer(name):
                 w_in = params[part].w_in if is_gated else params[part].w_in[..., 0, :]
                 params[part] = params[part].replace(w_in=w_in, activation=act)
             gradient = jax.grad(loss)
-            if not in_fp8:  # the second derivative
+            if not in_fp8:  # differentiate twice
                 first = gradient
                 gradient = jax.grad(lambda p, x: first(p, x)["experts"].w_out.sum())
             jax.make_jaxpr(gradient)(params, jnp.ones((4, size)))

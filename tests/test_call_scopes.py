@@ -1,4 +1,4 @@
-"""Test the hash of the scope names around a call, by which ranks detect swapped calls.
+"""Test the hash of the scope names around a call. Ranks detect swapped calls by this hash.
 
 The hash must depend only on the program, and must be equal in every process.
 """

@@ -1,4 +1,4 @@
-"""Test that exchanges and parts of exchanges whose results are unused are removed."""
+"""Test that dead-code elimination removes unused exchanges, and unused parts of exchanges."""
 
 import functools
 
