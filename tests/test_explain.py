@@ -1,4 +1,4 @@
-"""`ma.explain` lists the calls of a program with the paths and reasons of its lowering."""
+"""Test that `ma.explain` lists the calls of a program with their paths and reasons."""
 
 import functools
 import logging
