@@ -46,7 +46,7 @@ def problems_of_one(jaxpr):
         name, sources = eqn.primitive.name, origins(eqn.invars)
         if name in STARTS:
             if any(source is not None for source in sources):
-                found.append(f"{name} ({number}) starts with what is in flight")
+                found.append(f"{name} ({number}) starts with an array in flight")
             origin.update({var: (number, i) for i, var in enumerate(eqn.outvars)})
             dones[number] = 0
         elif name == "moe_a2a_tie":
@@ -62,16 +62,16 @@ def problems_of_one(jaxpr):
             num_flying = len(jaxpr.eqns[start].outvars)
             expected = [(start, i) for i in range(num_flying)]
             if sources[:num_flying] != expected:
-                found.append(f"{name} ({number}) mixes what is in flight: {sources}")
+                found.append(f"{name} ({number}) mixes arrays in flight: {sources}")
             if any(source is not None for source in sources[num_flying:]):
-                found.append(f"{name} ({number}) reads what is in flight")
+                found.append(f"{name} ({number}) reads an array in flight")
         elif any(source is not None for source in sources):
-            found.append(f"{name} ({number}) uses what is in flight")
+            found.append(f"{name} ({number}) uses an array in flight")
     found += [
         f"{jaxpr.eqns[start].primitive.name} ({start}) is done {times} times"
         for start, times in dones.items()
         if times != 1
     ]
     if any(source is not None for source in origins(jaxpr.outvars)):
-        found.append("what is in flight leaves its function")
+        found.append("an array in flight leaves its function")
     return found

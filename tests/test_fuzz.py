@@ -1,7 +1,7 @@
-"""Random exchanges, layers and products have the oracle's results, and the fuzzer detects a broken
-package.
+"""Test that random exchanges, layers and products have the oracle's results, and that the fuzzer
+detects a broken package.
 
-`python -m tests.fuzz` runs more programs, and can repeat one that failed (`--program`).
+`python -m tests.fuzz` runs more programs, and can repeat a failed program (`--program`).
 """
 
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ def has_chunks(p):
     return p.num_chunks and p.batch > 1 and "ids" in p.batched
 
 
-# Numbers of programs of this seed, and options of each that no other module tests together.
+# These programs of the seed combine options that no other module tests together.
 PROGRAMS = {
     16: lambda p: p.derivative == "reverse over forward",  # 16, 4 and 8 are layers
     4: lambda p: p.derivative == "reverse over reverse",
@@ -88,4 +88,4 @@ def test_a_broken_package_is_noticed(monkeypatch, module, name, breaking, number
     done = fuzzer.fuzz(SEED, numbers=[number], report=told.append)
     assert done.failures == told != []
     assert f"python -m tests.fuzz --seed {SEED} --program {number}" in told[0]
-    assert "Traceback" not in told[0]  # the comparison noticed it
+    assert "Traceback" not in told[0]  # the comparison failed, and nothing else

@@ -1,4 +1,4 @@
-"""A group is a value, and starts nothing until a method is called. The tests need no GPU."""
+"""Test that a group is a value, and starts nothing until a method is called."""
 
 import inspect
 import pickle
@@ -22,14 +22,14 @@ pytestmark = [
 
 
 def mesh_of(*shape):
-    """Return a mesh over "host" and "ep" of GPUs, one in each process."""
+    """Return a mesh over "host" and "ep" of GPUs. Each process has one GPU."""
     gpus = [Gpu(i, process_index=i) for i in range(np.prod(shape))]
     return Mesh(np.array(gpus).reshape(shape), ("host", "ep"))
 
 
 @pytest.fixture
 def nothing_acts(monkeypatch):
-    """Let every function that could ask a device or another process raise an error."""
+    """Make every function fail that could ask a device or another process."""
 
     def refuse(name):
         return lambda *args, **kwargs: pytest.fail(f"{name} was called")

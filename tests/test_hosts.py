@@ -1,8 +1,7 @@
-"""Test groups of two levels over hosts. Each process is a host, and gloo connects the processes, on
-CPU.
+"""Test two-level groups over hosts on CPU. Each process is a host, and gloo connects the processes.
 
-With root, each process has a separate network (`hosts.py`). `make test-hosts` runs all tests of two
-levels with the same numbers of hosts and ranks.
+With root, each process has a separate network (`hosts.py`). `make test-hosts` runs all tests of
+two-level groups with the same numbers of hosts and ranks.
 """
 
 import os

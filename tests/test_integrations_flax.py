@@ -1,4 +1,4 @@
-"""The Flax modules equal `ma.moe` and the dense layer, also under Flax's transforms."""
+"""Test that the Flax modules equal `ma.moe` and the dense layer, also under Flax's transforms."""
 
 import functools
 from dataclasses import replace
@@ -46,7 +46,7 @@ def dense_module(params, x):
 
 
 def apply_and_params(make, mesh, x=X, call=None, config=CONFIG, **options):
-    """Return (a function of parameters and tokens that calls a module, the parameters)."""
+    """Return (a function of parameters and tokens that calls a module, the module's parameters)."""
     call = call or {}
     with jax.set_mesh(mesh):
         if make is NnxMoE:
@@ -141,7 +141,7 @@ def test_a_module_with_all_parameters_is_moe(make):
 
 
 def experts_of(names, prefix=""):
-    """Return `ma.Experts` made of the arrays, or the placements, that the dict `names` contains."""
+    """Return `ma.Experts` of the arrays or placements in the dict `names`."""
     cast = lambda a: a.astype(jnp.bfloat16) if hasattr(a, "astype") else a
     every = "w_in", "w_out", "b_in", "b_out"
     return ma.Experts(*(cast(names[prefix + n]) for n in every if prefix + n in names))

@@ -1,5 +1,5 @@
-"""Layers with low-rank adapters equal layers of merged weights, but only the adapters get
-gradients."""
+"""Test that layers with low-rank adapters equal layers of merged weights, and that only the
+adapters get gradients."""
 
 import functools
 
@@ -32,7 +32,7 @@ SCALE, LOW = 0.5, 3
 
 
 def adapted(experts, num_lead=1, seed=0):
-    """Return experts with adapters of random numbers."""
+    """Return experts with random adapters."""
     rng = np.random.default_rng(seed)
 
     def lora(w):
