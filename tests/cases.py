@@ -52,7 +52,7 @@ class Layout:
         return self.tokens > 0 and self.rows(ranks) > 0
 
     def exchanges_of_dispatch(self, ranks):
-        """Return the exchanges of a route and a dispatch: 1 if fused, otherwise 2; 0 without rows."""
+        """Return how many launches route and dispatch: 0 without rows, 1 if fused, or 2."""
         is_one = self.tokens <= FUSED_TOKENS and ranks * self.tokens * self.top_k <= FUSED_CHOICES
         return (1 if is_one else 2) * self.has_rows(ranks)
 
@@ -135,7 +135,7 @@ def all_masked(rng, ranks, layout):
 
 
 def single_choice(rng, ranks, layout):
-    """Return ids of -1, except one choice of one token on the last rank."""
+    """Return ids that are all -1, except one choice of one token on the last rank."""
     ids = all_masked(rng, ranks, layout)
     if layout.tokens:
         ids[-1, -1, -1] = 0
@@ -339,6 +339,6 @@ def normal(rng, shape, name):
 
 
 def bits(array):
-    """Return the bytes of an array. Bytes distinguish NaNs, and zeros of different signs."""
+    """Return the bytes of an array. Byte comparison distinguishes NaNs, and the signs of zeros."""
     array = np.ascontiguousarray(array)
     return array.view(np.uint8) if array.ndim else array.reshape(1).view(np.uint8)

@@ -55,7 +55,7 @@ from jax_moe_a2a._src.grouped import lowering as lowered
 
 if harness.RANKS_ON_ONE_GPU and ON_GPU:
     # With implementation="cuda", a call that the kernels do not support is an error. The tests
-    # disable this error. The call then takes the portable path and makes no exchange.
+    # disable this error, so that the call takes the portable path.
     lowering.check_may_refuse = lambda *args: None
 
 TOO_MANY_RANKS = "one GPU has no room for split exchanges of so many ranks"
@@ -114,7 +114,7 @@ def pytest_runtest_protocol(item):
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
     """If all ranks share one GPU, check that the test makes the exchanges that it states."""
-    # tests/gpu counts exchanges itself, because its close() and set_epoch() change the counters.
+    # Tests in tests/gpu count their exchanges, because close() and set_epoch() change counters.
     counts_by_itself = item.path.parent.name == "gpu" or item.get_closest_marker("counts_by_itself")
     if not (harness.RANKS_ON_ONE_GPU and ON_GPU) or counts_by_itself:
         return (yield)

@@ -17,7 +17,7 @@ def dense(x, weights, ids, w_in, w_out, activation, b_in=None, b_out=None):
         hidden += jnp.broadcast_to(b_in.reshape(len(b_in), -1), hidden.shape)
     y = jnp.einsum("...ei,eih->...eh", activation(hidden), w_out)
     y = y if b_out is None else y + jnp.broadcast_to(b_out, y.shape)
-    of_choice = jax.nn.one_hot(ids, w_in.shape[0], dtype=y.dtype)  # an id of -1 has zeros
+    of_choice = jax.nn.one_hot(ids, w_in.shape[0], dtype=y.dtype)  # zeros if the id is -1
     return jnp.einsum("...ke,...k,...eh->...h", of_choice, weights, y)
 
 

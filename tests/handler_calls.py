@@ -76,7 +76,7 @@ def load(path):
 
 def register(library):
     """Register the library's calls with XLA."""
-    jax.devices()  # XLA refuses targets that JAX registers before their types
+    jax.devices()  # initialize JAX, because XLA refuses targets registered before their types
     registration = dict(
         type_id=jax.ffi.pycapsule(library.state_type_id()),
         type_info=jax.ffi.pycapsule(library.state_type_info()),

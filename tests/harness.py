@@ -25,7 +25,7 @@ AXIS = "ep"
 ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
 # This many ranks share one device, as a vmap. 0 means that each rank has its own device.
 RANKS_ON_ONE_GPU = cases.RANKS_ON_ONE_GPU
-TIMES_SLOWER = max(1, RANKS_ON_ONE_GPU // 16)  # factor of time limits if many ranks share a GPU
+TIMES_SLOWER = max(1, RANKS_ON_ONE_GPU // 16)  # time limits are longer if many ranks share a GPU
 IMPLEMENTATION = os.environ.get("MOE_A2A_TEST_IMPLEMENTATION") or None
 if RANKS_ON_ONE_GPU and ON_GPU:
     IMPLEMENTATION = "cuda"  # because a vmap over the group's axis defaults to the portable path
@@ -328,7 +328,7 @@ def on_each_rank(fn, mesh=None, check_vma=True, compiler_options=None, exchanges
 # a program, with `expect_exchanges`, or with the marker `exchanges`.
 
 
-# `stated` is the sum of the running test's statements. `num_statements` counts them.
+# `stated` is the sum of the running test's statements, and `num_statements` is their number.
 ledger = types.SimpleNamespace(stated=Count(), num_statements=0)
 
 
@@ -360,7 +360,7 @@ def expect_exchanges(whole, split=0):
 
 
 def stated(exchanges, split):
-    """Return `expect_exchanges`. If `exchanges` is None, return a context that checks nothing."""
+    """Return the context `expect_exchanges`, or an empty context if `exchanges` is None."""
     return contextlib.nullcontext() if exchanges is None else expect_exchanges(exchanges, split)
 
 
@@ -396,7 +396,7 @@ def counted(jitted, exchanges, split):
 
 
 def eagerly(fn, exchanges=None, split=0):
-    """Return `fn`, not compiled, which checks how many exchanges each run makes."""
+    """Return `fn`, not compiled, as a function that checks how many exchanges each run makes."""
 
     def run(*args):
         with stated(exchanges, split):

@@ -26,8 +26,8 @@ FAKES = ("fake_driver.cc", "fake_gemm.cc")
 
 
 def provide():
-    """If the package has no extension and g++ exists, build one for this process and its children.
-    Call this function before the package is imported."""
+    """If the package has no extension and g++ exists, build an extension for this process and its
+    children. Call this function before the package is imported."""
     folders = [str(pathlib.Path(entry, PACKAGE)) for entry in (str(ROOT), *sys.path)]
     finders = [finder for finder in sys.meta_path if hasattr(finder, "find_spec")]
     is_there = any(finder.find_spec(f"{PACKAGE}._native", folders) for finder in finders)

@@ -64,7 +64,7 @@ def default_capacity(ranks, tokens, top_k, local_experts, alignment):
 
 
 def kept_choices(ids, first_expert, local_experts, capacity, alignment):
-    """Return the choices (source, token, k) of one rank's experts that get rows, as a set.
+    """Return the set of choices (source, token, k) of one rank's experts that get rows.
 
     Choices get rows in the order of k, then token, then source. An expert gets `alignment` rows at
     a time. The first choice that gets no row is dropped, and all later choices are dropped, too.
@@ -313,7 +313,7 @@ def combine_transpose(g, y, routing, weights):
     return dy, dw
 
 
-# With replicated tokens, each rank has a routing of one rank, which has only its local experts.
+# With replicated tokens, each rank has a separate routing, which has only the rank's experts.
 
 
 def mode_ids(ids, local_experts, replicated):

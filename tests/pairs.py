@@ -8,7 +8,7 @@ STARTS = {
     "moe_a2a_combine_start": "moe_a2a_combine_done",
 }
 DONES = {done: start for start, done in STARTS.items()}
-# Primitives that batching and typing insert between a start and its done.
+# Batching and typing insert these primitives between a start and its done.
 PASSING = {"reshape", "transpose", "squeeze", "broadcast_in_dim", "pvary", "pcast", "copy"}
 
 

@@ -30,7 +30,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 VARIABLE = "MOE_A2A_TEST_PROCESS"  # <coordinator address>,<processes>,<process>,<devices of each>
 ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
 CPU_DEVICES = 8  # of all processes together
-GRACE = 30  # the other processes must end within these seconds after the first process
+GRACE = 30  # seconds between the end of the first process and the kill of all other processes
 STALLED = "the deadline was over"
 
 

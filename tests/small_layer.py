@@ -17,7 +17,7 @@ from dense_layer import experts_of
 
 import jax_moe_a2a as ma
 
-# The ids of `arguments` mask and drop some choices, and some choices repeat an expert.
+# With the ids of `arguments`, some choices are masked or dropped, and some repeat an expert.
 LAYOUT = cases.Layout(
     "small", tokens=6, top_k=3, local_experts=2, capacity=10, alignment=4, hidden=4
 )

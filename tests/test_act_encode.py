@@ -1,8 +1,9 @@
-"""Compare `act_encode`, which fuses activation, weights and FP8 encoding, with numpy. The tests run
-its composition in JAX and, on GPUs, the kernel.
+"""Compare `act_encode` with numpy. It applies activation and weights, and encodes to FP8, in one
+pass. The tests run its composition in JAX and, on GPUs, the kernel.
 
 With ReLU and weights that are powers of two, results are equal bit for bit. With other activations,
-a number near the middle between two FP8 values may be rounded to either value."""
+a number near the middle between two FP8 values may be rounded to either value.
+"""
 
 import contextlib
 import functools
@@ -237,9 +238,6 @@ def test_derivatives_are_refused():
     for i in range(2):
         with pytest.raises(TypeError, match="trainable=True"):
             jax.eval_shape(jax.grad(lambda *args: fn(*args).sum(), i), product, weights)
-
-
-# Programs for GPUs
 
 
 @pytest.fixture

@@ -149,7 +149,7 @@ def sqrt_softplus(tokens, logits, _, bias):
 
 
 def with_identity(tokens, logits, _, __):
-    """Replace ids of the last two logits by -1. These experts would compute nothing."""
+    """Choose -1 instead of the last two experts, because these experts compute nothing."""
     choices = weigh(jax.nn.softmax(logits), ma.TopK(3)(logits).ids)
     return choices._replace(ids=jnp.where(choices.ids < EXPERTS, choices.ids, -1))
 
@@ -272,7 +272,7 @@ def test_any_number_of_tokens_has_choices(lead):
 
 
 def test_ids_that_are_no_experts_stay_none():
-    """Ids that are no expert count as invalid and compute nothing, also ids beyond int32."""
+    """Ids outside of the range, also beyond int32, count as invalid and compute nothing."""
     bad = np.array([2**32, 2**40 + 1, -7, EXPERTS, -1])
     ids = np.where(POSITIONS < 5, np.resize(bad, LEAD), 1)[..., None]
     with jax.set_mesh(mesh_of(ep=1)):

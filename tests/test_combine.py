@@ -42,7 +42,7 @@ def routed(layout, routing, ranks, seed=0):
 
 @pytest.mark.parametrize("wire_dtype", (None, "bfloat16", "float32"))
 def test_every_summed_dtype_rounds_as_stated(wire_dtype):
-    """Sums of each dtype and wire dtype equal the oracle's. No choice is dropped."""
+    """Sums of each dtype and wire dtype equal the oracle's sums. No choice is dropped."""
     layout, ranks = cases.PLAIN, harness.SEVERAL
     rng = np.random.default_rng(0)
     y = {n: cases.normal(rng, (ranks, layout.rows(ranks), 33), n) for n in cases.SUMMED_DTYPES}
@@ -100,7 +100,7 @@ def cancelling_rows(dtype):
 
 
 def test_the_sum_over_k_runs_in_order_of_k():
-    """In float32, big + 1 - big + 1 is 1 in this order, and 0 or 2 in other orders."""
+    """In float32, big + 1 - big + 1 is 1 from left to right, and 0 or 2 in other orders."""
     layout = cases.Layout("order_of_k", tokens=1, top_k=4, local_experts=4)
     ranks = harness.SEVERAL
     for permutation in np.array([[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1], [1, 3, 0, 2]]):
@@ -202,7 +202,7 @@ def test_weights_come_from_recv_an_array_or_nowhere():
             "routing": ma.combine(y, plain.routing),
         }
 
-    # The program has two dispatches and four different combines. XLA runs equal combines once.
+    # The program has two dispatches and four different combines. XLA would merge equal combines.
     program = harness.on_each_rank(combine, harness.mesh_of(ranks), exchanges=2 + 4)
     sums = program(ids, x, topk_weights, y, own)
     sent = oracle.dispatch_choices(topk_weights, expected)

@@ -89,7 +89,7 @@ def test_every_dtype_and_wire_dtype_rounds_once(dtype, wire_dtype, trailing):
 
 @pytest.mark.parametrize("name, dtype", list(zip(FORMATS, cases.SUMMED_DTYPES)))
 def test_partial_sums_may_travel_in_a_format(name, dtype):
-    """Sums with formats equal the oracle's. All rows are exact in the formats."""
+    """Sums with formats equal the oracle's sums. All rows are exact in the formats."""
     fmt = FORMATS[name]
     layout = cases.Layout("format", tokens=9, top_k=2, local_experts=2, capacity=14)
     trailing = (3 * fmt.group_size,)
@@ -112,8 +112,8 @@ def test_partial_sums_may_travel_in_a_format(name, dtype):
 
 
 def test_the_addend_is_added_last_and_rounded_with_the_sum():
-    """The sums detect another order of additions or another rounding. In float32, for example, 1 -
-    big + big is 0, and big - big + 1 is 1."""
+    """Another order of additions or another rounding would change the sums. In float32, for
+    example, 1 - big + big is 0, and big - big + 1 is 1."""
     layout = cases.Layout("last", tokens=1, top_k=2, local_experts=2)
     ids = np.broadcast_to(np.array([0, 1], np.int32), (RANKS, 1, 2)).copy()
     expected = oracle.route(ids, layout.num_experts(RANKS), layout.rows(RANKS))
@@ -169,8 +169,8 @@ def test_a_constant_addend_leaves_the_tangents_of_the_others():
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 @pytest.mark.parametrize("weighted", (False, True), ids=("sum", "weighted"))
 def test_gradients_and_tangents_of_a_combine_are_those_of_the_oracle(weighted, dtype):
-    """Tangents and gradients with respect to rows, addend and weights equal the oracle's. Rows
-    without a token are NaN, and affect no result."""
+    """Tangents and gradients with respect to rows, addend and weights equal the oracle's
+    derivatives. Rows without a token are NaN, and affect no result."""
     group = harness.group_of(RANKS)
 
     def on_rank(floats, directions, g, ids):

@@ -94,7 +94,7 @@ def test_the_recipe_compiles_once_with_adamw_accumulation_and_restore(recipes, t
         with counted() as compiled:
             step(params, state, x)
         assert not compiled
-        # With Explicit axes, results have specs with more entries than arguments.
+        # With Explicit axes, the specs of results have more entries than the specs of arguments.
         if AxisType.Auto in mesh.axis_types:
             assert step._cache_size() == 1
 

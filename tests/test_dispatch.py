@@ -82,7 +82,7 @@ def test_a_payload_keeps_its_tree():
 
 
 def test_a_replicated_payload_is_accepted_with_varying_ids():
-    """Tokens are equal on all ranks, and ids differ. With check_vma, rows equal the oracle's."""
+    """Tokens are equal on all ranks, but ids differ. Rows equal the oracle's, with check_vma."""
     layout, ranks = cases.TIGHT, harness.SEVERAL
     (ids, x, _, _), expected = harness.exchange_inputs(cases.Case(layout, "uniform"), ranks)
     x = x["rows"][0]

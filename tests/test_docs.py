@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.one_process("the snippets are programs of one process"),
     pytest.mark.several_devices("the snippets make meshes of all devices"),
 ]
-readers_programs = pytest.mark.promotes("readers' programs, which have JAX's defaults")
+readers_programs = pytest.mark.promotes("readers' programs use JAX's defaults")
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = (
     *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/results/README.md"),

@@ -118,8 +118,8 @@ def test_other_weights_have_the_composition(hopper, w):
     assert shapes(quantize, w) == []
 
 
-@pytest.mark.several_devices("meshes")
-@pytest.mark.skipif(len(jax.devices()) < 2, reason="a mesh of two devices")
+@pytest.mark.several_devices("it needs meshes")
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
 def test_weights_that_xla_divides_have_the_composition(hopper):
     spec = PartitionSpec("ep")
     w = draw("float32", 2, 128, 256)

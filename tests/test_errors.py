@@ -88,7 +88,7 @@ def test_right_input_is_accepted():
     assert trace(combine(), Y).shape == (RANKS, TOKENS, HIDDEN)
     assert trace(combine("add", weights=None), Y, X).shape == (RANKS, TOKENS, HIDDEN)
     for call in (route(), dispatch()):
-        trace(call, X, array((TOKENS, 32), "int32"))  # 32 choices are the most
+        trace(call, X, array((TOKENS, 32), "int32"))  # a token has at most 32 choices
 
 
 SEQUENCES = (2, TOKENS // 2)  # [batch, sequence]

@@ -24,7 +24,7 @@ import jax_moe_a2a as ma
 pytestmark = [
     pytest.mark.one_process("it starts processes of its own"),
     pytest.mark.several_devices("the examples make meshes of all devices"),
-    pytest.mark.promotes("users' programs, which have JAX's defaults"),
+    pytest.mark.promotes("users' programs use JAX's defaults"),
 ]
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

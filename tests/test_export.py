@@ -78,8 +78,8 @@ def test_an_exported_layer_has_the_gradient_of_the_dense_layer():
 
 @has_no_cpu_path
 def test_one_export_serves_cpu_and_cuda():
-    """A machine with one platform exports for both platforms. The export returns the bytes of the
-    layer."""
+    """A machine with one platform exports for both platforms. The export equals the layer bit for
+    bit."""
     *args, _ = placed_arguments()
     # In jax 0.12.0.1, jnp.cumsum is a chlo.scan. XLA:CPU aborts if the branch for one platform has
     # a chlo.scan and a collective.

@@ -19,7 +19,7 @@ from jax_moe_a2a._src.group import extension, native
 
 pytestmark = [
     pytest.mark.exchanges(0),  # no program runs here
-    pytest.mark.one_process("stand-ins for wheels are in this process alone"),
+    pytest.mark.one_process("only this process has the pretended wheels"),
 ]
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

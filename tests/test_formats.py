@@ -388,7 +388,7 @@ def test_dispatch_encodes_tokens_of_which_several_share_a_flag(name):
     """The tokens of a rank need more slots than the zone has flags. The values and scales of a row
     do not fill whole vectors."""
     group_size = FORMATS[name].group_size
-    num_groups = 3 if RANKS <= cases.MOST_RANKS else 1  # landing zones grow with the ranks' square
+    num_groups = 3 if RANKS <= cases.MOST_RANKS else 1  # the zones' memory grows with ranks^2
     x = np.resize(inputs("bfloat16", group_size), (RANKS, 4100, num_groups * group_size))
     parts = [
         np.resize(part, (RANKS, 4100, part.shape[-1] * num_groups // 3))

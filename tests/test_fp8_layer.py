@@ -350,7 +350,7 @@ def test_a_policy_saves_all_numbers_in_fp8(in_fp8, policy):
 
 @pytest.mark.exchanges(0)
 def test_chunks_quantize_weights_once_and_train_as_one():
-    """The weights are quantized before the loops, even if a batch shares them."""
+    """The weights are quantized before the loops, even if a batch shares the weights."""
     x, topk_weights, experts, ids = arguments("float32")
     batch = [jnp.stack([each, each[::-1]]) for each in (x, topk_weights, ids)]
 

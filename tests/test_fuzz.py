@@ -26,7 +26,7 @@ def has_chunks(p):
 
 # These programs of the seed combine options that no other module tests together.
 PROGRAMS = {
-    16: lambda p: p.derivative == "reverse over forward",  # 16, 4 and 8 are layers
+    16: lambda p: p.derivative == "reverse over forward",  # programs 16, 4 and 8 are layers
     4: lambda p: p.derivative == "reverse over reverse",
     8: lambda p: p.derivative == "forward over reverse",
     43: lambda p: p.place.hosts > 1 and p.topk_weights is None and p.activation == "tanh of p",
@@ -41,7 +41,7 @@ PROGRAMS = {
     7110: lambda p: p.hosts > 1 and p.combine_wire in draw.FORMATS and p.is_split,
     680: lambda p: p.has_load and p.batch > 1 and p.derivative == "vjp",
     328: lambda p: p.hosts > 1 and p.addends and p.is_weighted and p.has_load and p.x64,
-    58: lambda p: p.derivative == "forward over reverse",  # the rest are products
+    58: lambda p: p.derivative == "forward over reverse",  # the remaining programs are products
     65: lambda p: min(p.vmaps) > 1 and len(p.vmaps) > 1 and p.derivative == "vjp",
     141: lambda p: p.derivative == "reverse over forward",
     199: lambda p: p.is_scanned and p.is_checkpointed and p.derivative == "vjp",

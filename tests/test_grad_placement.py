@@ -36,7 +36,7 @@ def test_gradients_of_the_ranks_own_losses_taken_inside_equal_those_of_the_dense
     small_layer.assert_close(small_layer.compiled(gradient)(*floats, ids), expected)
 
 
-@pytest.mark.several_devices("the derivative of its psum is that of shard_map")
+@pytest.mark.several_devices("it tests the derivative of psum in shard_map")
 def test_gradients_of_the_summed_loss_taken_inside_equal_those_of_the_dense_layer():
     """With check_vma, JAX differentiates psum as a sum."""
     floats, ids, expected = problem()

@@ -16,8 +16,8 @@ from jax_moe_a2a._src import compat
 from jax_moe_a2a._src.group import native, processes
 
 pytestmark = [
-    pytest.mark.one_process("it plays several processes in one"),
-    pytest.mark.several_devices("it plays processes, each with a device"),
+    pytest.mark.one_process("it pretends several processes in one process"),
+    pytest.mark.several_devices("it pretends processes with a device each"),
 ]
 
 
@@ -29,7 +29,7 @@ def mesh_of(*shape):
 
 @pytest.fixture
 def nothing_acts(monkeypatch):
-    """Make every function fail that could ask a device or another process."""
+    """Patch functions that could ask a device or another process, so that a call fails."""
 
     def refuse(name):
         return lambda *args, **kwargs: pytest.fail(f"{name} was called")

@@ -25,7 +25,7 @@ from jax_moe_a2a._src.group import native, processes
 from jax_moe_a2a._src.group.value import devices_of
 
 pytestmark = [
-    pytest.mark.one_process("it plays several processes in one"),
+    pytest.mark.one_process("it pretends several processes in one process"),
     pytest.mark.several_devices("it plays processes, each with a device"),
 ]
 
@@ -177,7 +177,7 @@ def test_reports_and_closing_wait_for_no_process_and_announce_nothing(told, monk
     ((30.0, {}, 60.0), (50.0, {}, 100.0), (50.0, {"timeout": 2}, 2)),
 )
 def test_closing_waits_for_devices_in_bounded_time(told, monkeypatch, timeout, given, seconds):
-    """If a device still works, closing raises an error and closes nothing."""
+    """If a device is still busy, closing raises an error and closes nothing."""
     monkeypatch.setattr(native, "close", lambda *args: pytest.fail("it was closed"))
 
     def wait(topology, timeout):
@@ -529,7 +529,7 @@ def test_a_process_of_another_user_that_took_the_name_learns_no_secret(named_pee
 
 @needs_a_compiler
 def test_another_process_of_this_user_that_took_the_name_is_not_asked_either(named_peers):
-    """The asker sends the secret if it expects the impostor's process id, or no id."""
+    """If the asker expects another process id, it refuses. Otherwise, it sends the secret."""
     problem, has_ended, allocations, told = asked_impostor(
         named_peers, 0, lambda impostor: os.getpid()
     )

@@ -31,7 +31,7 @@ from jax_moe_a2a.integrations.nnx import SelectBias
 pytestmark = [
     pytest.mark.one_process("meshes of several axes"),
     pytest.mark.several_devices("meshes of several axes"),
-    pytest.mark.promotes("Flax relies on it"),
+    pytest.mark.promotes("Flax relies on promotion"),
     pytest.mark.usefixtures("exact_products"),
 ]
 X = jax.random.normal(jax.random.key(1), (4, 3, HIDDEN))
@@ -74,7 +74,7 @@ def loss_of(y):
 
 @MODULES
 def test_a_module_runs_on_the_mesh_of_make_mesh(make):
-    """The axes of the mesh are Explicit by default. The result equals that of the dense layer."""
+    """The axes of the mesh are Explicit by default. The module equals the dense layer."""
     if harness.NUM_DEVICES < 8:
         pytest.skip("needs 8 devices")
     mesh = jax.make_mesh((8,), ("ep",), devices=harness.devices(8))

@@ -148,7 +148,7 @@ def test_rows_without_a_token_add_nothing_to_gradients_of_arrays_that_an_activat
         small_layer.assert_close(*grads, routing, tolerance=1e-4)
 
 
-@pytest.mark.several_devices("the other tests do this where all ranks share a GPU")
+@pytest.mark.several_devices("if all ranks share a GPU, the other tests cover this")
 def test_the_layer_is_the_same_with_all_ranks_on_one_device():
     floats, ids, kept = arguments(CUT, "repeated")
     group = harness.emulated_group(RANKS)
@@ -211,8 +211,8 @@ def test_there_are_two_exchanges_forward_and_two_backward_and_a_policy_decides_o
 
 @pytest.mark.exchanges(0)
 def test_no_exchange_writes_rows_after_the_last_group():
-    """This includes the exchange of the gradient, because only grouped products read the rows of
-    the gradient."""
+    """The exchange of the gradient leaves these rows unwritten, too, because only grouped products
+    read its rows."""
     floats, ids, _ = arguments()
     jaxpr = jax.make_jaxpr(checkpointed_program("no checkpoint"))(floats, ids)
     outward = [eqn for eqn in harness.equations(jaxpr) if eqn.primitive.name == "moe_a2a_dispatch"]

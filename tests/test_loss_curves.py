@@ -9,7 +9,7 @@ from benchmarks import losses
 pytestmark = [
     pytest.mark.one_process("it starts a process of its own"),
     pytest.mark.several_devices("the example makes a mesh of all devices"),
-    pytest.mark.promotes("a user's program, which has JAX's defaults"),
+    pytest.mark.promotes("a user's program uses JAX's defaults"),
 ]
 
 

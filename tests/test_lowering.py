@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.skipif(
         not native.has_kernels(), reason="the extension was built without the CUDA kernels"
     ),
-    pytest.mark.one_process("it lowers for GPUs that are not there, as devices of one process"),
+    pytest.mark.one_process("it lowers for pretended GPUs of one process"),
 ]
 
 RANKS = harness.SEVERAL
@@ -174,8 +174,8 @@ def test_two_levels_are_calls_of_the_kernels_along_each_axis(capacity):
 @pytest.mark.parametrize("decode", (False, True))
 @pytest.mark.parametrize("scale", (None, "static", "traced", "of_tokens"))
 def test_a_format_is_a_part_of_the_custom_call(scale, dtype, decode, given):
-    """Tokens enter the call unquantized, and no narrow float is computed outside of the call. If
-    rows stay quantized, the global scales of tokens arrive as a choice array."""
+    """Tokens enter the call unquantized, and no float of 4 or 8 bits is computed outside of the
+    call. If rows stay quantized, the global scales of tokens arrive as a choice array."""
     has_token_scales, is_returned = scale in ("traced", "of_tokens"), scale == "of_tokens"
     is_returned = is_returned and not decode
     name = "routed_dispatch" if given == "ids" else "format_dispatch"
@@ -375,7 +375,7 @@ def test_replicated_tokens_are_the_calls_of_single_rank_domains_which_reserve_no
 
 
 def test_xla_quantizes_the_tokens_of_a_single_rank():
-    """With a format, tokens of the same rank also need a zone, and a single rank has no zones."""
+    """A format needs a zone for tokens that stay on their rank. A single rank has no zones."""
     x, ids = aval(TOKENS, 64), aval(TOKENS, TOP_K, dtype="int32")
 
     def rows(x, ids, **modes):
@@ -659,7 +659,7 @@ WIRE_FORMATS = {"blockwise": ma.BlockwiseFp8(), "mx": ma.MxFp8(), "nv": ma.NvFp4
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16", "float32"))
 @pytest.mark.parametrize("name", WIRE_FORMATS)
 def test_sums_in_a_token_format_are_quantized_by_the_custom_call(name, dtype):
-    """Rows enter and sums leave the call unquantized. The program has no narrow float elsewhere."""
+    """Rows enter and sums leave the call unquantized. No FP8 or FP4 value exists elsewhere."""
     fmt, hidden = WIRE_FORMATS[name], 3 * 128
     y, weights = aval(ROWS, hidden, dtype=dtype), aval(ROWS, dtype="float32")
 
