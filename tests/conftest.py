@@ -101,7 +101,7 @@ PROMOTION = "JAX_NUMPY_DTYPE_PROMOTION", "JAX_NUMPY_RANK_PROMOTION"
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """Run a test with the marker `promotes`, and its processes, under JAX's default promotion."""
+    """Run a test with the marker `promotes`, and its processes, with JAX's default promotion."""
     if item.get_closest_marker("promotes") is None:
         return (yield)
     with environment.restored():

@@ -114,7 +114,7 @@ def decode(fmt, values, scales, dtype):
     scales = np.repeat(scales.astype(np.float64), fmt.group_size, axis=-1)
     with np.errstate(over="ignore", invalid="ignore"):
         values = values.astype(np.float64)
-        exact = values * scales * global_scale  # exact, because it has at most 6 + 24 bits
+        exact = values * scales * global_scale  # exact, because products have at most 6 + 24 bits
         limit = float(ml_dtypes.finfo(dtype).max)
         out = np.clip(exact.astype(np.float32), -limit, limit).astype(cases.dtype(dtype))
     bad = ~(np.isfinite(values) & np.isfinite(scales))

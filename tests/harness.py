@@ -396,7 +396,7 @@ def counted(jitted, exchanges, split):
 
 
 def eagerly(fn, exchanges=None, split=0):
-    """Return `fn`, not compiled, as a function that checks how many exchanges each run makes."""
+    """Return an uncompiled `fn` that checks how many exchanges each run makes."""
 
     def run(*args):
         with stated(exchanges, split):

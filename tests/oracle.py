@@ -219,7 +219,7 @@ def combine(y, routing, weights=None, wire_dtype=None, add=None):
 
     Another correct result may differ by the slack. Without weights, the slack is zero, because the
     definition fixes every rounding. With weights, a fused multiply-add may change the roundings of
-    partial sums and of the result by one step. If `wire_dtype` is a function, the slack ignores its
+    partial sums and of the result by one step. If `wire_dtype` is a function, the slack ignores this
     rounding, so all products must be exact.
     """
     return combine_pairs([(y, weights)], routing, wire_dtype, add)
@@ -334,7 +334,7 @@ def mode_capacity(ranks, tokens, top_k, local_experts, alignment, replicated):
 
 
 def route_mode(ids, local_experts, capacity, alignment, replicated):
-    """Return a list: one routing of ids [R, T, K] or, for replicated tokens, one per rank."""
+    """Return a list: a routing of ids [R, T, K] or, for replicated tokens, a routing per rank."""
     new_ids, experts = mode_ids(ids, local_experts, replicated)
     return [route(each, experts, capacity, alignment) for each in new_ids]
 

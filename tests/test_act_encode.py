@@ -1,8 +1,9 @@
-"""Compare `act_encode` with numpy. It applies activation and weights, and encodes to FP8, in one
-pass. The tests run its composition in JAX and, on GPUs, the kernel.
+"""Compare `act_encode` with numpy.
 
-With ReLU and weights that are powers of two, results are equal bit for bit. With other activations,
-a number near the middle between two FP8 values may be rounded to either value.
+`act_encode` applies activation and weights, and encodes to FP8, in one pass. The tests run the
+composition in JAX and, on GPUs, the kernel. With ReLU and weights that are powers of two, results
+are equal bit for bit. Otherwise, a number near the middle between two FP8 values may be rounded to
+either value.
 """
 
 import contextlib

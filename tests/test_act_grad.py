@@ -1,5 +1,5 @@
-"""Compare `act_grad` with float64. It computes gradients of activation and weights, and encodes to
-FP8, in one pass. The tests run its composition in JAX and, on GPUs, the kernel."""
+"""Compare `act_grad`, which computes gradients and encodes them to FP8 in one pass, with float64.
+The tests run the composition in JAX and, on GPUs, the kernel."""
 
 import functools
 

@@ -44,8 +44,8 @@ def dense_losses(kernel, x, ids):
 
 @axis_types
 def test_losses_over_micro_batches_of_sequences_and_of_first_choices_are_the_dense_ones(axis_type):
-    """The three losses of a layer equal `dense_losses`, although ranks divide the sequences. Their
-    gradients equal finite differences."""
+    """The three losses of a layer equal `dense_losses`, although ranks divide the sequences. The
+    gradients of the losses equal finite differences."""
     rng = np.random.default_rng(0)
     draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
     experts = ma.Experts(draw(EXPERTS, HIDDEN, 2, 1), draw(EXPERTS, 1, HIDDEN))
@@ -100,7 +100,7 @@ def test_counts_of_earlier_micro_batches_are_those_of_all_ranks_and_have_no_grad
 
 def dense_histogram(scores, bias, k, num_bins):
     """Return (biases, histograms). A token chooses an expert if the expert's bias is above
-    biases[token, expert]. Each expert has a histogram of its column."""
+    biases[token, expert]. histograms[expert] counts the biases of one expert."""
     cutoffs = np.sort(scores + bias, axis=1)[:, -k - 1, None]
     edges = np.linspace(bias.min() - 1, bias.max() + 1, num_bins + 1)
     biases = cutoffs - scores
@@ -150,7 +150,7 @@ def test_the_next_bias_is_the_centered_quantile_of_the_biases_that_tokens_need(s
 
 @pytest.mark.exchanges(0)
 def test_counts_of_many_tokens_have_an_exact_quantile():
-    """The quantile 2 / 3 of 2**31 - 1 tokens is exact. It lies in a bin of three tokens."""
+    """The quantile 2 / 3 of 2**31 - 1 tokens, which lies in a bin of three tokens, is exact."""
     whole = 2 * (2**31 - 1) // 3
     histogram = np.array([[whole, 3, 2**31 - 4 - whole], [1, 0, 0], [0, 1, 0]], np.int32)
     found = ma.quantile_select_bias(jnp.zeros(3), histogram, k=2)

@@ -340,7 +340,7 @@ def test_all_candidates_are_other_values_of_numbers_of_the_tuning():
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 @pytest.mark.parametrize(("architecture", "few"), ((90, 128), (100, 148), (103, 148)))
 def test_a_struct_in_one_line_is_the_tuning_of_newer_architectures(tmp_path, architecture, few):
-    """Add an architecture as the comments of tuning.h say, and compile it with a candidate."""
+    """Add an architecture as the comments of tuning.h say, and compile with a candidate value."""
     text = tune.TUNING_H.read_text()
     (line,) = re.findall(r"^//   (using Measured = .*;)$", text, re.MULTILINE)
     struct = "struct Sm100 : Sm90 { static constexpr int kFewSms = 148; };\n"

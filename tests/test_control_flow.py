@@ -70,7 +70,7 @@ def test_routings_may_be_what_a_scan_runs_over_and_what_it_carries():
 
 @pytest.mark.exchanges(5 * (2 + 1 + 0))
 def test_cond_with_a_uniform_predicate_runs_the_layers_it_is_told_to():
-    """A scan runs layers where a traced array is True. Outputs equal those of dense layers."""
+    """A scan runs a layer only if its flag, a traced bool, is True. Outputs equal dense layers."""
     floats, ids, kept = problem()
     layer = small_layer.layer_of(harness.group_of(RANKS))
 

@@ -58,7 +58,7 @@ def test_at_a_rank_no_choice_is_dropped_before_a_later_one(alignment):
 
 
 def test_the_last_expert_of_a_rank_is_dropped_no_more_than_the_first():
-    """The last experts of all ranks lose less than twice as many choices as the first experts."""
+    """The last experts of ranks drop less than twice as many choices as the first experts."""
     dropped = [0, 0]
     for seed in range(8):
         ids = ids_of(seed, spread=0.5)
@@ -70,7 +70,7 @@ def test_the_last_expert_of_a_rank_is_dropped_no_more_than_the_first():
 
 
 def test_sources_lose_alike():
-    """All ranks have equal ids. At each destination, their losses differ by at most one choice."""
+    """All ranks have equal ids. Per destination, their dropped choices differ by at most one."""
     ids = np.broadcast_to(ids_of(1)[:1], (RANKS, TOKENS, TOP_K))
     dropped = np.sum(~kept_choices(ids), axis=(1, 2))
     assert dropped.min() > 0 and dropped.max() - dropped.min() <= RANKS

@@ -9,7 +9,7 @@ import subprocess
 import pytest
 from emulation import mutations, runs
 
-# A kind of each variant runs this many sequences. A "tsan" sequence takes seconds.
+# Each kind runs the number of sequences of its variant. A "tsan" sequence takes seconds.
 SEEDS = {"plain": 4, "colocated": 3, "tsan": 2}
 # These kinds run more sequences, because mutations of tests/mutations/list.toml need them.
 MORE_SEEDS = {"sequences": 6, "drops": 6}

@@ -25,7 +25,7 @@ quantize = functools.partial(ma.quantize_experts, transposed=True)
 
 
 def draw(dtype, *shape):
-    """Draw weights of very different magnitudes. Some are not finite."""
+    """Draw weights of very different magnitudes. Some weights are not finite."""
     rng = np.random.default_rng(len(shape))
     w = rng.normal(size=shape) * 2.0 ** rng.integers(-12, 12, shape)
     w *= 2.0 ** rng.integers(-120, 100, (*shape[:-1], 1))

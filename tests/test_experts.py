@@ -96,7 +96,7 @@ def value_and_grads(fn, wanted=OF_ALL):
 
 
 def in_use(results):
-    """Cut the gradients of rows and weights to the rows of the groups."""
+    """Keep only the rows of the groups in gradients of rows and of weights."""
     return [x[:IN_USE] if x.shape[:1] == (ROWS,) else x for x in jax.tree.leaves(results)]
 
 

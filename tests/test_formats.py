@@ -62,8 +62,8 @@ def test_every_format_stands_wherever_formats_are_listed():
 
 
 def every_pattern(dtype, group_size):
-    """Return groups that contain all 65536 numbers of a 16-bit float. A group starts with a number
-    that enlarges the scale, and then has similar magnitudes. The last groups are random."""
+    """Return groups that contain all 65536 numbers of a 16-bit float. The first number enlarges a
+    group's scale, and the rest has similar magnitudes. The last groups are random."""
     bits = np.arange(1 << 16, dtype=np.uint16)
     bits = bits[np.argsort(bits & 0x7FFF, kind="stable")]
     chunks = np.resize(bits, (-(-bits.size // (group_size - 1)), group_size - 1))

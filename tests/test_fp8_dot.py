@@ -140,8 +140,8 @@ def path(request):
 
 
 def assert_is_product(found, rows, w, sizes, dtype, zero_tail=True, inexact=0.0):
-    """Assert that a product differs from the definition by at most K roundings to float32 and a
-    rounding to its dtype. `inexact` is an additional error, relative to the sums of magnitudes."""
+    """Assert that a product's error is at most K roundings to float32 and a rounding to `dtype`.
+    `inexact` is an additional error, relative to the sums of magnitudes."""
     expected, magnitudes = oracle.grouped_dot_fp8(rows, w, sizes)
     found = np.asarray(found)
     assert found.dtype == jnp.dtype(dtype) and found.shape == expected.shape

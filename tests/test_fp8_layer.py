@@ -328,7 +328,7 @@ OF_PRODUCTS = POLICIES.save_only_these_names(ma.PRODUCTS_CHECKPOINT_NAME)
     ids=("weights", "products", "everything", "frozen, rows"),
 )
 def test_a_policy_saves_all_numbers_in_fp8(in_fp8, policy):
-    """With a policy alone, JAX would save float8_e4m3fn numbers of at least 256 as NaN."""
+    """Without the package's help, JAX would save float8_e4m3fn numbers of at least 256 as NaN."""
     x, topk_weights, experts, ids = arguments() if in_fp8 else frozen(arguments())
 
     def gradients(policy, x):

@@ -67,8 +67,8 @@ def tell(told, index, host=None, **fields):
 
 
 def group_of(*owners, axes=("ep",), **options):
-    """Return a group over "ep" of GPUs that these processes own. With two axes, the mesh has rows
-    of two."""
+    """Return a group over "ep" of GPUs that these processes own. With two axes, each row of the
+    mesh has two GPUs."""
     devices = np.array([Gpu(i, owner) for i, owner in enumerate(owners)])
     mesh = Mesh(devices.reshape(-1, 2) if len(axes) == 2 else devices, axes)
     return ma.Group(mesh, "ep", **options)
@@ -299,7 +299,7 @@ def ask(endpoint, secret, request, *, patience=5.0):
         server.sendall(secret.encode() + struct.pack(f"{1 + count}q", count, *request))
         try:
             head = server.recv(24, socket.MSG_WAITALL)
-        except ConnectionResetError:  # closed before everything was read
+        except ConnectionResetError:  # the process closed before it had read everything
             return None
         if not head:
             return None
@@ -604,7 +604,7 @@ def test_a_process_of_another_user_gets_no_answer_even_with_the_secret(
 @needs_a_compiler
 @pytest.mark.parametrize("delay_ms", (0, 500))
 def test_a_dead_process_is_known_to_have_ended_while_a_child_that_it_forked_lives(peers, delay_ms):
-    """With a delay, the process is asked while its child still holds a copy of its socket."""
+    """With a delay, the process is asked while its child still holds a copy of the socket."""
     with Listener([peers, "listen", str(delay_ms)]) as listener:
         for _ in range(2):
             assert ask(listener.endpoint, listener.endpoint[1], []) is not None

@@ -87,7 +87,7 @@ def test_a_program_compiled_ahead_of_time_with_constant_ids_equals_the_dense_lay
 
 @pytest.mark.exchanges(0)
 def test_the_small_layer_sees_masked_dropped_and_repeated_choices():
-    """If the layer had no such choices, the tests of transforms would not cover them."""
+    """The tests of transforms cover these choices only if the small layer has such choices."""
     for ranks in (2, 4, 8):
         _, ids, kept = small_layer.arguments(ranks)
         routing = small_layer.routing_of(ids)

@@ -332,7 +332,7 @@ def test_an_error_names_the_argument_and_what_it_must_be(changed, error, naming)
 
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 def test_chunks_of_tokens_are_layers_whose_gradients_are_summed_in_float32(dtype):
-    """Each chunk is routed separately, so only tokens of the same chunk compete for room."""
+    """Each chunk is routed separately, so only tokens of one chunk compete for the capacity."""
     floats, ids, _ = arguments(CUT, dtype=dtype)
     chunk = cases.Layout("chunk", 2, 3, local_experts=2, capacity=6, alignment=4, hidden=5)
     parts = [slice(2 * i, 2 * i + 2) for i in range(3)]

@@ -104,7 +104,7 @@ OPTIONS = dict(
 
 
 def problem(dtype=np.float32):
-    """Return ids, floats and experts with adapters of all ranks."""
+    """Return the ids, the floats, and the experts with adapters, of all ranks."""
     rng = np.random.default_rng(0)
     ids = rng.integers(-1, RANKS * LOCAL, (RANKS, TOKENS, TOP_K))
     shapes = small_layer.shapes_of_moe(LAYOUT, 2 * WIDTH, WIDTH)

@@ -465,7 +465,7 @@ def test_a_done_reads_what_its_start_reads_and_returns_what_the_start_returned()
 def test_nothing_is_fused_with_a_half():
     """Barriers precede and follow each call. Without barriers, XLA on GPUs fuses a call with slices
     of its operands, or with the update of a larger array by its result. The fusion would copy the
-    array in flight, and the done would not find it."""
+    array in flight, and the done would not find the array."""
     text = lower(split_gradients, x := aval(TOKENS, HIDDEN), IDS, WEIGHTS, x)
     (body,) = (part for part in text.split("func.func") if "_start(" in part)
     barriers = set(re.findall(r"(%\w+)(?::\d+)? = stablehlo.optimization_barrier", body))
@@ -713,7 +713,7 @@ def test_dtypes_of_whole_bytes_move_through_the_kernel(dtype):
 
 
 def test_as_many_pairs_as_a_kernel_takes_are_one_custom_call_and_more_are_none():
-    """Derivatives of higher order have several pairs. This test binds the pairs directly."""
+    """Combines of higher derivatives have several pairs (rows, weights). This test binds pairs."""
     most = native.limit("MAX_PAIRS")
 
     def combine_pairs(rows, weights, ids):
