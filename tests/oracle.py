@@ -219,8 +219,8 @@ def combine(y, routing, weights=None, wire_dtype=None, add=None):
 
     Another correct result may differ by the slack. Without weights, the slack is zero, because the
     definition fixes every rounding. With weights, a fused multiply-add may change the roundings of
-    partial sums and of the result by one step. If `wire_dtype` is a function, the slack ignores this
-    rounding, so all products must be exact.
+    partial sums and of the result by one step. If `wire_dtype` is a function, the slack ignores the
+    function's rounding, so all products must be exact.
     """
     return combine_pairs([(y, weights)], routing, wire_dtype, add)
 

@@ -94,7 +94,7 @@ def test_cond_with_a_uniform_predicate_runs_the_layers_it_is_told_to():
 
 def test_a_while_loop_runs_until_all_ranks_agree_to_stop():
     """A loop runs a layer until a sum over ranks exceeds a limit. Steps, results and tangents equal
-    those of dense layers. JAX has no gradients of while loops."""
+    those of the dense layer. JAX has no gradients of while loops."""
     layer = small_layer.layer_of(harness.group_of(RANKS))
     floats, ids, kept = small_layer.arguments(RANKS)
     directions = small_layer.directions(RANKS)

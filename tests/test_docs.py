@@ -107,7 +107,7 @@ def run(snippet, namespace):
         return
     expected = ".*".join(re.escape(one_line(part)) for part in snippet.output.split("..."))
     assert re.fullmatch(expected, one_line(actual)), (
-        f"{place} says\n{snippet.output}\nbut prints\n{actual}"
+        f"{place} says\n{snippet.output}\nbut gives\n{actual}"
     )
 
 

@@ -239,7 +239,7 @@ def test_weights_are_quantized_by_squares():
     np.testing.assert_array_equal(
         np.asarray(found.transposed).view(np.uint8), np.swapaxes(values, 1, 2).view(np.uint8)
     )
-    # Quantize gate and up together, and the experts of several layers.
+    # Quantize an array of gate and up, and then the experts of stacked layers.
     pair = ma.quantize_experts(np.stack([w, w[:, :, ::-1]], axis=2))
     assert pair.values.shape == (2, 2, 200, 256) and pair.scales.shape == (2, 2, 2, 2)
     np.testing.assert_array_equal(np.asarray(pair.values[:, 0]), np.asarray(found.values))

@@ -26,7 +26,7 @@ from jax_moe_a2a._src.group.value import devices_of
 
 pytestmark = [
     pytest.mark.one_process("it pretends several processes in one process"),
-    pytest.mark.several_devices("it plays processes, each with a device"),
+    pytest.mark.several_devices("it pretends processes with a device each"),
 ]
 
 VERSION = 1
@@ -529,7 +529,7 @@ def test_a_process_of_another_user_that_took_the_name_learns_no_secret(named_pee
 
 @needs_a_compiler
 def test_another_process_of_this_user_that_took_the_name_is_not_asked_either(named_peers):
-    """If the asker expects another process id, it refuses. Otherwise, it sends the secret."""
+    """If the asker expects another process id, it sends nothing. Otherwise, it sends the secret."""
     problem, has_ended, allocations, told = asked_impostor(
         named_peers, 0, lambda impostor: os.getpid()
     )
