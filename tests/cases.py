@@ -1,4 +1,4 @@
-"""Define the layouts of the tests (static sizes of an exchange), and routings (expert ids)."""
+"""Define the layouts (static sizes) and the routings (expert ids) of the tests' exchanges."""
 
 import dataclasses
 import os
@@ -13,7 +13,7 @@ import jax_moe_a2a as ma
 INT32 = np.iinfo(np.int32)
 ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
 RANKS_ON_ONE_GPU = int(os.environ.get("MOE_A2A_TEST_RANKS_ON_ONE_GPU", "0"))
-# The limits of a launch that routes and dispatches: tokens of a rank, choices of all ranks.
+# One launch can route and dispatch at most this many tokens of a rank and choices of all ranks.
 FUSED_TOKENS, FUSED_CHOICES = 256, 16_384
 
 
@@ -48,16 +48,16 @@ class Layout:
         )
 
     def has_rows(self, ranks):
-        """Return False if the arrays of the exchange are empty, because then no kernel runs."""
+        """Return True if the exchange has tokens and rows. Otherwise, no kernel runs."""
         return self.tokens > 0 and self.rows(ranks) > 0
 
     def exchanges_of_dispatch(self, ranks):
-        """Return 1 if one launch routes and dispatches, 2 if two launches do, 0 without rows."""
+        """Return how many launches route and dispatch: 0 without rows, 1 if fused, or 2."""
         is_one = self.tokens <= FUSED_TOKENS and ranks * self.tokens * self.top_k <= FUSED_CHOICES
         return (1 if is_one else 2) * self.has_rows(ranks)
 
 
-# Routings: (random generator, ranks, layout) -> ids [ranks, tokens, top_k] int32.
+# Each routing is a function (random generator, ranks, layout) -> ids [ranks, tokens, top_k] int32.
 
 
 def shape(ranks, layout):
@@ -65,7 +65,7 @@ def shape(ranks, layout):
 
 
 def uniform(rng, ranks, layout):
-    """Draw distinct experts for each token, as a router does, if there are enough experts."""
+    """Draw distinct experts for each token if there are enough experts."""
     experts = layout.num_experts(ranks)
     if experts < layout.top_k:
         return rng.integers(0, experts, shape(ranks, layout), np.int32)
@@ -135,7 +135,7 @@ def all_masked(rng, ranks, layout):
 
 
 def single_choice(rng, ranks, layout):
-    """Return ids in which only one choice of one token, on the last rank, is valid."""
+    """Return ids that are all -1, except one choice of one token on the last rank."""
     ids = all_masked(rng, ranks, layout)
     if layout.tokens:
         ids[-1, -1, -1] = 0
@@ -193,7 +193,7 @@ ROUTINGS: dict[str, Callable] = {
 
 PLAIN = Layout("plain", tokens=12, top_k=4, local_experts=3)
 PADDED = Layout("alignment_8", tokens=12, top_k=4, local_experts=3, alignment=8)
-# The capacity is no multiple of the alignment, so the last group loses rows or padding.
+# The capacity is not a multiple of the alignment, so the last group loses rows or padding.
 CUT = Layout(
     "alignment_8_capacity_19", tokens=12, top_k=4, local_experts=3, capacity=19, alignment=8
 )
@@ -226,11 +226,11 @@ MOST_RANKS = 8  # the layouts above are made for at most this number of ranks
 
 
 def for_many_ranks(layout):
-    """Return a layout that fits one GPU, however many ranks share it.
+    """Return a layout that fits on one GPU for any number of ranks.
 
     With the worst-case capacity, the memory grows with the square of the number of ranks. The
-    layout therefore gets twice the mean load as its capacity. On more than `MOST_RANKS` ranks, the
-    layouts for GPUs also get fewer tokens.
+    returned layout therefore has twice the mean load as its capacity. On more than `MOST_RANKS`
+    ranks, the layouts for GPUs also have fewer tokens.
     """
     if RANKS_ON_ONE_GPU <= MOST_RANKS or layout.tokens * layout.top_k < 500:
         return layout
@@ -280,8 +280,8 @@ def cases_of(layout):
 
 
 def few_layouts():
-    """Return all layouts on GPUs, because kernels differ by layout, and otherwise only layouts that
-    differ on the portable path."""
+    """On GPUs, return all layouts, because the kernels' code depends on the layout. On CPUs, return
+    only layouts that differ on the portable path."""
     names = "alignment_8", CUT.name, "capacity_0", "no_tokens", "top_32"
     return [layout for layout in LAYOUTS if ON_GPU or layout.name in names]
 
@@ -295,7 +295,7 @@ def gpu_catalogue():
     return [Case(layout, name) for layout in GPU_LAYOUTS for name in names]
 
 
-# Dtypes that an exchange only moves.
+# An exchange moves these dtypes, and does not sum them.
 MOVED_DTYPES = (
     "bool",
     "int8",
@@ -317,7 +317,7 @@ MOVED_DTYPES = (
     "float32",
     "complex64",
 )
-WIDE_DTYPES = ("int64", "uint64", "float64", "complex128")  # need jax_enable_x64
+WIDE_DTYPES = ("int64", "uint64", "float64", "complex128")  # they need jax_enable_x64
 SUMMED_DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -326,7 +326,7 @@ def dtype(name):
 
 
 def any_bits(rng, shape, name):
-    """Draw random bytes, so that NaNs with payloads and subnormals occur in floats."""
+    """Draw random bytes, so that floats include subnormals and NaNs with payloads."""
     if name == "bool":
         return rng.integers(0, 2, shape).astype(np.bool_)
     item = dtype(name).itemsize
@@ -339,6 +339,6 @@ def normal(rng, shape, name):
 
 
 def bits(array):
-    """Return the bytes of an array, so that NaNs and negative zeros compare by their bits."""
+    """Return the bytes of an array. Byte comparison distinguishes NaNs, and the signs of zeros."""
     array = np.ascontiguousarray(array)
     return array.view(np.uint8) if array.ndim else array.reshape(1).view(np.uint8)

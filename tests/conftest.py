@@ -1,15 +1,14 @@
-"""Choose the devices of the tests before JAX is imported: 8 virtual CPU devices, or real GPUs with
-MOE_A2A_TEST_GPU=1.
+"""Choose the devices of the tests before JAX is imported.
 
-If GPUs are requested but absent, the session fails. MOE_A2A_TEST_IMPLEMENTATION sets
-`implementation` of every group. `python -m tests.processes` divides the devices among processes.
+The tests run on 8 virtual CPU devices or, with MOE_A2A_TEST_GPU=1, on real GPUs. If GPUs are
+requested but absent, the session fails. MOE_A2A_TEST_IMPLEMENTATION sets `implementation` of every
+group. `python -m tests.processes` divides the devices among processes.
 
-JAX_NUMPY_DTYPE_PROMOTION=strict and JAX_NUMPY_RANK_PROMOTION=raise make implicit promotions an
-error, except in tests with the marker `promotes`, which states the reason.
+Implicit promotions of dtypes and ranks are errors, except in tests with the marker `promotes`.
 
-With MOE_A2A_TEST_RANKS_ON_ONE_GPU=8 all 8 ranks share one GPU, or one CPU device. Tests that need
-several devices are then skipped (`-rs` lists them). On a GPU, every other test must state how many
-exchanges it makes (`harness.expect_exchanges`).
+With MOE_A2A_TEST_RANKS_ON_ONE_GPU=8, all 8 ranks share one GPU or one CPU device. Tests that need
+several devices are then skipped (`-rs` lists them). On a GPU, each remaining test must state how
+many exchanges it makes (`harness.expect_exchanges`).
 """
 
 import contextlib
@@ -31,7 +30,7 @@ if ON_GPU:
 else:
     num_devices = JOINED[-1] if JOINED else processes.CPU_DEVICES
     os.environ["JAX_PLATFORMS"] = "cpu"
-    # Level 0 compiles faster. The flags of XLA_FLAGS come later, so they take precedence.
+    # Level 0 compiles faster. Flags in the user's XLA_FLAGS come later, so they take precedence.
     os.environ["XLA_FLAGS"] = (
         f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')} "
         f"--xla_force_host_platform_device_count={num_devices}"
@@ -55,8 +54,8 @@ from jax_moe_a2a._src.group import native
 from jax_moe_a2a._src.grouped import lowering as lowered
 
 if harness.RANKS_ON_ONE_GPU and ON_GPU:
-    # These groups need implementation="cuda", which makes unsupported calls errors. In the tests,
-    # such calls take the portable path, and the test expects no exchange.
+    # With implementation="cuda", a call that the kernels do not support is an error. The tests
+    # disable this error, so that the call takes the portable path.
     lowering.check_may_refuse = lambda *args: None
 
 TOO_MANY_RANKS = "one GPU has no room for split exchanges of so many ranks"
@@ -73,21 +72,21 @@ def pytest_collection_modifyitems(items):
     for item in items:
         alone = item.get_closest_marker("one_process")
         if JOINED and alone:
-            item.add_marker(pytest.mark.skip(reason=f"of one process: {alone.args[0]}"))
+            item.add_marker(pytest.mark.skip(reason=f"needs a single process: {alone.args[0]}"))
         if not ON_GPU and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs GPUs: set MOE_A2A_TEST_GPU=1"))
         several = item.get_closest_marker("several_devices")
         if harness.RANKS_ON_ONE_GPU and several:
-            item.add_marker(pytest.mark.skip(reason=f"of several devices: {several.args[0]}"))
-        # These files compile one program for all their tests, so no single test can be skipped.
+            item.add_marker(pytest.mark.skip(reason=f"needs several devices: {several.args[0]}"))
+        # Each of these files compiles one program for all its tests. No single test can be skipped.
         if item.path.match("gpu/test_split_*.py") and not harness.splits_fit():
             item.add_marker(pytest.mark.skip(reason=TOO_MANY_RANKS))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_handlecrashitem(report):
-    """If a test worker died, add its exit status to the report. -9 means that another process
-    killed it. After other signals, the log has the stacks of all Python threads."""
+    """Add the exit status of a dead test worker to the report. Status -9 means that another process
+    killed the worker. After other signals, the log has the stacks of all Python threads."""
     report.longrepr += f", with exit status {report.node.gateway._io.wait()}"
 
 
@@ -102,7 +101,7 @@ PROMOTION = "JAX_NUMPY_DTYPE_PROMOTION", "JAX_NUMPY_RANK_PROMOTION"
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """Run a test with the marker `promotes`, and its processes, under JAX's default promotion."""
+    """Run a test with the marker `promotes`, and its processes, with JAX's default promotion."""
     if item.get_closest_marker("promotes") is None:
         return (yield)
     with environment.restored():
@@ -115,7 +114,7 @@ def pytest_runtest_protocol(item):
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
     """If all ranks share one GPU, check that the test makes the exchanges that it states."""
-    # tests/gpu counts exchanges itself, because close() and set_epoch() change the counters.
+    # Tests in tests/gpu count their exchanges, because close() and set_epoch() change counters.
     counts_by_itself = item.path.parent.name == "gpu" or item.get_closest_marker("counts_by_itself")
     if not (harness.RANKS_ON_ONE_GPU and ON_GPU) or counts_by_itself:
         return (yield)
@@ -124,10 +123,8 @@ def pytest_runtest_call(item):
 
 
 def stated_by_marker(item):
-    """Return a context that checks the marker `exchanges` of a test, if it has one.
-
-    A number in the marker may be a function of parameters of the test.
-    """
+    """Return a context that checks the number of exchanges in the test's marker `exchanges`, if
+    any. The number may be a function of the test's parameters."""
     marker = item.get_closest_marker("exchanges")
     if marker is None:
         return contextlib.nullcontext()
@@ -152,7 +149,7 @@ def exact_products():
 
 @pytest.fixture
 def devices_pass_for_gpus(monkeypatch):
-    """Pretend that all devices are GPUs which run the kernels."""
+    """Pretend that all devices are GPUs that run the kernels."""
     monkeypatch.setattr(ma.Group, "_why_portable", "")
 
 

@@ -1,4 +1,4 @@
-"""Lower programs for GPUs, also on a machine without GPUs, and list the kernel calls in them."""
+"""Lower programs for GPUs on any machine, and list the kernel calls in the programs."""
 
 import re
 from typing import NamedTuple
@@ -14,9 +14,9 @@ needs_kernel = pytest.mark.skipif(
 
 
 class Call(NamedTuple):
-    target: str  # without "moe_a2a_"
+    target: str  # without the prefix "moe_a2a_"
     attributes: dict[str, str]
-    types: str  # of operands and results
+    types: str  # types of the operands and results
 
 
 def lowered(fn, *args):

@@ -25,8 +25,8 @@ class DeviceCounters:
 
 def epochs_of(topology, kind=native.WHOLE):
     """Return (next epoch, poison, credits, heads) of each device, or [] if the workspace is closed.
-    Credits and heads list all ranks of the first ring half, then of the second. No exchange may run
-    during this call."""
+    Credits and heads list all ranks for the first ring half, then for the second ring half. No
+    exchange may run during this call."""
     problem, values = native._native.counters(*topology, kind)
     native._raise(problem)
     return values
@@ -34,7 +34,7 @@ def epochs_of(topology, kind=native.WHOLE):
 
 def counters_of(group):
     """Return the ``DeviceCounters`` of whole exchanges, in the order of ``Group.memory``. Return ()
-    on the portable path, with two levels, or while the workspace is closed."""
+    on the portable path, for a two-level group, or while the workspace is closed."""
     if group.two_level:
         return ()
 

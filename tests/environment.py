@@ -8,8 +8,8 @@ import os
 def restored():
     """Restore the environment variables that changed, and write no other variables.
 
-    ``mock.patch.dict(os.environ)`` writes all variables. If a program still runs on CPUs, XLA (jax
-    0.12) may call ``getenv`` at that moment, and crash.
+    ``mock.patch.dict(os.environ)`` would write all variables. XLA (jax 0.12) crashes if a running
+    CPU program calls ``getenv`` at that moment.
     """
     before = dict(os.environ)
     try:

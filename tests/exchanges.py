@@ -29,10 +29,8 @@ class Count:
 
 
 def shown_by_counters(group):
-    """Return the number of exchanges since the workspaces opened.
-
-    Add the exchanges of `group.single_rank`, because it exchanges replicated tokens.
-    """
+    """Return the number of exchanges since the workspaces opened. Include the exchanges of
+    replicated tokens, which `group.single_rank` makes."""
     total = Count()
     for topology in (group.topology, group.single_rank.topology):
         whole, split = (num_exchanges(topology, kind) for kind in native.WORKSPACE_KINDS)

@@ -1,7 +1,7 @@
 """Encode and decode token formats in plain numpy.
 
-Computations are in float64 if float64 is exact, and in float32 where docs/formats.md says so. Only
-the classes that describe formats are from the package.
+Computations use float32 where docs/formats.md requires it. Otherwise they use float64, which is
+exact. From the package, this file uses only the classes that describe formats.
 """
 
 import cases
@@ -14,7 +14,7 @@ E4M3, E8M0 = (cases.dtype(name) for name in ("float8_e4m3fn", "float8_e8m0fnu"))
 
 
 def magnitudes(dtype, num_codes):
-    """Return the values of the first codes of an 8-bit float as float64, in ascending order."""
+    """Return the values of the codes 0 to num_codes - 1 of an 8-bit float, as float64."""
     return np.arange(num_codes, dtype=np.uint8).view(dtype).astype(np.float64)
 
 
@@ -38,17 +38,17 @@ def smallest_exponents(largest):
 
 
 def ocp_exponents(largest):
-    """Return floor(log2(largest)) - 8. 8 is the largest exponent in float8_e4m3fn."""
+    """Return floor(log2(largest)) - 8. The largest exponent of float8_e4m3fn is 8."""
     return EXPONENTS[np.searchsorted(2.0**EXPONENTS, largest, "right") - 1] - 8
 
 
 def encode(fmt, x):
-    """Return (values, scales) of x [..., H] in a format. `groups` is [N, group size]."""
-    with np.errstate(invalid="ignore"):  # of signalling NaN
+    """Return (values, scales) of x [..., H] in a format."""
+    with np.errstate(invalid="ignore"):  # casting a signalling NaN warns
         groups = x.astype(np.float64).reshape(-1, fmt.group_size)
     is_finite = np.isfinite(groups).all(axis=1)
     groups[~is_finite] = 0
-    groups[np.abs(groups) < 2.0**-126] *= 0.0  # zero of the same sign
+    groups[np.abs(groups) < 2.0**-126] *= 0.0  # keeps the sign of zero
     encode_groups = encode_nv if isinstance(fmt, ma.NvFp4) else encode_power_of_two
     codes, scales = encode_groups(fmt, np.abs(groups))
     sign = np.signbit(groups).astype(np.uint8)
@@ -87,8 +87,8 @@ def encode_nv(fmt, groups):
 
 
 def encode_squares(w, size=128):
-    """Return values [L, N, K] and scales of weights [L, K, N], quantized in 128x128 blocks. The
-    last blocks may have fewer columns of the weights."""
+    """Return values [L, N, K] and scales of weights [L, K, N], quantized in 128x128 blocks. N need
+    not be a multiple of 128."""
     x = np.swapaxes(np.asarray(w, np.float64), 1, 2)
     experts, n, k = x.shape
     padded = np.zeros((experts, -(-n // size) * size, k))
@@ -102,7 +102,7 @@ def encode_squares(w, size=128):
 
 
 def decode(fmt, values, scales, dtype):
-    """Multiply values by their scales in a format, and return the products in the dtype."""
+    """Multiply values by their scales in a format. Return the products in `dtype`."""
     global_scale = 1.0
     if isinstance(fmt, ma.NvFp4):
         nibbles = np.stack([values & 15, values >> 4], axis=-1)
@@ -114,18 +114,18 @@ def decode(fmt, values, scales, dtype):
     scales = np.repeat(scales.astype(np.float64), fmt.group_size, axis=-1)
     with np.errstate(over="ignore", invalid="ignore"):
         values = values.astype(np.float64)
-        exact = values * scales * global_scale  # exact: at most 6 bits times 24 bits
+        exact = values * scales * global_scale  # exact, because products have at most 6 + 24 bits
         limit = float(ml_dtypes.finfo(dtype).max)
         out = np.clip(exact.astype(np.float32), -limit, limit).astype(cases.dtype(dtype))
     bad = ~(np.isfinite(values) & np.isfinite(scales))
     return np.where(bad, np.array(np.nan, out.dtype), out)
 
 
-# NvFp4 with a global scale for each token. Scales are [*lead], and tokens are [*lead, ..., H].
+# These functions use NvFp4 with a global scale per token: scales [*lead], tokens [*lead, ..., H].
 
 
 def of_each_token(fn, scales, *arrays):
-    """Return the lead axes, and a list of `fn(fmt, is_valid, *arrays of a token)`."""
+    """Call `fn(fmt, is_valid, *arrays of the token)` for each token. Return (lead, results)."""
     lead, least = scales.shape, 2.0**-116
     results = []
     for index in np.ndindex(lead):
@@ -137,8 +137,8 @@ def of_each_token(fn, scales, *arrays):
 
 
 def encode_tokens(x, scales):
-    """Return (values, scales) of tokens. A token whose global scale is invalid has zero bytes as
-    values and NaN as scales."""
+    """Return (values, scales) of tokens. If a token's global scale is invalid, its values are zero
+    bytes and its scales are NaN."""
 
     def of_token(fmt, is_valid, token):
         return encode(fmt, token if is_valid else np.full_like(token, np.nan))
@@ -152,7 +152,7 @@ def encode_tokens(x, scales):
 
 
 def decode_tokens(values, scales, global_scales, dtype):
-    """Return the decoded tokens. A token whose global scale is invalid becomes NaN."""
+    """Return the decoded tokens. A token with an invalid global scale becomes NaN."""
 
     def of_token(fmt, is_valid, values, scales):
         numbers = decode(fmt, values, scales, dtype)

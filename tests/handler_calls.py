@@ -1,5 +1,5 @@
-"""Run the package's FFI handlers as custom calls on CPU, over the fake driver of
-``tests/emulation/host``. No kernel runs, but handlers check their attributes and arrays."""
+"""Run the package's FFI handlers as custom calls on CPU with the fake driver of
+``tests/emulation/host``. The handlers check their attributes and arrays, but no kernel runs."""
 
 import ctypes
 import os
@@ -15,7 +15,7 @@ from host_extension import HOST, ROOT, built
 NUM_DEVICES = 2
 MIB = 1 << 20
 STATE = "moe_a2a_exchange_on_cpu"
-# A call whose state needs only the attributes that all calls have.
+# The state of this call needs only the attributes that all calls have.
 DONE = "moe_a2a_dispatch_done"
 
 
@@ -48,7 +48,7 @@ def command_of(scenario, library_path):
 
 
 def run(scenario, library_path):
-    """Run a function of a test file in a separate process, because devices stay registered."""
+    """Run a function of a test file in a new process, because devices cannot be removed."""
     done = subprocess.run(
         command_of(scenario, library_path),
         env=os.environ | ON_CPU,
@@ -76,7 +76,7 @@ def load(path):
 
 def register(library):
     """Register the library's calls with XLA."""
-    jax.devices()  # JAX would otherwise register targets before their types, which XLA refuses
+    jax.devices()  # initialize JAX, because XLA refuses targets registered before their types
     registration = dict(
         type_id=jax.ffi.pycapsule(library.state_type_id()),
         type_info=jax.ffi.pycapsule(library.state_type_info()),

@@ -23,12 +23,12 @@ from jax_moe_a2a._src.group import native
 
 AXIS = "ep"
 ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
-# The number of ranks that share one device, as a vmap, or 0 if each rank has its own device.
+# This many ranks share one device, as a vmap. 0 means that each rank has its own device.
 RANKS_ON_ONE_GPU = cases.RANKS_ON_ONE_GPU
-TIMES_SLOWER = max(1, RANKS_ON_ONE_GPU // 16)  # factor of time limits if many ranks share a GPU
+TIMES_SLOWER = max(1, RANKS_ON_ONE_GPU // 16)  # time limits are longer if many ranks share a GPU
 IMPLEMENTATION = os.environ.get("MOE_A2A_TEST_IMPLEMENTATION") or None
 if RANKS_ON_ONE_GPU and ON_GPU:
-    IMPLEMENTATION = "cuda"  # the default is the portable path for a vmap over the group's axis
+    IMPLEMENTATION = "cuda"  # because a vmap over the group's axis defaults to the portable path
 NUM_DEVICES = len(jax.devices())
 PROCESSES = jax.process_count()
 
@@ -40,7 +40,7 @@ else:
     RANK_COUNTS = tuple(n for n in (1, 2, 4, 8) if n <= NUM_DEVICES)
 # Each process has the same number of ranks.
 RANK_COUNTS = tuple(n for n in RANK_COUNTS if n % PROCESSES == 0)
-# SEVERAL is for tests with one number of ranks. FEW is at least 2 if possible. MANY is the largest.
+# SEVERAL is at most 4 ranks, FEW is the smallest number above 1, and MANY is the largest number.
 SEVERAL = max((n for n in RANK_COUNTS if n <= 4), default=RANK_COUNTS[0])
 FEW = min((n for n in RANK_COUNTS if n >= 2), default=1)
 MANY = RANK_COUNTS[-1]
@@ -65,13 +65,13 @@ def exchanging(*dictionaries, **options):
 
 
 def worst_case(num_tokens, top_k, ranks, num_experts, **options):
-    """Return the capacity at which no rank drops rows. `options` are those of `Exchange`."""
+    """Return the capacity at which no rank drops rows. `options` are options of `Exchange`."""
     exchange = ma.Exchange(**options)
     return exchange.rows_per_rank(num_tokens, top_k, group_size=ranks, num_experts=num_experts)
 
 
 def devices(count):
-    """Return `count` devices: the first devices of each process, equally many of each."""
+    """Return `count` devices, with equally many devices of each process."""
     each, rest = divmod(count, PROCESSES)
     assert not rest, f"{PROCESSES} processes do not share {count} devices"
     of_process = [[d for d in jax.devices() if d.process_index == p] for p in range(PROCESSES)]
@@ -80,7 +80,7 @@ def devices(count):
 
 @functools.cache
 def mesh_of(ranks):
-    """Return a mesh of `ranks` devices with axis "ep", or None if they share one device."""
+    """Return a mesh of `ranks` devices with axis "ep", or None if the ranks share one device."""
     return None if RANKS_ON_ONE_GPU else Mesh(np.array(devices(ranks)), (AXIS,))
 
 
@@ -104,7 +104,7 @@ def group_of(ranks, **options):
 
 
 def poison(aval, sharding):
-    """Return an array of values that no correct result has: NaN, or bytes 0xA5 of integers."""
+    """Return an array of values that no correct result has: NaN, or integers of bytes 0xA5."""
     dtype = np.dtype(aval.dtype)
     byte = 1 if dtype == np.bool_ else 0xA5 if dtype.kind in "iu" else 0xFF
     raw = np.full((*aval.shape, dtype.itemsize), byte, np.uint8)
@@ -120,8 +120,8 @@ def is_elsewhere(leaf):
 
 
 def put(tree, sharding, **options):
-    """Put arrays on devices like `jax.device_put`. All processes must have equal arrays. Unlike
-    `jax.device_put`, this function does not check that they are equal, and preserves all bits."""
+    """Put arrays on devices like `jax.device_put`, but preserve all bits. All processes must pass
+    equal arrays; this function does not check that the arrays are equal."""
 
     def put_parts(leaf):
         if is_elsewhere(leaf):
@@ -137,7 +137,7 @@ def put(tree, sharding, **options):
 
 
 def numpy_of(tree):
-    """Return a pytree with whole numpy arrays. All processes must call this function."""
+    """Return a pytree of whole numpy arrays. All processes must call this function."""
     leaves, structure = jax.tree.flatten(tree)
     elsewhere = [leaf for leaf in leaves if is_elsewhere(leaf)]
     whole = iter(gathered(elsewhere) if elsewhere else ())
@@ -148,8 +148,7 @@ def numpy_of(tree):
 
 def jit(fn, exchanges=None, split=0, **options):
     """Compile like `jax.jit`. With several processes, the results are whole numpy arrays.
-    `exchanges` and `split` are the arguments of `expect_exchanges` for each run.
-    """
+    `exchanges` and `split` are the arguments of `expect_exchanges` for each run."""
     jitted = jax.jit(fn, **options)
     if RANKS_ON_ONE_GPU:
         return counted(jitted, exchanges, split)
@@ -178,7 +177,7 @@ def gathered(arrays):
         return array.dtype.itemsize * int(np.prod(array.sharding.shard_shape(array.shape)))
 
     sizes = [sum(num_bytes(a) * len(parts(a, p)) for a in arrays) for p in range(PROCESSES)]
-    # Round the size up to a power of two, because each size compiles a program.
+    # Round the size up to a power of two, because each new size compiles a program.
     sent = np.zeros(max(1 << 12, 1 << (max(sizes) - 1).bit_length()), np.uint8)
     own = []
     for array in arrays:
@@ -200,7 +199,7 @@ def gathered(arrays):
 
 @functools.cache
 def gathering():
-    """Return a mesh with one device per process, and a program that gathers their shards."""
+    """Return a mesh with one device per process, and a program that gathers the devices' shards."""
     first = [jax.local_devices(process)[0] for process in range(PROCESSES)]
     mesh = Mesh(np.array(first), ("process",))
     return mesh, jax.jit(lambda sent: sent, out_shardings=NamedSharding(mesh, PartitionSpec()))
@@ -217,7 +216,7 @@ def received_from_all(sent):
 
 
 def of_all_processes(value):
-    """Return a list of the values that the processes have passed, each of at most 64 KiB."""
+    """Return a list of the processes' values. Each pickled value has at most 64 KiB."""
     if PROCESSES == 1:
         return [value]
     sent = np.zeros(1 << 16, np.uint8)
@@ -226,7 +225,7 @@ def of_all_processes(value):
     return [pickle.loads(received.tobytes()) for received in received_from_all(sent)]
 
 
-# On CPUs, tests that mostly compile take half the time without optimizations.
+# On CPUs, tests that mostly compile take half the time with optimizations disabled.
 QUICKLY = None if ON_GPU else {"xla_backend_optimization_level": 0}
 # Some tests check how XLA optimizes users' programs.
 THOROUGHLY = None if ON_GPU else {"xla_backend_optimization_level": 3}
@@ -242,11 +241,11 @@ OF_SEVERAL_AXES = [
 def over_ranks(fn, mesh=None, in_axes=0, out_axes=0, check_vma=True):
     """Map `fn` over the ranks, which are the devices of the mesh, or a vmap on one device.
 
-    `in_axes` are the rank axes of the arguments, and `out_axes` is that of all results. None means
-    that arrays are equal on all ranks.
+    `in_axes` are the rank axes of the arguments. `out_axes` is the rank axis of all results. An
+    axis of None means that the array is equal on all ranks.
     """
     if RANKS_ON_ONE_GPU and mesh is not None:
-        assert in_axes == out_axes == 0, "all axes are at the front"
+        assert in_axes == out_axes == 0, "all rank axes must be the first axis"
         return over_axes(fn, mesh)
     if RANKS_ON_ONE_GPU:
         return jax.vmap(fn, in_axes=in_axes, out_axes=out_axes, axis_name=AXIS)
@@ -274,7 +273,7 @@ def over_ranks(fn, mesh=None, in_axes=0, out_axes=0, check_vma=True):
 
 
 def over_axes(fn, mesh):
-    """Map `fn` over the ranks on one device, by a vmap over each axis of an abstract mesh."""
+    """Map `fn` over the ranks on one device, with a vmap over each axis of an abstract mesh."""
     for axis in reversed(mesh.axis_names):
         fn = jax.vmap(fn, axis_name=axis)
     sizes = mesh.axis_sizes
@@ -325,11 +324,11 @@ def on_each_rank(fn, mesh=None, check_vma=True, compiler_options=None, exchanges
     return run
 
 
-# If all ranks share one GPU, each test states its number of exchanges on each rank: with arguments
-# of the programs that it runs, with `expect_exchanges`, or with the marker `exchanges`.
+# If all ranks share one GPU, each test states how many exchanges each rank makes: as an argument of
+# a program, with `expect_exchanges`, or with the marker `exchanges`.
 
 
-# The exchanges that the running test has stated, and the number of its statements.
+# `stated` is the sum of the running test's statements, and `num_statements` is their number.
 ledger = types.SimpleNamespace(stated=Count(), num_statements=0)
 
 
@@ -347,10 +346,8 @@ def splits_fit():
 
 @contextlib.contextmanager
 def expect_exchanges(whole, split=0):
-    """Fail unless the block makes these numbers of whole and split exchanges on each rank.
-
-    This function checks nothing unless all ranks share one GPU.
-    """
+    """Fail unless each rank makes these numbers of whole and split exchanges in the `with` block.
+    The check runs only if all ranks share one GPU."""
     if not (RANKS_ON_ONE_GPU and ON_GPU):
         yield
         return
@@ -363,7 +360,7 @@ def expect_exchanges(whole, split=0):
 
 
 def stated(exchanges, split):
-    """Return `expect_exchanges`, or a context that checks nothing if `exchanges` is None."""
+    """Return the context `expect_exchanges`, or an empty context if `exchanges` is None."""
     return contextlib.nullcontext() if exchanges is None else expect_exchanges(exchanges, split)
 
 
@@ -386,7 +383,7 @@ def is_traced(*args):
 
 
 def counted(jitted, exchanges, split):
-    """Return a jitted function that waits for each run and checks its number of exchanges."""
+    """Return a jitted function that waits for each run and checks how many exchanges it made."""
 
     @functools.wraps(jitted)
     def run(*args, **kwargs):
@@ -399,7 +396,7 @@ def counted(jitted, exchanges, split):
 
 
 def eagerly(fn, exchanges=None, split=0):
-    """Return `fn`, not compiled, with a check of its number of exchanges."""
+    """Return an uncompiled `fn` that checks how many exchanges each run makes."""
 
     def run(*args):
         with stated(exchanges, split):
@@ -420,7 +417,7 @@ def vmapped_group(ranks):
 
 
 def exchange_fn(layout, group):
-    """Return a function of one rank's arrays: a dispatch, and combines with and without weights."""
+    """Return a function of one rank's arrays: a dispatch, and two combines, one with weights."""
 
     def exchange(ids, x, topk_weights, y):
         recv = ma.dispatch(x, ids, topk_weights, **layout.route_args(group))
@@ -477,7 +474,7 @@ def assert_same_bytes(actual, expected, what=""):
 
 
 def assert_recv_is(recv, x, topk_weights, expected):
-    """Compare a Recv [R, ...] of the leaves `x` (a dict), except its routing, with the oracle."""
+    """Compare a Recv [R, ...] of payload `x` (a dict) with the oracle. Ignore the routing."""
     for name, leaf in x.items():
         assert_same_bytes(recv.rows[name], oracle.dispatch(leaf, expected), name)
     if topk_weights is None:
@@ -491,7 +488,7 @@ def assert_recv_is(recv, x, topk_weights, expected):
 
 
 def assert_rows_are_described(recv, expected, experts):
-    """Compare the fields of a Recv [R, ...] that describe its rows. `experts` are [R, L]."""
+    """Compare the fields of a Recv [R, ...] that describe rows. `experts` are [R, L]."""
     for name, value in {
         "group_sizes": expected.group_sizes,
         "row_offsets": expected.row_offsets,

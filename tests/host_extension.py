@@ -1,8 +1,8 @@
 """Build the extension without kernels, so that tests can lower programs for CUDA on every machine
 with a C++ compiler.
 
-The extension is the host code of `cuda`, over the fake driver of `tests/emulation/host`. It decides
-which calls the kernels support, and describes the calls.
+The extension contains the host code of `cuda` and the fake driver of `tests/emulation/host`. The
+host code decides which calls the kernels support, and describes the calls.
 """
 
 import fcntl
@@ -26,8 +26,8 @@ FAKES = ("fake_driver.cc", "fake_gemm.cc")
 
 
 def provide():
-    """If the package has no extension and g++ exists, build the extension and add it to the path of
-    this process and its children. Call this before the package is imported."""
+    """If the package has no extension and g++ exists, build an extension for this process and its
+    children. Call this function before the package is imported."""
     folders = [str(pathlib.Path(entry, PACKAGE)) for entry in (str(ROOT), *sys.path)]
     finders = [finder for finder in sys.meta_path if hasattr(finder, "find_spec")]
     is_there = any(finder.find_spec(f"{PACKAGE}._native", folders) for finder in finders)
@@ -40,7 +40,7 @@ def provide():
 
 
 def pretend():
-    """Import the extension over the fake driver. Call this before the package is imported."""
+    """Import the extension with the fake driver. Call this before the package is imported."""
     name = f"{PACKAGE}._native"
     (library,) = pathlib.Path(built(), PACKAGE).glob("_native*")
     spec = importlib.util.spec_from_file_location(name, library)
@@ -73,13 +73,13 @@ def built():
 
     def compiled(source):
         object_file = folder / f"{source.parent.name}-{source.name}.o"
-        # Only one file has the digest of all sources, so a compiler cache can reuse other objects.
+        # Only ext.cc is compiled with the digest, so a compiler cache can reuse the other objects.
         own = [all_sources] if source.name == "ext.cc" else []
         subprocess.run(["g++", *flags, *own, "-c", source, "-o", object_file], check=True)
         return object_file
 
     with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # one process at a time
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one process builds at a time
         if not library.exists():
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 objects = list(pool.map(compiled, sources))

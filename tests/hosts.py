@@ -1,7 +1,7 @@
 """Make hosts for tests: network namespaces that a bridge connects, each with its own address.
 
-As on different hosts, programs in two namespaces share no loopback, port or abstract socket.
-Namespaces need root and `ip` of iproute2.
+Programs in two namespaces share no loopback, port or abstract socket, like programs on two hosts.
+Making namespaces needs root and `ip` of iproute2.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import signal
 import socket
 import subprocess
 
-NETWORK = "10.213.0"  # within the namespaces only
+NETWORK = "10.213.0"  # only the namespaces use it
 HOSTS_FILES = pathlib.Path("/etc/netns")  # `ip netns exec` shows a namespace its own /etc/hosts
 
 
@@ -32,7 +32,7 @@ def inside(name, *command):
 def namespaces(count):
     """Yield the names of `count` new hosts. At the end, kill their processes and remove them."""
     if os.geteuid() or not shutil.which("ip"):
-        raise RuntimeError("hosts of their own need root, and `ip`, which iproute2 has")
+        raise RuntimeError("network namespaces need root, and `ip` of iproute2")
     names = [f"moe-a2a-{os.getpid()}-{host}" for host in range(count)]
     first = names[0]
     try:
@@ -57,7 +57,7 @@ def namespaces(count):
         yield names
     finally:
         for name in names:
-            # A removed namespace continues to exist while a process runs in it.
+            # A removed namespace exists until its last process ends.
             inside_it = subprocess.run(
                 ["ip", "netns", "pids", name], capture_output=True, text=True
             )

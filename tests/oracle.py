@@ -1,8 +1,8 @@
 """Compute the expected results of exchanges and layers in numpy, with plain loops.
 
-Every array has a leading rank axis of length R. T is the number of tokens of a rank, K the number
-of choices of a token (top_k), L the number of local experts, C the capacity. This file shares no
-code with the package. Its loops over ranks, tokens and choices have the order of the definition.
+Every array has a leading rank axis of length R. T is the number of tokens of a rank, K is top_k, L
+is the number of local experts, and C is the capacity. This file shares no code with the package.
+Its loops over ranks, tokens and choices have the order of the definition.
 """
 
 import dataclasses
@@ -12,9 +12,9 @@ import typing
 import ml_dtypes
 import numpy as np
 
-DROPPED = -2  # in place of the row of a choice that is dropped
+DROPPED = -2  # the row of a dropped choice
 ABSENT = -1
-TAIL = -2  # in place of the slot of a row after the last group
+TAIL = -2  # the slot of a row after the last group
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Routing:
     num_rows: np.ndarray  # [R]
     num_dropped: np.ndarray  # [R]
     num_invalid: np.ndarray  # [R]
-    # The row of each choice at its destination, ABSENT or DROPPED. The package has no such field.
+    # Only the oracle has this field: each choice's row at its destination, or ABSENT, or DROPPED.
     choice_row: np.ndarray  # [R, T, K]
 
     @property
@@ -42,13 +42,13 @@ class Routing:
 
     @property
     def is_tail(self) -> np.ndarray:
-        """Return True for rows after the last group, [R, C]."""
+        """Return a bool [R, C] that is True for rows after the last group."""
         ends = self.group_sizes.sum(axis=1)
         return np.arange(self.capacity) >= ends[:, None]
 
     @property
     def row_offsets(self) -> np.ndarray:
-        """Return the first row of each local expert, and the end of the last, [R, L + 1]."""
+        """Return the first row of each local expert, and the end of the last expert, [R, L + 1]."""
         first = np.zeros((len(self.group_sizes), 1), np.int32)
         return np.cumsum(np.hstack([first, self.group_sizes]), axis=1, dtype=np.int32)
 
@@ -64,10 +64,10 @@ def default_capacity(ranks, tokens, top_k, local_experts, alignment):
 
 
 def kept_choices(ids, first_expert, local_experts, capacity, alignment):
-    """Return the set of choices (source, token, k) of a rank's experts that are not dropped.
+    """Return the set of choices (source, token, k) of one rank's experts that get rows.
 
     Choices get rows in the order of k, then token, then source. An expert gets `alignment` rows at
-    a time. The first choice that gets no row is dropped, and so are all later choices.
+    a time. The first choice that gets no row is dropped, and all later choices are dropped, too.
     """
     ranks, tokens, top_k = len(ids), len(ids[0]), len(ids[0][0]) if ids[0] else 0
     rows, room, kept = [0] * local_experts, capacity, set()
@@ -211,23 +211,23 @@ def epsilon(dtype):
 
 
 def combine(y, routing, weights=None, wire_dtype=None, add=None):
-    """Return the sums [R, T, ...] of each token's rows y [R, C, ...] times weights [R, C], and the
-    slack, by which another correct result may differ.
+    """Return (sums, slack) of a combine of rows y [R, C, ...] with weights [R, C].
 
-    Each rank computes a partial sum over k in order, in the accumulation dtype, and rounds it to
-    the wire dtype (or by the function `wire_dtype`). The result is the sum of the partial sums in
-    the order of ranks, plus `add` [R, T, ...], rounded to y's dtype.
+    Each rank sums a token's weighted rows in the accumulation dtype, in the order of k. It rounds
+    this partial sum to the wire dtype, or with the function `wire_dtype`. The partial sums are
+    added in the order of ranks, then `add` is added. The result is rounded to y's dtype.
 
-    Without weights, the slack is zero, because the definition fixes every rounding. With weights, a
-    fused multiply-add may change the roundings of partial sums and of the result by one step each.
-    If `wire_dtype` is a function, the slack leaves out its rounding, so all products must be exact.
+    Another correct result may differ by the slack. Without weights, the slack is zero, because the
+    definition fixes every rounding. With weights, a fused multiply-add may change the roundings of
+    partial sums and of the result by one step. If `wire_dtype` is a function, the slack ignores the
+    function's rounding, so all products must be exact.
     """
     return combine_pairs([(y, weights)], routing, wire_dtype, add)
 
 
 def combine_pairs(pairs, routing, wire_dtype=None, add=None):
-    """Combine like `combine`, but each choice adds the products of several pairs (rows [R, C, ...],
-    weights [R, C] or None), in their order."""
+    """Combine several pairs (rows [R, C, ...], weights [R, C] or None) like `combine`. For each
+    choice, add the products of all pairs in order."""
     with np.errstate(over="ignore", invalid="ignore"):
         return _combine(pairs, routing, wire_dtype or pairs[0][0].dtype, add)
 
@@ -274,8 +274,8 @@ def _combine(pairs, routing, wire_dtype, add):
 
 
 def combine_of_hosts(pairs, routing, hosts, wire_dtype=None, add=None):
-    """Combine like `combine_pairs`, but over two levels. The sum of a host is rounded to y's dtype,
-    and then to the wire dtype, which has at most as many bits."""
+    """Combine pairs over two levels. The sum of a host is rounded to y's dtype, and then to the
+    wire dtype. The wire dtype must not have more bits than y's dtype."""
     dtype, of_host = pairs[0][0].dtype, len(pairs[0][0]) // hosts
     is_weighted = any(weights is not None for _, weights in pairs)
     on_the_wire = wire_dtype
@@ -303,7 +303,7 @@ def combine_of_hosts(pairs, routing, hosts, wire_dtype=None, add=None):
 
 
 def combine_transpose(g, y, routing, weights):
-    """Return the cotangents (dy, dw) of a weighted combine from g, that of its result."""
+    """Return the cotangents (dy, dw) of a weighted combine. g is the cotangent of the result."""
     acc = accumulation_dtype(y.dtype)
     gathered = dispatch(g, routing).astype(acc)
     dy, dw = np.zeros(y.shape, y.dtype), np.zeros(y.shape[:2], acc)
@@ -313,11 +313,11 @@ def combine_transpose(g, y, routing, weights):
     return dy, dw
 
 
-# With replicated tokens, each rank has an ordinary routing of one rank, with changed ids.
+# With replicated tokens, each rank has a separate routing, which has only the rank's experts.
 
 
 def mode_ids(ids, local_experts, replicated):
-    """Return a list of the ids of ordinary routings, and the number of experts of each."""
+    """Return a list of the ids of each routing, and the number of experts of each routing."""
     ranks = len(ids)
     if not replicated:
         return [ids], ranks * local_experts
@@ -334,13 +334,13 @@ def mode_capacity(ranks, tokens, top_k, local_experts, alignment, replicated):
 
 
 def route_mode(ids, local_experts, capacity, alignment, replicated):
-    """Return the routing of ids [R, T, K], or a routing of each rank if replicated, as a list."""
+    """Return a list: a routing of ids [R, T, K] or, for replicated tokens, a routing per rank."""
     new_ids, experts = mode_ids(ids, local_experts, replicated)
     return [route(each, experts, capacity, alignment) for each in new_ids]
 
 
 def capacity_of_factor(factor, ranks, tokens, top_k, local_experts, alignment, replicated):
-    """Return `factor` times the rows of a rank under balanced load, plus the padding."""
+    """Return the capacity for a `capacity_factor`: the factor times the mean load, plus padding."""
     factor = decimal.Decimal(str(factor))
     in_all = (1 if replicated else ranks) * tokens * top_k
     rows = 0
@@ -373,8 +373,8 @@ def expert_load(routings):
     return np.array(per_expert, np.int32), *counts
 
 
-# Products and layers of experts in float64. All functions are analytic, so a complex step computes
-# derivatives that are as accurate as the values.
+# These products and layers of experts compute in float64. All functions are analytic, so a complex
+# step computes derivatives as accurately as values.
 
 STEP = 1e-100
 
@@ -399,7 +399,7 @@ def spans(sizes, num_rows):
 
 
 def grouped_dot(rows, w, sizes):
-    """Multiply rows [C, K] of each group by its w [L, K, N]. Rows after the last group are zero."""
+    """Multiply rows [C, K] by their group's matrix of w [L, K, N]. Rows of no group are zero."""
     out = np.zeros((rows.shape[0], w.shape[2]), type_of((rows, w)))
     for (start, end), matrix in zip(spans(sizes, len(rows)), w, strict=True):
         out[start:end] = rows[start:end] @ matrix
@@ -407,11 +407,11 @@ def grouped_dot(rows, w, sizes):
 
 
 def grouped_dot_fp8(rows, w, sizes, block=128):
-    """Multiply FP8 rows of each group by FP8 weights, as docs/fp8.md defines it.
+    """Multiply the FP8 rows of each group by the group's FP8 weights, as docs/fp8.md defines.
 
-    Rows are (values [C, K], scales [C, K / block]). Weights are (values [L, N, K], scales
-    [L, N / block, K / block]). Return the float32 sums [C, N], and the sums of magnitudes, to which
-    errors are relative.
+    Rows are (values [C, K], scales [C, K / block]). Weights are (values [L, N, K], scales [L, N /
+    block, K / block]). Return the float32 sums [C, N], and the sums of the products' magnitudes.
+    Error bounds are relative to these magnitudes.
     """
     (values, scales), (w_values, w_scales) = rows, w
     wide = lambda x: x.astype(np.float64)
@@ -437,7 +437,7 @@ def grouped_outer(x, y, sizes):
 
 
 def products(arrays, sizes, between):
-    """Multiply rows [C, K] by each w [D, L, K, N] in turn, with an activation in between."""
+    """Multiply rows [C, K] by each w [D, L, K, N] in turn. Apply an activation between products."""
     return _products(arrays, sizes, between)[-1]
 
 
@@ -450,7 +450,7 @@ def _products(arrays, sizes, between):
 
 
 def products_transpose(arrays, sizes, between, g):
-    """Return the cotangents of `arrays` in `products`, from g, that of the result."""
+    """Return the cotangents of `arrays` in `products`. g is the cotangent of the result."""
     found = _products(arrays, sizes, between)
     of_w = [None] * len(found)
     for i in reversed(range(len(found))):
@@ -467,7 +467,7 @@ class Activation:
     """A function of rows h [N, I'] and of an array p [N, ...] or None."""
 
     value: typing.Callable  # (h, p) -> [N, I]
-    transpose: typing.Callable  # (cotangent [N, I], h, p) -> cotangents of h, and of p or None
+    transpose: typing.Callable  # (cotangent [N, I], h, p) -> cotangents of h and of p (or None)
 
 
 def elementwise(fn, slope):
@@ -524,7 +524,7 @@ class Rows:
 
 def rows_of(ids, local_experts, routings, replicated):
     """Return the `Rows` of the routings of `route_mode`. With replicated tokens, the source of a
-    row is its owner, because each rank computes a partial sum of its own copy."""
+    row is the owner of its expert, because each rank computes partial sums of its own tokens."""
     new_ids, _ = mode_ids(ids, local_experts, replicated)
     found = []
     for rank, (domain, routing) in enumerate(zip(new_ids, routings, strict=True)):
@@ -540,8 +540,8 @@ def expert_layer(a, rows, activation, weigh_input=False):
     """Return the output [R, T, H] of a layer.
 
     `a` has x [R, T, H], weights [R, T, K], w_in [R, L, H, I'], w_out [R, L, I, H], and optionally
-    b_in [R, L, I'], b_out [R, L, H] and p [R, ...]. Weights multiply the outputs of experts, or
-    their inputs if `weigh_input`.
+    b_in [R, L, I'], b_out [R, L, H] and p [R, ...]. Weights multiply the outputs of experts. With
+    `weigh_input`, weights multiply the inputs of experts.
     """
     y = _rows_of_layer(a, rows, activation, weigh_input)[-1]
     out = np.zeros(a["x"].shape, y.dtype)
@@ -565,7 +565,7 @@ def _rows_of_layer(a, rows, activation, weigh_input):
 
 
 def expert_layer_transpose(a, rows, activation, g, weigh_input=False):
-    """Return the cotangents of `a` from g [R, T, H], the cotangent of the output."""
+    """Return the cotangents of `a` in `expert_layer`. g [R, T, H] is the output's cotangent."""
     x, before, h, p, act, weight, _ = _rows_of_layer(a, rows, activation, weigh_input)
     g = g[rows.home]
     of_act = np.einsum("nh,nih->ni", g, a["w_out"][rows.place])

@@ -1,4 +1,4 @@
-"""Check in jaxprs that every start has one done, and that nothing else uses arrays in flight."""
+"""Check in jaxprs that every start has one done, and that only the done uses arrays in flight."""
 
 import harness
 from jax.extend.core import Literal
@@ -8,7 +8,7 @@ STARTS = {
     "moe_a2a_combine_start": "moe_a2a_combine_done",
 }
 DONES = {done: start for start, done in STARTS.items()}
-# Primitives that batching and typing insert between a start and its done.
+# Batching and typing insert these primitives between a start and its done.
 PASSING = {"reshape", "transpose", "squeeze", "broadcast_in_dim", "pvary", "pcast", "copy"}
 
 
@@ -21,7 +21,7 @@ def subjaxprs(jaxpr):
 
 
 def num_pairs(jaxpr):
-    """Check that a program has no `problems`. Return the number of its starts by name."""
+    """Return the number of starts in a program, by name. Fail if the program has `problems`."""
     found = problems(jaxpr)
     assert not found, "\n".join(found)
     counts = harness.count_primitives(jaxpr)
@@ -29,7 +29,7 @@ def num_pairs(jaxpr):
 
 
 def problems(jaxpr):
-    """Return a sentence for each error in the pairs of start and done."""
+    """Return a sentence for each error in the starts and dones of a program."""
     return [problem for each in subjaxprs(jaxpr) for problem in problems_of_one(each)]
 
 
@@ -46,7 +46,7 @@ def problems_of_one(jaxpr):
         name, sources = eqn.primitive.name, origins(eqn.invars)
         if name in STARTS:
             if any(source is not None for source in sources):
-                found.append(f"{name} ({number}) starts with what is in flight")
+                found.append(f"{name} ({number}) starts with an array in flight")
             origin.update({var: (number, i) for i, var in enumerate(eqn.outvars)})
             dones[number] = 0
         elif name == "moe_a2a_tie":
@@ -62,16 +62,16 @@ def problems_of_one(jaxpr):
             num_flying = len(jaxpr.eqns[start].outvars)
             expected = [(start, i) for i in range(num_flying)]
             if sources[:num_flying] != expected:
-                found.append(f"{name} ({number}) mixes what is in flight: {sources}")
+                found.append(f"{name} ({number}) mixes arrays in flight: {sources}")
             if any(source is not None for source in sources[num_flying:]):
-                found.append(f"{name} ({number}) reads what is in flight")
+                found.append(f"{name} ({number}) reads an array in flight")
         elif any(source is not None for source in sources):
-            found.append(f"{name} ({number}) uses what is in flight")
+            found.append(f"{name} ({number}) uses an array in flight")
     found += [
         f"{jaxpr.eqns[start].primitive.name} ({start}) is done {times} times"
         for start, times in dones.items()
         if times != 1
     ]
     if any(source is not None for source in origins(jaxpr.outvars)):
-        found.append("what is in flight leaves its function")
+        found.append("an array in flight leaves its function")
     return found

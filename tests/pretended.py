@@ -1,4 +1,4 @@
-"""Define pretended GPUs, for tests of groups over several processes."""
+"""Define pretended GPUs for tests of groups that span processes."""
 
 import dataclasses
 

@@ -7,9 +7,9 @@ same tests in the same order.
     python -m tests.processes 2 --devices 4 -- -q   # CPU devices of all processes together
     MOE_A2A_TEST_GPU=1 python -m tests.processes 2              # GPUs instead of 8 CPU devices
 
-The program prints the output of process 0. If a process fails, it also prints the last output of
-the others. After the deadline, or some time after one process has ended, it kills all processes.
-The exit status is 0 if the exit status of every process is 0.
+The program prints the output of process 0. If a process fails, the program also prints the last
+output of all other processes. The program kills all processes after the deadline, or 30 seconds
+after the first process has ended. Its exit status is 0 if all processes exit with 0.
 
 `conftest.py` calls `join` before any other function of JAX. Tests write and read arrays through
 `harness.put` and `harness.numpy_of`. Tests that need a single process have the marker
@@ -30,13 +30,13 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 VARIABLE = "MOE_A2A_TEST_PROCESS"  # <coordinator address>,<processes>,<process>,<devices of each>
 ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
 CPU_DEVICES = 8  # of all processes together
-GRACE = 30  # seconds between the end of the first process and the end of the last
+GRACE = 30  # seconds between the end of the first process and the kill of all other processes
 STALLED = "the deadline was over"
 
 
 def joined():
-    """Return (coordinator address, number of processes, this process, devices of each process). In
-    a single process, return None."""
+    """Return (coordinator address, number of processes, index of this process, devices per
+    process). In a single process, return None."""
     if VARIABLE not in os.environ:
         return None
     address, *numbers = os.environ[VARIABLE].split(",")
@@ -82,7 +82,7 @@ def run(
     address=None,
     placed=lambda process, command: command,
 ):
-    """Run pytest in several processes. `placed` maps (process, command) to a command."""
+    """Run pytest in several processes. `placed(process, command)` returns the command to run."""
     devices, rest = divmod(num_gpus() if ON_GPU else cpu_devices, processes)
     if rest or not devices:
         sys.exit(f"{devices * processes + rest} devices cannot be divided by {processes} processes")
@@ -125,7 +125,7 @@ def free_address():
 
 
 def met_by_chance(*printed):
-    """Return True if the run should be repeated once, because it may have failed by chance.
+    """Return True if the run may have failed by chance, so that it should be repeated once.
 
     Another program may have taken the free port. On two busy cores with jax 0.10.2, processes also
     stalled about once in hundreds of runs. An error in the order of calls would stall every run.
@@ -136,7 +136,7 @@ def met_by_chance(*printed):
 def assert_tests_pass(tests, *options, deadline=150):
     """Run tests in two processes, and repeat them once if they failed by chance."""
     command = [sys.executable, "-m", "tests.processes", "2", f"--deadline={deadline}", *options]
-    # The current process has most of the GPUs' memory.
+    # The current process has reserved most of the GPUs' memory.
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     for may_repeat in (True, False):
         done = subprocess.run(
@@ -159,7 +159,7 @@ def run_together(folder, programs, deadline):
       deadline: seconds for one try.
 
     Returns:
-      The failures as sentences, and a list of the stdout and of the stderr of each program.
+      Three lists: the failures as sentences, and the stdout and the stderr of each program.
     """
 
     def start(process, address, out, err):

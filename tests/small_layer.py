@@ -17,7 +17,7 @@ from dense_layer import experts_of
 
 import jax_moe_a2a as ma
 
-# With the ids of `arguments`, some choices are masked, dropped, or repeat an expert of their token.
+# With the ids of `arguments`, some choices are masked or dropped, and some repeat an expert.
 LAYOUT = cases.Layout(
     "small", tokens=6, top_k=3, local_experts=2, capacity=10, alignment=4, hidden=4
 )
@@ -51,7 +51,7 @@ DISPATCHES = dict(ids=by_ids, routing=by_routing, halves=by_halves)
 
 
 def experts(rows, row_offsets, w):
-    """Apply to each row [C, H] its expert."""
+    """Apply each row's expert to the row; rows are [C, H]."""
     row = jnp.arange(rows.shape[0], dtype=jnp.int32)
     expert = (row[:, None] >= row_offsets[None, 1:-1]).sum(axis=1)
     return jnp.tanh(rows * w[expert])
@@ -67,7 +67,7 @@ def layer_of(group, layout=LAYOUT):
 
 
 def shapes_of_moe(layout, width, intermediate):
-    """Return the shapes of one rank's float arrays in `moe_layer`. `width` is that of `w_in`."""
+    """Return the shapes of one rank's float arrays in `moe_layer`. `w_in` has `width` columns."""
     experts = layout.local_experts
     return (
         (layout.tokens, layout.hidden),
@@ -80,8 +80,8 @@ def shapes_of_moe(layout, width, intermediate):
 
 
 def moe_layer(*args, activation=None, change=None, layout=LAYOUT, group=None, **options):
-    """Call `ma.moe_mlp` with one rank's arrays of `shapes_of_moe` (biases are optional) and ids.
-    `change` maps the experts to other experts."""
+    """Call `ma.moe_mlp` with the arrays of `shapes_of_moe` (biases are optional) and ids of one
+    rank. `change` is a function that replaces the experts."""
     x, topk_weights, *arrays, ids = args
     of_layout = route_args(group or harness.group_of(harness.SEVERAL), layout)
     experts = experts_of(*arrays, activation=activation)
@@ -91,7 +91,7 @@ def moe_layer(*args, activation=None, change=None, layout=LAYOUT, group=None, **
 
 
 def dense_layer(x, topk_weights, w, ids, kept):
-    """Return the output of the layer for all ranks' arrays, computed without an exchange."""
+    """Compute the output of the layer for all ranks without an exchange."""
     w_of_choice = w.reshape(-1, w.shape[-1])[jnp.clip(ids, 0, w.shape[0] * w.shape[1] - 1)]
     weights = jnp.where(kept, topk_weights, 0)[..., None]
     return jnp.sum(weights * jnp.tanh(x[:, :, None] * w_of_choice), axis=2)
@@ -184,7 +184,7 @@ NAMES = ("x", "topk_weights", "w")
 
 
 def assert_close(actual, expected, what="", tolerance=2e-5):
-    """Assert that all leaves are close, as for float32 numbers of order 1."""
+    """Assert that all leaves are close. The tolerance suits float32 numbers of order 1."""
     actual, expected = map(jax.tree.leaves, harness.numpy_of((actual, expected)))
     assert len(actual) == len(expected)
     for i, (a, e) in enumerate(zip(actual, expected)):
@@ -200,8 +200,8 @@ def assert_close(actual, expected, what="", tolerance=2e-5):
 def assert_same(actual, expected, what=""):
     """Assert that all leaves have equal dtypes, shapes and bits.
 
-    On GPUs, float32 and float64 may differ by a few roundings, because XLA's fusions and the order
-    of its sums depend on the program, and a weighted dispatch sums in another order.
+    On GPUs, float32 and float64 may differ by a few roundings, because XLA's fusions and its order
+    of sums depend on the program. A weighted dispatch also sums in another order.
     """
     actual, expected = map(jax.tree.leaves, harness.numpy_of((actual, expected)))
     assert len(actual) == len(expected)
@@ -225,18 +225,16 @@ def equations(jaxpr, name):
 
 
 def shapes_of_one_rank(eqn):
-    """Return the shapes of the operands of an exchange, without the axis of ranks on one device."""
+    """Return the shapes of an exchange's operands on one rank."""
     lead = int(eqn.params["emulated"])
     return [var.aval.shape[lead:] for var in eqn.invars]
 
 
 def payload(eqn):
-    """Return the shapes of the leaves and of the choice arrays of a dispatch or combine.
-
-    For a weighted dispatch, these are the rows and the weights, without the array that it moves.
-    """
+    """Return the shapes of the leaves and of the choice arrays of a dispatch or combine. For a
+    weighted dispatch, return the shapes of the rows and of the weights."""
     num_leaves, num_choice_arrays = eqn.params["num_leaves"], eqn.params["num_choice_arrays"]
     shapes = shapes_of_one_rank(eqn)
     if eqn.primitive.name in ("moe_a2a_routed_dispatch", "moe_a2a_weighted_dispatch"):
-        shapes = shapes[1:]  # without the ids, or the array that the dispatch moves
+        shapes = shapes[1:]  # skip the ids, or the array that is dispatched
     return shapes[:num_leaves], shapes[num_leaves : num_leaves + num_choice_arrays]

@@ -1,5 +1,5 @@
-"""Test that `ma.accumulate_grads` adds gradients to totals, and that the products of experts add
-directly to the totals."""
+"""Test that `ma.accumulate_grads` adds gradients to totals, and that the products for weight
+gradients add their results directly to the totals."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ pytestmark = [
 ]
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 8, 4, 4, 2
-START = 100.0  # large, to detect totals that are added twice or not at all
+START = 100.0  # large, so that tests detect totals that are added twice or never
 
 
 def params_of(*lead, seed=0, dtype="float32", hidden=HIDDEN, width=WIDTH):
@@ -55,7 +55,7 @@ def mesh(request):
 
 
 def num_added(fn, *args):
-    """Return how many products of a program add to an array, and how many of these add to zeros."""
+    """Return how many products add to an array, and how many of these arrays are zeros."""
 
     def count(jaxpr):
         jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
@@ -71,7 +71,7 @@ def num_added(fn, *args):
 
 
 def assert_sums(loss, params, *args, tolerance=1e-4, has_aux=True):
-    """Compare totals with START plus the gradients of `jax.grad`. Return `num_added`."""
+    """Check that totals are START plus the gradients of `jax.grad`. Return `num_added`."""
     totals = jax.tree.map(lambda zero: zero + START, zeros_like(params))
     add = ma.accumulate_grads(loss, has_aux=has_aux)
     found, result = harness.quickly(add)(totals, params, *args)
@@ -85,7 +85,7 @@ def assert_sums(loss, params, *args, tolerance=1e-4, has_aux=True):
     return num_added(add, totals, params, *args)
 
 
-# Losses are functions (axes, parameters of a layer, tokens) -> (loss, totals).
+# Losses are functions (axes, parameters of a layer, tokens) -> (loss, statistics or totals).
 
 
 def once(axes, params, x):
@@ -146,7 +146,7 @@ def in_a_loop(axes, params, x):
 
 
 def casts(axes, params, x):
-    """Compute with weights that differ from the parameters."""
+    """Compute with weights that are a bfloat16 copy of the parameters."""
     own = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
     y, stats = layer(own, x.astype(jnp.bfloat16), axes)
     return jnp.sin(y.astype(jnp.float32)).sum(), stats
@@ -160,7 +160,7 @@ def scales(axes, params, x):
 
 
 TOLERANCES = {casts: dict(tolerance=2e-2)}
-# The `num_added` of each loss, without an axis of data.
+# `num_added` returns these values for each loss on a mesh without a data axis.
 LOSSES = {
     once: (2, 0),
     in_chunks: (2, 0),
@@ -224,8 +224,8 @@ def test_totals_of_experts_that_are_trained_in_fp8(mesh):
 
 @pytest.mark.parametrize("mesh", [1], indirect=True)
 def test_a_scan_over_micro_batches_inside_shard_map(mesh):
-    """The totals of a scan with ``moe_mlp`` and ``accumulate_grads`` equal the sums of ``jax.grad``
-    over the micro-batches. Both products add to the totals."""
+    """A scan over micro-batches calls ``moe_mlp`` in ``accumulate_grads``. The totals equal the
+    sums of ``jax.grad`` over the micro-batches, and both products add to the totals."""
     params, batches = params_of(), tokens(3, 8)
     rng = np.random.default_rng(5)
     ids = jnp.asarray(rng.integers(-1, EXPERTS, (3, 8, TOP_K)), jnp.int32)

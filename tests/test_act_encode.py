@@ -1,8 +1,10 @@
-"""Compare `act_encode` (activation, weights and FP8 encoding in one pass) with numpy: its
-composition in JAX and, on GPUs, the kernel.
+"""Compare `act_encode` with numpy.
 
-With ReLU and weights that are powers of two, results are equal bit for bit. With other activations,
-a number near the middle between two FP8 values may be rounded to either of them."""
+`act_encode` applies activation and weights, and encodes to FP8, in one pass. The tests run the
+composition in JAX and, on GPUs, the kernel. With ReLU and weights that are powers of two, results
+are equal bit for bit. Otherwise, a number near the middle between two FP8 values may be rounded to
+either value.
+"""
 
 import contextlib
 import functools
@@ -33,7 +35,7 @@ FMT = ma.BlockwiseFp8()
 WHY_NO_ACT_ENCODE = act_encode.why_no_act_encode
 GATED = [FusedActivation(act.kind, True) for act in PLAIN]
 EXACT = [act for act in (*PLAIN, *GATED) if "relu" in act.kind]
-# (rows, columns, sizes of groups). A warp has 4 groups of 128 columns, and a block has 32 warps.
+# Cases are (rows, columns, group sizes). A warp has 4 groups of 128 columns; a block has 32 warps.
 CASES = dict(
     tail=(40, 256, [7, 0, 20, 1]),
     no_tail=(30, 128, [9, 21]),
@@ -58,7 +60,7 @@ def draw(case, activation, dtype, powers_of_two=False):
     has_token = np.arange(num_rows) < sum(sizes)
     has_token[3::7] = False
     product[~has_token], weights[~has_token] = np.nan, 0
-    weights[sum(sizes) :] = np.nan  # not read
+    weights[sum(sizes) :] = np.nan  # weights after the last group are not read
     return product, weights, np.asarray(sizes, np.int32)
 
 
@@ -75,14 +77,14 @@ PATHS = ("kernel", "composition")[not harness.ON_GPU :]
 
 
 def assert_same_bits(found, expected, end=None):
-    """Compare the first rows of arrays bit for bit."""
+    """Compare arrays bit for bit, up to row `end`."""
     for one, other in zip(found, expected, strict=True):
         one, other = (np.asarray(x)[:end].view(f"u{x.dtype.itemsize}") for x in (one, other))
         np.testing.assert_array_equal(one, other)
 
 
 def assert_batch_is_its_elements(bind, run, floats, sizes, shares_sizes):
-    """Compare `bind` under vmap with `run` of each element, for a batch of two."""
+    """Compare `bind` of a batch of two elements with `run` of each element."""
     sizes = sizes if shares_sizes else np.stack([sizes, np.array([3, 1, 0, 90], np.int32)])
     batched = jax.jit(jax.vmap(bind, (*[0] * len(floats), None if shares_sizes else 0)))
     found = harness.numpy_of(tuple(jax.tree.leaves(batched(*floats, sizes))))
@@ -111,7 +113,7 @@ def path(request):
 
 
 def activated(product, weights, activation):
-    """Return weighted activations in float64, and the magnitudes to which errors are relative."""
+    """Return weighted activations in float64, and the magnitudes that scale their errors."""
     x = product.astype(np.float64)
     gate, up = np.split(x, 2, axis=1) if activation.gated else (x, 1.0)
     if activation is CLAMPED:
@@ -133,7 +135,7 @@ def assert_encodes(values, scales, h, magnitudes, dtype):
     assert ((scales == np.where(largest > 0, low, 0)) | (scales == high)).all()
     assert (scales[largest == 0] == 0).all()
     decoded = values.astype(np.float64).reshape(groups.shape) * scales[..., None]
-    # The distance between neighbouring FP8 values near h.
+    # `spacing` is the distance between neighbouring FP8 values near h.
     ratio = np.abs(groups) / np.where(scales > 0, scales, 1)[..., None]
     exponents = np.floor(np.log2(np.maximum(ratio, 2.0**-6)))
     spacing = 2.0 ** (exponents - 3) * scales[..., None]
@@ -144,7 +146,7 @@ def assert_encodes(values, scales, h, magnitudes, dtype):
 
 
 def both_dtypes(values):
-    """Return each value with both dtypes, or on CPUs with one of them."""
+    """Pair each value with both dtypes. On CPUs, pair each value with only one dtype."""
     dtypes = "bfloat16", "float32"
     if harness.ON_GPU:
         return itertools.product(values, dtypes)
@@ -239,12 +241,9 @@ def test_derivatives_are_refused():
             jax.eval_shape(jax.grad(lambda *args: fn(*args).sum(), i), product, weights)
 
 
-# Programs for GPUs
-
-
 @pytest.fixture
 def hopper(hopper, monkeypatch):
-    """Also undo `path`, which may have hidden the kernel."""
+    """Pretend Hopper GPUs, and undo `path`, which may have hidden the kernel."""
     monkeypatch.setattr(act_encode, "why_no_act_encode", WHY_NO_ACT_ENCODE)
 
 

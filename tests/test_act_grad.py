@@ -1,5 +1,5 @@
-"""Compare `act_grad` (gradients of activation and weights, with FP8 encoding, in one pass) with
-float64: its composition in JAX and, on GPUs, the kernel."""
+"""Compare `act_grad`, which computes gradients and encodes them to FP8 in one pass, with float64.
+The tests run the composition in JAX and, on GPUs, the kernel."""
 
 import functools
 
@@ -66,7 +66,7 @@ def exact(ct, pre, weights, activation):
     wide = np.concatenate([ct, ct], axis=1) if activation.gated else ct
     scale = weights.astype(np.float64)[:, None]
     power = 2 if activation.kind == "squared_relu" else 1
-    near = np.abs(gate) ** power  # the terms of an activation have at most this magnitude
+    near = np.abs(gate) ** power  # the terms of an activation are at most this large
     near_slopes = (1 + power * near) * (np.abs(up) + 1), near
     near_slopes = np.concatenate(near_slopes, axis=1)[:, : x.shape[1]]
     near = near * (np.abs(up) + 1)
@@ -121,8 +121,8 @@ def test_a_batch_is_one_call_of_the_same_rows(path, shares_sizes):
 
 
 def test_derivatives_are_those_of_the_gradients():
-    """The tangents of the primitive equal those of plain products, also for weights of 0, although
-    the primitive leaves such rows out."""
+    """The tangents of the primitive equal the tangents of plain products. This includes rows of
+    weight 0, which the primitive skips."""
     *floats, sizes = (jnp.asarray(x) for x in operands("no_tail", SWIGLU, "float32"))
     floats = [jnp.where(jnp.isnan(x), 0.5, x) for x in floats]
     of_primitive = lambda *floats: bind_act_grad(*floats, sizes, activation=SWIGLU, num_sms=None)[

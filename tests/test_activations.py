@@ -81,7 +81,7 @@ LISTED = {kind: functions[0] for kind, functions in FUNCTIONS.items()}
 )
 def test_every_listed_activation_has_gradients_in_a_layer(name):
     """Second derivatives of a layer, and gradients in FP8, can be traced in a shard_map that checks
-    types. In JAX 0.12.0.1, this fails for the derivatives of `jax.lax.erf`."""
+    types. In JAX 0.12.0.1, tracing fails for the derivatives of `jax.lax.erf`."""
     kind, is_gated = name.removeprefix("gated "), " " in name or name == "clamped_swiglu"
     act = ma.clamped_swiglu() if name == "clamped_swiglu" else LISTED[kind]
     act = ma.gated(act) if " " in name else act
@@ -99,7 +99,7 @@ def test_every_listed_activation_has_gradients_in_a_layer(name):
                 w_in = params[part].w_in if is_gated else params[part].w_in[..., 0, :]
                 params[part] = params[part].replace(w_in=w_in, activation=act)
             gradient = jax.grad(loss)
-            if not in_fp8:  # the second derivative
+            if not in_fp8:  # differentiate twice
                 first = gradient
                 gradient = jax.grad(lambda p, x: first(p, x)["experts"].w_out.sum())
             jax.make_jaxpr(gradient)(params, jnp.ones((4, size)))

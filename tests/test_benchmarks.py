@@ -63,7 +63,7 @@ def run_of(mesh, wires=None):
 
 def run_on_cpu(module, options, out):
     """Run a benchmark with two ranks. Return its record."""
-    few = "--ranks 2 --samples 1 --budget 1e9"  # seconds since the start of the process
+    few = "--ranks 2 --samples 1 --budget 1e9"  # the budget counts from the start of the process
     assert module.main([*options.split(), *few.split(), "--out", str(out)]) == 0
     found = json.loads(out.read_text())
     assert found["failures"] == []
@@ -202,7 +202,7 @@ def test_a_format_is_checked_with_a_tolerance_of_its_own(formatted):
     work = workload.draw(setting, harness.FEW)
     ours = prepared_by(methods.ours, work, (operations.EXCHANGE,))
     operations.check(ours, None, operations.FORMAT_TOLERANCE["MxFp8"])
-    with pytest.raises(AssertionError, match="^out is wrong"):  # it has been quantized
+    with pytest.raises(AssertionError, match="^out is wrong"):  # because tokens are quantized
         operations.check(ours, None)
 
 
@@ -340,7 +340,7 @@ def test_all_candidates_are_other_values_of_numbers_of_the_tuning():
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 @pytest.mark.parametrize(("architecture", "few"), ((90, 128), (100, 148), (103, 148)))
 def test_a_struct_in_one_line_is_the_tuning_of_newer_architectures(tmp_path, architecture, few):
-    """Add an architecture as the comments of tuning.h say, and a candidate."""
+    """Add an architecture as the comments of tuning.h say, and compile with a candidate value."""
     text = tune.TUNING_H.read_text()
     (line,) = re.findall(r"^//   (using Measured = .*;)$", text, re.MULTILINE)
     struct = "struct Sm100 : Sm90 { static constexpr int kFewSms = 148; };\n"
@@ -368,7 +368,7 @@ def test_the_program_of_the_link_limit_compiles(tmp_path):
 
 
 def test_the_documents_have_the_calculated_layers_with_replicas():
-    """The page has the table of the record, and the break-even rows computed from its times."""
+    """The page has the record's table, and break-even rows computed from the record's times."""
     page = (ROOT / "docs/placement.md").read_text()
     rows = json.loads((record.FOLDER / "2026-11-26-placement-layers.json").read_text())["rows"]
     assert "\n".join(placement.table(rows)) in page

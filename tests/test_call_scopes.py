@@ -1,4 +1,4 @@
-"""Test the hash of the scope names around a call, by which ranks detect swapped calls.
+"""Test the hash of the scope names around a call. Ranks detect swapped calls by this hash.
 
 The hash must depend only on the program, and must be equal in every process.
 """
@@ -53,8 +53,8 @@ def test_calls_in_scopes_of_other_names_differ():
 
 
 def test_a_call_and_its_repetition_in_a_derivative_have_the_same_names():
-    """All calls of a layer, its gradients and its tangents have one hash, because XLA merges only
-    calls with equal hashes."""
+    """The calls in a layer, in its gradients and in its tangents have one hash, because XLA merges
+    only calls with equal hashes."""
 
     def all_of_them(x, ids, weights):
         of_x = functools.partial(layer, ids=ids, weights=weights)

@@ -30,7 +30,7 @@ def test_an_exchange_of_many_tokens_is_the_oracles(case):
 
 
 def test_one_program_exchanges_by_a_routing_that_changes_at_every_call(ranks):
-    """One compiled program runs with all routings in turn. Every result equals the oracle's."""
+    """One compiled program runs with all routings in turn. Results equal the oracle's results."""
     names = list(cases.ROUTINGS)
     for seed in range(100 if harness.ON_GPU else len(names)):
         case = cases.Case(cases.CUT, names[seed % len(names)])

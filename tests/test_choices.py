@@ -42,7 +42,7 @@ def axes_of(mesh):
 
 
 def reference(params, x, read=None, mask=None):
-    """Compute a layer with a user's router without an exchange."""
+    """Compute a layer with a user's router, without an exchange."""
     flat = lambda array: array.reshape(-1, *array.shape[len(LEAD) :])
     router, tokens = params["router"], flat(x if read is None else read)
     logits = tokens @ router.kernel + (0 if router.bias is None else router.bias[None])
@@ -77,7 +77,7 @@ def options_of(options):
     return harness.exchanging(options, placement=placement)
 
 
-REPLICAS = [0, 1, 2, 3, 4, 0, 4, 5, 6, 7, 0, -1]  # of 2 ranks
+REPLICAS = [0, 1, 2, 3, 4, 0, 4, 5, 6, 7, 0, -1]  # for 2 ranks
 
 
 @pytest.mark.parametrize(
@@ -91,8 +91,8 @@ REPLICAS = [0, 1, 2, 3, 4, 0, 4, 5, 6, 7, 0, -1]  # of 2 ranks
     ids=["2 in chunks", "2 with replicas", "2 replicated", "2 by 4 masked"],
 )
 def test_replayed_and_given_choices_equal_those_of_the_router(mesh, options):
-    """Outputs, statistics and all gradients of a replay equal those of the router. Given choices
-    have equal outputs, and gradients of their weights. The 15 tokens need padding."""
+    """A replay has the router's outputs, statistics and gradients. Given choices have the router's
+    outputs, and the gradients of the choices' weights. The 15 tokens need padding."""
     mesh, options = mesh_of(**mesh), options_of(options)
     mask = options.get("mask", np.ones(LEAD, bool))
 
@@ -134,7 +134,7 @@ def test_replayed_and_given_choices_equal_those_of_the_router(mesh, options):
 
 
 def weigh(scores, ids):
-    """Return choices whose weights are the scores of the ids, divided by their sum."""
+    """Return choices with the scores of the ids as weights, normalized to a sum of 1."""
     weights = jnp.sum(jax.nn.one_hot(ids, scores.shape[-1]) * scores[:, None], axis=-1)
     return ma.RouterChoices(ids, weights / weights.sum(axis=-1, keepdims=True))
 
@@ -149,7 +149,7 @@ def sqrt_softplus(tokens, logits, _, bias):
 
 
 def with_identity(tokens, logits, _, __):
-    """Choose ids of -1 for the last two logits, which stand for experts that compute nothing."""
+    """Choose -1 instead of the last two experts, because these experts compute nothing."""
     choices = weigh(jax.nn.softmax(logits), ma.TopK(3)(logits).ids)
     return choices._replace(ids=jnp.where(choices.ids < EXPERTS, choices.ids, -1))
 
@@ -204,8 +204,8 @@ def test_a_router_of_the_users_reads_the_arrays_of_its_tokens(name, mesh, option
 
 
 def test_zero_computation_experts_weigh_the_token_outside_of_the_layer():
-    """A router chooses -1 for some choices. The statistics have their weights, and do not count
-    them as invalid or as loads of experts."""
+    """The router returns -1 for some choices. The statistics contain the weights of these choices,
+    but do not count the choices as invalid or as load."""
     params = dict(router=ROUTERS["more logits"], experts=OWN)
     with jax.set_mesh(mesh_of(ep=2)):
         layer = lambda params: ma.moe(X, **params, axes="ep", outputs=("choices", "logits"))
@@ -238,8 +238,8 @@ def test_noise_of_a_key_that_is_folded_by_the_position_does_not_depend_on_the_me
 
 
 def test_the_router_reads_another_array_than_the_experts():
-    """With `router_input`, the router reads another array than the experts. Outputs and gradients
-    equal those of the reference."""
+    """The router reads `router_input`, and the experts read x. Outputs and gradients equal those of
+    the reference."""
     read = normal(6, *LEAD, 9)
     choose = lambda tokens, logits, *_: TOPK.choose(logits)
     params = dict(router=ma.Router(normal(7, 9, EXPERTS), choose=choose), experts=OWN)
@@ -272,7 +272,7 @@ def test_any_number_of_tokens_has_choices(lead):
 
 
 def test_ids_that_are_no_experts_stay_none():
-    """Ids outside of the range (also of int32) are counted as invalid, and compute nothing."""
+    """Ids outside of the range, also beyond int32, count as invalid and compute nothing."""
     bad = np.array([2**32, 2**40 + 1, -7, EXPERTS, -1])
     ids = np.where(POSITIONS < 5, np.resize(bad, LEAD), 1)[..., None]
     with jax.set_mesh(mesh_of(ep=1)):

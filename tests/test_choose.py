@@ -27,7 +27,7 @@ pytestmark = [
 WHY_NO_KERNEL = choose.why_no_kernel
 SOFTMAX, SIGMOID = Weighing(True, False, 1.0), Weighing(True, True, 2.5)
 AS_THEY_ARE = Weighing(False, False, 16.0)
-# (experts, choices, groups, weighing)
+# Each case is (experts, choices, groups, weighing).
 CASES = {
     "Qwen3": (128, 8, None, SOFTMAX),
     "GPT-OSS": (32, 4, None, SOFTMAX),
@@ -49,8 +49,8 @@ TOKENS = 40
 
 def keys_of(experts):
     """Return keys [T, E]: random numbers, few different numbers, special numbers, and few finite
-    numbers. There are no denormal numbers, because XLA flushes them to zero on CPUs only, and no
-    NaNs on GPUs, where XLA does not order them."""
+    numbers. Denormal numbers are left out, because only XLA on CPUs flushes them to zero. On GPUs,
+    NaNs are left out, because XLA does not order them."""
     rng = np.random.default_rng(experts)
     numbers = [-np.inf, -3, -1e-30, -0.0, 0.0, 1e-30, 2, np.inf]
     numbers += [] if harness.ON_GPU else [np.nan]
@@ -133,7 +133,7 @@ def test_the_emulated_kernel_is_the_composition(emulated, case, is_masked):
 def test_the_composition_has_the_order_of_a_sort(case):
     keys, values, _ = arrays_of(case)
     _, k, groups, _ = case
-    # The sum of the keys of a group could be NaN, whose sign, and therefore order, is not defined.
+    # The sum of a group could be NaN. The sign of NaN, and so the order of groups, is undefined.
     rows = keys if groups is None else np.where(np.isnan(keys) | (keys > 3e38), -5, keys)
     expected = [numpy_choice(row, k, groups) for row in rows]
     np.testing.assert_array_equal(composed(case, rows, values)[0], expected)
@@ -154,7 +154,7 @@ def test_the_kernel_of_the_gpu_is_the_composition(case):
         assert_equal(jax.tree.map(np.asarray, program.compile()(*operands)), expected)
 
 
-# The router of DeepSeek-V3, with the groups of a small model.
+# This router is the router of DeepSeek-V3 with the groups of a small model.
 ROUTER = ma.TopK(4, score="sigmoid", num_groups=4, top_groups=2, scale=2.5)
 
 
@@ -218,8 +218,8 @@ def test_more_experts_than_the_kernel_holds_are_composed(on_gpus, caplog, num_gr
 
 @pytest.mark.several_devices("Auto axes need a mesh")
 def test_xla_divides_the_composition_among_devices(on_gpus, caplog):
-    """A program whose tokens XLA divides does not call the kernel, because each device would call
-    it with the tokens of all devices."""
+    """If XLA divides tokens among devices, the program does not call the kernel, because each
+    device would call the kernel with the tokens of all devices."""
     mesh = harness.mesh_of(harness.SEVERAL)
     logits = aval(8 * harness.SEVERAL, 32)
     program = jax.jit(weights_of, in_shardings=jax.NamedSharding(mesh, jax.P(harness.AXIS)))

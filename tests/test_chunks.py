@@ -74,8 +74,8 @@ def test_derivatives_of_all_orders_are_those_of_the_layer_without_chunks(activat
 
 @pytest.mark.several_devices("a mesh of two axes")
 def test_weights_that_vary_over_fewer_mesh_axes_than_tokens_have_gradients():
-    """Gradients with chunks equal those without, on a mesh with an axis of data. The loop over
-    chunks adds the gradients of weights to totals."""
+    """On a mesh with a data axis, gradients with and without chunks are equal. The loop over chunks
+    adds the gradients of weights to totals."""
     axis_types = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((2, RANKS), ("data", harness.AXIS), axis_types=axis_types)
     group = ma.Group(mesh, harness.AXIS)
@@ -97,9 +97,6 @@ def test_weights_that_vary_over_fewer_mesh_axes_than_tokens_have_gradients():
     assert inner and not any("moe_a2a_add_outer" not in text for text in inner)
     found, expected = (harness.quickly(grads(n))(floats) for n in (2, None))
     small_layer.assert_close(found, expected, tolerance=1e-4)
-
-
-# Totals
 
 
 @pytest.mark.parametrize("in_fp8", (False, True))
@@ -139,7 +136,7 @@ def test_a_product_with_a_total_has_the_derivatives_of_the_product(in_fp8):
 
 
 def test_the_kernel_adds_where_the_total_is(hopper, monkeypatch):
-    """The call of the product has the total as an operand and, in place, as a result."""
+    """The call of the product has the total as an operand, and updates the total in place."""
     monkeypatch.setattr(native, "why_not_grouped_gemm", lambda *_: "")
     aval = lambda *shape, dtype="bfloat16": jax.ShapeDtypeStruct(shape, dtype)
     avals = aval(5, 16, 8, dtype="float32"), aval(24, 16), aval(24, 8), aval(5, dtype="int32")
@@ -153,9 +150,6 @@ def test_tokens_may_have_no_numbers():
     floats = x[..., :0], topk_weights, w_in[:, :, :0], w_out[..., :0]
     y = jax.eval_shape(of_ranks(num_chunks=2), ids, floats)
     assert y.shape == (RANKS, TOKENS, 0)
-
-
-# Memory
 
 
 def temporary(num_chunks, *, tokens, hidden, width, gradients=True, top_k=4, dtype="bfloat16"):

@@ -1,6 +1,6 @@
 """Test the sums of combine, with the documented order and roundings.
 
-Unweighted sums must be equal to the oracle's, because the definition fixes each rounding. Weighted
+Unweighted sums must equal the oracle's sums, because the definition fixes each rounding. Weighted
 sums may differ by the slack of `oracle.combine`, because XLA may use fused multiply-adds.
 """
 
@@ -21,7 +21,7 @@ import jax_moe_a2a as ma
 def combine_program(layout, ranks, weighted=False, wire_dtype=None, exchanges=2):
     """Return a program (ids, y) or, if weighted, (ids, y, row weights) -> sums.
 
-    A run makes one exchange for the route, and one for each dtype that is summed.
+    A run makes one exchange for the route, and one exchange for each summed dtype.
     """
     group = harness.group_of(ranks)
 
@@ -42,7 +42,7 @@ def routed(layout, routing, ranks, seed=0):
 
 @pytest.mark.parametrize("wire_dtype", (None, "bfloat16", "float32"))
 def test_every_summed_dtype_rounds_as_stated(wire_dtype):
-    """Sums of each dtype and wire dtype equal the oracle's. No choice is dropped."""
+    """Sums of each dtype and wire dtype equal the oracle's sums. No choice is dropped."""
     layout, ranks = cases.PLAIN, harness.SEVERAL
     rng = np.random.default_rng(0)
     y = {n: cases.normal(rng, (ranks, layout.rows(ranks), 33), n) for n in cases.SUMMED_DTYPES}
@@ -100,7 +100,7 @@ def cancelling_rows(dtype):
 
 
 def test_the_sum_over_k_runs_in_order_of_k():
-    """In float32, big + 1 - big + 1 is 1 in this order, and 0 or 2 in other orders."""
+    """In float32, big + 1 - big + 1 is 1 from left to right, and 0 or 2 in other orders."""
     layout = cases.Layout("order_of_k", tokens=1, top_k=4, local_experts=4)
     ranks = harness.SEVERAL
     for permutation in np.array([[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1], [1, 3, 0, 2]]):
@@ -117,7 +117,7 @@ def test_the_sum_over_k_runs_in_order_of_k():
 
 @pytest.mark.parametrize("wire_dtype", (None, "float32"))
 def test_the_sum_over_ranks_runs_in_order_of_ranks(wire_dtype):
-    """Each of the first 32 ranks has one row of a token. The sum is that in the order of ranks."""
+    """A token has one row on each of the first 32 ranks. Rows are added in the order of ranks."""
     ranks = harness.SEVERAL
     top_k = min(ranks, 32)
     layout = cases.Layout("order_of_ranks", tokens=4, top_k=top_k, local_experts=1)
@@ -135,8 +135,8 @@ def test_the_sum_over_ranks_runs_in_order_of_ranks(wire_dtype):
 
 
 def test_every_partial_sum_is_rounded_to_the_wire_dtype_even_the_own_one():
-    """The bfloat16 rows 1 and 2^-9 of a token are at one rank, which may be the source rank. With a
-    bfloat16 wire dtype, their partial sum is 1."""
+    """A token has the bfloat16 rows 1 and 2^-9 on one rank, which may be the source rank. With a
+    bfloat16 wire dtype, the partial sum of these rows is 1."""
     ranks = harness.SEVERAL
     top_k = min(2 + ranks, 32)
     layout = cases.Layout("rounding", tokens=ranks, top_k=top_k, local_experts=2)
@@ -151,8 +151,8 @@ def test_every_partial_sum_is_rounded_to_the_wire_dtype_even_the_own_one():
     out = combine_program(layout, ranks)(ids, y)
     np.testing.assert_array_equal(out.astype(np.float32), np.ones((ranks, ranks, 1), np.float32))
 
-    # With a third row of -1 at the next rank, the sum is 0 if the partial sum is rounded, and 2^-9
-    # if not.
+    # The next rank adds a third row of -1. The sum is 0 if the first partial sum was rounded, and
+    # 2^-9 otherwise.
     if ranks == 1:
         return
     for token in range(ranks):
@@ -186,7 +186,7 @@ def test_weights_come_from_recv_an_array_or_nowhere():
         cases.Case(layout, "masked"), ranks
     )
     own = cases.normal(np.random.default_rng(5), (ranks, layout.capacity), "float32")
-    own[expected.row_token < 0] = np.nan  # affects no sum
+    own[expected.row_token < 0] = np.nan  # these rows affect no sum
 
     def combine(ids, x, topk_weights, y, own):
         route_args = layout.route_args(group)
@@ -202,7 +202,7 @@ def test_weights_come_from_recv_an_array_or_nowhere():
             "routing": ma.combine(y, plain.routing),
         }
 
-    # Two dispatches and four different combines. XLA runs equal combines only once.
+    # The program has two dispatches and four different combines. XLA would merge equal combines.
     program = harness.on_each_rank(combine, harness.mesh_of(ranks), exchanges=2 + 4)
     sums = program(ids, x, topk_weights, y, own)
     sent = oracle.dispatch_choices(topk_weights, expected)

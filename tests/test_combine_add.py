@@ -1,6 +1,6 @@
 """Test combine with `add`, which adds an array to the sums before the rounding of the result.
 
-Unweighted sums must be equal to the oracle's. Weighted sums may differ by the slack of
+Unweighted sums must equal the oracle's sums. Weighted sums may differ by the slack of
 `oracle.combine`.
 """
 
@@ -72,7 +72,7 @@ def test_the_addend_is_added_to_the_sums_of_every_layout(case):
     assert_adds(program(case.layout, RANKS)(*args), *args[1:], routing)
 
 
-# Rows of several 16-byte words, of a part of a word, and of one element have other code in kernels.
+# Kernels have separate code for rows of several 16-byte words, part of a word, and one element.
 @pytest.mark.parametrize(
     "trailing", ((6, 8), (32,), (33,), ())[: None if harness.ON_GPU else 1], ids=str
 )
@@ -89,7 +89,7 @@ def test_every_dtype_and_wire_dtype_rounds_once(dtype, wire_dtype, trailing):
 
 @pytest.mark.parametrize("name, dtype", list(zip(FORMATS, cases.SUMMED_DTYPES)))
 def test_partial_sums_may_travel_in_a_format(name, dtype):
-    """Sums with formats equal the oracle's. All rows are exact in the formats."""
+    """Sums with formats equal the oracle's sums. All rows are exact in the formats."""
     fmt = FORMATS[name]
     layout = cases.Layout("format", tokens=9, top_k=2, local_experts=2, capacity=14)
     trailing = (3 * fmt.group_size,)
@@ -112,7 +112,7 @@ def test_partial_sums_may_travel_in_a_format(name, dtype):
 
 
 def test_the_addend_is_added_last_and_rounded_with_the_sum():
-    """Sums equal the oracle's where another order or rounding would change them. In float32, for
+    """Another order of additions or another rounding would change the sums. In float32, for
     example, 1 - big + big is 0, and big - big + 1 is 1."""
     layout = cases.Layout("last", tokens=1, top_k=2, local_experts=2)
     ids = np.broadcast_to(np.array([0, 1], np.int32), (RANKS, 1, 2)).copy()
@@ -130,7 +130,7 @@ def test_the_addend_is_added_last_and_rounded_with_the_sum():
     big = 4.0 / oracle.epsilon("float32")
     np.testing.assert_array_equal(sums(big, -big, 1.0, "float32"), 1)
     np.testing.assert_array_equal(sums(1.0, -big, big, "float32"), 0)
-    # 1 + 2^-8 + 2^-16 rounds up to 1 + 2^-7. If 2^-16 was lost before, 1 + 2^-8 would round to 1.
+    # 1 + 2^-8 + 2^-16 rounds up to 1 + 2^-7. Without 2^-16, the sum would round down to 1.
     np.testing.assert_array_equal(sums(2.0**-8, 2.0**-16, 1.0, "bfloat16", "float32"), 1 + 2.0**-7)
 
 
@@ -146,9 +146,6 @@ def test_a_pytree_has_an_addend_for_each_of_its_arrays():
     for name, actual in out.items():
         expected = oracle.combine(y[name], routing, None, None, addends[name])
         harness.assert_sums_agree(actual, *expected, name)
-
-
-# Derivatives
 
 
 @pytest.mark.exchanges(0)
@@ -172,8 +169,8 @@ def test_a_constant_addend_leaves_the_tangents_of_the_others():
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 @pytest.mark.parametrize("weighted", (False, True), ids=("sum", "weighted"))
 def test_gradients_and_tangents_of_a_combine_are_those_of_the_oracle(weighted, dtype):
-    """Tangents and gradients with respect to rows, addend and weights equal the oracle's. Rows
-    without a token are NaN, and affect no result."""
+    """Tangents and gradients with respect to rows, addend and weights equal the oracle's
+    derivatives. Rows without a token are NaN, and affect no result."""
     group = harness.group_of(RANKS)
 
     def on_rank(floats, directions, g, ids):
@@ -183,7 +180,7 @@ def test_gradients_and_tangents_of_a_combine_are_those_of_the_oracle(weighted, d
         tangent = jax.jvp(fn, floats, directions)[1]
         return tangent, jax.vjp(fn, *floats)[1](g)
 
-    # One route; and a combine, its tangent and its transpose, each of which is one exchange.
+    # The route, the combine, the tangent and the transpose are one exchange each.
     run = harness.on_each_rank(on_rank, group.mesh, exchanges=1 + 3)
     for name in ("skewed", "masked", "repeated", "first_expert_only"):
         case = cases.Case(cases.CUT, name)
@@ -242,9 +239,6 @@ def test_only_what_has_a_tangent_is_exchanged(weighted):
     assert counts("y", "addend") == ({"route": 1, name: 1}, [1])
     assert counts("y") == ({"route": 1, name: 1}, [0])
     assert counts("addend") == ({}, [])
-
-
-# Batches
 
 
 @pytest.mark.parametrize("weighted", (False, True), ids=("sum", "weighted"))

@@ -28,7 +28,7 @@ jax.monitoring.register_event_duration_secs_listener(
 
 @contextlib.contextmanager
 def counted():
-    """Yield a list that gets an element after each compilation."""
+    """Yield a list that gets one element after each compilation."""
     found = []
     COMPILED.append(lambda: found.append(1))
     try:
@@ -51,7 +51,7 @@ def restored(tree, folder):
 
 @pytest.fixture(params=(AxisType.Auto, AxisType.Explicit), ids=str)
 def recipes(request, monkeypatch):
-    """Run the first snippet of docs/recipes.md with axes of one type. Return its names."""
+    """Run the first snippet of docs/recipes.md with one axis type. Return the snippet's names."""
     if jax.device_count() < 8:
         pytest.skip("needs 8 devices")
     make_mesh = jax.make_mesh
@@ -70,7 +70,7 @@ def recipes(request, monkeypatch):
 
 @pytest.mark.promotes("optax mixes numbers and arrays")
 def test_the_recipe_compiles_once_with_adamw_accumulation_and_restore(recipes, tmp_path):
-    """After the first step, neither two more steps nor a step after a checkpoint compile again."""
+    """After the first step, two more steps and a step from a checkpoint compile nothing."""
     recipes["optimizer"] = optax.MultiSteps(optax.adamw(1e-3), every_k_schedule=2)
     axes, mesh = ma.Axes("ep", data="data", fsdp="data"), recipes["mesh"]
     with jax.set_mesh(mesh):
@@ -94,7 +94,7 @@ def test_the_recipe_compiles_once_with_adamw_accumulation_and_restore(recipes, t
         with counted() as compiled:
             step(params, state, x)
         assert not compiled
-        # With Explicit axes, the specs of results have more entries than those of arguments.
+        # With Explicit axes, the specs of results have more entries than the specs of arguments.
         if AxisType.Auto in mesh.axis_types:
             assert step._cache_size() == 1
 
@@ -102,7 +102,7 @@ def test_the_recipe_compiles_once_with_adamw_accumulation_and_restore(recipes, t
 @pytest.mark.promotes("optax mixes numbers and arrays")
 def test_only_a_state_that_is_placed_otherwise_compiles_a_second_program(recipes):
     """A step with another spelling of its shardings, such as ``P(None)`` for ``P()``, compiles
-    nothing. A step with a state that is not placed compiles a program."""
+    nothing. With Auto axes, a step with an unplaced state compiles a program."""
     optimizer, mesh, x = recipes["optimizer"], recipes["mesh"], recipes["x"]
     is_auto = set(mesh.axis_types) == {AxisType.Auto}
     with jax.set_mesh(mesh):

@@ -12,7 +12,7 @@ from compiled import plugin
 TABLE = plugin.ROOT / "tests/compiled/table.txt"
 
 pytestmark = [
-    pytest.mark.several_devices("it compiles for the devices of a mesh, without any of them"),
+    pytest.mark.several_devices("it compiles for a mesh of absent devices"),
     pytest.mark.one_process("it compiles in a process of its own"),
 ]
 

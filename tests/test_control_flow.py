@@ -44,8 +44,8 @@ def dense_layers(x, topk_weights, w, ids, kept, active=(True,) * LAYERS):
 
 @pytest.mark.exchanges((1 + 4) * LAYERS)
 def test_routings_may_be_what_a_scan_runs_over_and_what_it_carries():
-    """One loop routes, and a scan exchanges. It carries each layer's routing from the step before.
-    Results and gradients equal those of dense layers."""
+    """A loop computes routings, and a scan exchanges. The scan carries each layer's routing from
+    the previous step. Results and gradients equal those of dense layers."""
     group = harness.group_of(RANKS)
 
     def layers(x, topk_weights, w, ids):
@@ -70,7 +70,7 @@ def test_routings_may_be_what_a_scan_runs_over_and_what_it_carries():
 
 @pytest.mark.exchanges(5 * (2 + 1 + 0))
 def test_cond_with_a_uniform_predicate_runs_the_layers_it_is_told_to():
-    """A scan runs layers where a traced array is True. Outputs equal those of dense layers."""
+    """A scan runs a layer only if its flag, a traced bool, is True. Outputs equal dense layers."""
     floats, ids, kept = problem()
     layer = small_layer.layer_of(harness.group_of(RANKS))
 
@@ -93,8 +93,8 @@ def test_cond_with_a_uniform_predicate_runs_the_layers_it_is_told_to():
 
 
 def test_a_while_loop_runs_until_all_ranks_agree_to_stop():
-    """A loop with a layer runs until a sum over ranks exceeds a limit. Its steps, results and
-    tangents equal those of dense layers. JAX has no gradients of such loops."""
+    """A loop runs a layer until a sum over ranks exceeds a limit. Steps, results and tangents equal
+    those of the dense layer. JAX has no gradients of while loops."""
     layer = small_layer.layer_of(harness.group_of(RANKS))
     floats, ids, kept = small_layer.arguments(RANKS)
     directions = small_layer.directions(RANKS)

@@ -1,4 +1,4 @@
-"""Test that exchanges and parts of exchanges whose results are unused are removed."""
+"""Test that dead-code elimination removes unused exchanges, and unused parts of exchanges."""
 
 import functools
 
@@ -57,8 +57,8 @@ def test_only_exchanges_of_which_a_result_is_used_remain(uses, expected):
     ids=("rows", "weights", "both"),
 )
 def test_a_gradient_of_a_combine_weighs_only_for_what_is_wanted(of, dotted, scaled):
-    """A gradient of only the rows dispatches no rows for dot products. A gradient of only the
-    weights dispatches no weights for scaling."""
+    """The gradient of the rows alone dispatches no rows for dot products. The gradient of the
+    weights alone dispatches no weights for scaling."""
 
     def fn(y, weights, ids):
         routing = ma.route(ids, **route_args(harness.group_of(RANKS)))

@@ -39,7 +39,7 @@ def test_row_experts_are_the_local_experts_of_rows_with_a_token(routing):
     harness.assert_same_bytes(harness.numpy_of(found), oracle.row_experts(expected))
 
 
-# The kernels can dispatch a payload with half of the dtypes, but not one with all dtypes.
+# The kernels can dispatch half of the dtypes in one payload, but not all dtypes.
 @pytest.mark.parametrize(
     "dtypes",
     (cases.MOVED_DTYPES, cases.MOVED_DTYPES[::2], cases.MOVED_DTYPES[1::2], cases.WIDE_DTYPES),
@@ -82,7 +82,7 @@ def test_a_payload_keeps_its_tree():
 
 
 def test_a_replicated_payload_is_accepted_with_varying_ids():
-    """Tokens do not vary over the ranks, but ids do. The rows equal the oracle's with check_vma."""
+    """Tokens are equal on all ranks, but ids differ. Rows equal the oracle's, with check_vma."""
     layout, ranks = cases.TIGHT, harness.SEVERAL
     (ids, x, _, _), expected = harness.exchange_inputs(cases.Case(layout, "uniform"), ranks)
     x = x["rows"][0]

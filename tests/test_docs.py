@@ -1,8 +1,8 @@
 """Run every Python snippet of the documents, and check links, paths, commands and API pages.
 
-A snippet sees the names of its file's first snippet, and of earlier snippets in its section. A
-fence of kind ``text`` has the output and the error of the snippet above it; "..." stands for any
-text. An error without such a fence is a failure. An HTML comment above a fence may be a mark:
+A snippet can use the names of its file's first snippet, and of earlier snippets in its section. A
+fence of kind ``text`` has the expected output and error of the snippet above it; "..." stands for
+any text. Without this fence, a snippet must not raise. An HTML comment above a fence may be a mark:
 
     gpu                 the snippet needs several GPUs
     on CPU              the output is compared on the CPU only
@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.one_process("the snippets are programs of one process"),
     pytest.mark.several_devices("the snippets make meshes of all devices"),
 ]
-readers_programs = pytest.mark.promotes("readers' programs, which have JAX's defaults")
+readers_programs = pytest.mark.promotes("readers' programs use JAX's defaults")
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = (
     *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/results/README.md"),
@@ -51,7 +51,7 @@ MARK = re.compile(r"gpu|on CPU|not run: .+")
 class Snippet:
     document: str
     section: str
-    line: int  # of its first line of code
+    line: int  # number of the first line of code
     code: str
     mark: str
     output: str | None = None
@@ -80,7 +80,7 @@ def snippets_of(document):
             snippets.append(Snippet(document, section, line, match["text"], mark))
         elif match["kind"] == "text":
             between = source[end : match.start()]
-            assert snippets and not between.strip(), f"{place}: this output is of no snippet"
+            assert snippets and not between.strip(), f"{place}: no snippet precedes this output"
             snippets[-1].output, snippets[-1].output_mark = match["text"], mark
         end = match.end()
     return snippets
@@ -158,7 +158,7 @@ def test_snippets_for_gpus_do_what_the_document_says(document, section):
 
 @pytest.mark.parametrize("snippet", [s for d in DOCUMENTS for s in snippets_of(d) if s.skip_reason])
 def test_snippets_that_are_not_run_say_why(snippet):
-    run(snippet, {})  # compiles it
+    run(snippet, {})  # only compiles the snippet
     pytest.skip(f"{snippet.document}:{snippet.line}: {snippet.skip_reason}")
 
 
@@ -230,9 +230,9 @@ INTEGRATIONS = ("linen", "maxtext", "nnx", "transformers")
 
 
 def integrations():
-    """Return the public names of the modules of integrations, with their values."""
+    """Return a dict of the public names in the modules of integrations and their values."""
     modules = [importlib.import_module(f"jax_moe_a2a.integrations.{name}") for name in INTEGRATIONS]
-    exported = "jax_moe_a2a.integrations._quantized"  # its names are public in other modules
+    exported = "jax_moe_a2a.integrations._quantized"  # other modules export its public names
     return {
         f"{module.__name__.removeprefix('jax_moe_a2a.')}.{name}": value
         for module in modules
@@ -294,7 +294,7 @@ def test_public_functions_document_and_type_every_parameter():
             if parameter.name == "self" or "." in name and "Args:" not in doc:
                 continue
             assert re.search(rf"^  \*{{0,2}}{parameter.name}: ", doc, re.M), f"{name}: {parameter}"
-            if parameter.kind is not inspect.Parameter.VAR_KEYWORD:  # passed on to another function
+            if parameter.kind is not inspect.Parameter.VAR_KEYWORD:  # passed to another function
                 assert parameter.annotation not in UNTYPED, f"{name}: {parameter}"
         assert signature.return_annotation not in UNTYPED, name
         if "." not in name and signature.parameters:

@@ -131,7 +131,7 @@ def test_an_exchange_that_moves_a_wrong_row_is_reported(monkeypatch, one_device,
     assert "1 checks failed" in printed
 
 
-# In process 1, a dispatch between processes returns wrong rows.
+# With this code, a dispatch between processes returns wrong rows in process 1.
 BREAK_ROWS = """
 import dataclasses
 import importlib.util
@@ -148,8 +148,8 @@ api.dispatch = dispatch
 
 
 def test_processes_exchange_with_each_other_and_each_looks_at_its_own_ranks(tmp_path):
-    """Two processes run the doctor, and process 1 has wrong rows. Both fail. Process 0 prints the
-    table; process 1 prints only its failed check."""
+    """Two processes run the doctor, and both fail, because process 1 has wrong rows. Process 0
+    prints the table. Process 1 prints only its failed check."""
     code = (
         f"import jax, sys\nfrom jax_moe_a2a import _doctor\n{BREAK_ROWS}\nsys.exit(_doctor.main())"
     )
@@ -246,7 +246,7 @@ def test_the_path_must_be_that_of_the_kernels_where_they_are_wanted():
 
 @pytest.mark.parametrize("enough", (True, False))
 def test_the_workspace_must_fit_next_to_xlas_pool(monkeypatch, enough):
-    """The check fails if one byte is missing for the workspace and its header."""
+    """The check fails if one byte is missing for the workspace and the workspace's header."""
     sizes = dict(hidden=128, top_k=2)
     group = harness.group_of(harness.SEVERAL)
     estimate = ma.memory_estimate(num_tokens=64, num_experts=256, group_size=group.size, **sizes)
@@ -263,8 +263,8 @@ def test_the_workspace_must_fit_next_to_xlas_pool(monkeypatch, enough):
 
 @pytest.mark.skipif(harness.MANY < 4, reason="needs two hosts of two")
 def test_devices_on_several_hosts_are_checked_in_two_levels(monkeypatch):
-    """On two pretended hosts, the doctor checks a two-level group. The needed memory is the
-    workspace within a host; the line also has the buffers of collectives."""
+    """On two pretended hosts, the doctor checks a two-level group, which needs memory for the
+    workspace within a host. The printed line also states the buffers of collectives."""
     ranks_of_host = harness.MANY // 2
 
     def hosts_of(mesh, axes):

@@ -14,13 +14,13 @@ import jax_moe_a2a as ma
 
 RANKS, TOKENS, TOP_K, LOCAL_EXPERTS = 4, 24, 3, 4
 EXPERTS = RANKS * LOCAL_EXPERTS
-CAPACITY = TOKENS * TOP_K  # a factor of 1
+CAPACITY = TOKENS * TOP_K  # a capacity factor of 1
 pytestmark = pytest.mark.exchanges(0)  # ranks are a vmap on the portable path
 
 
 @functools.cache
 def program(capacity, alignment):
-    """Return a program from ids [R, T, K] to a bool [R, T, K]: whether a choice has a row."""
+    """Return a program from ids [R, T, K] to a bool [R, T, K]: True if a choice has a row."""
     group = ma.Group(axis_name="ep", size=RANKS, implementation="portable")
 
     def kept(ids):
@@ -37,7 +37,7 @@ def kept_choices(ids, capacity=CAPACITY, alignment=1):
 
 
 def ids_of(seed, spread=0.7):
-    """Draw distinct ids [R, T, K]. A larger spread makes the popularity of experts less even."""
+    """Draw distinct ids [R, T, K]. A larger spread makes the loads of experts less even."""
     rng = np.random.default_rng(seed)
     logits = rng.normal(0, spread, EXPERTS) + rng.gumbel(size=(RANKS, TOKENS, EXPERTS))
     return np.argsort(-logits, axis=-1)[..., :TOP_K]
@@ -58,7 +58,7 @@ def test_at_a_rank_no_choice_is_dropped_before_a_later_one(alignment):
 
 
 def test_the_last_expert_of_a_rank_is_dropped_no_more_than_the_first():
-    """The last experts of all ranks lose less than twice as many choices as the first experts."""
+    """The last experts of ranks drop less than twice as many choices as the first experts."""
     dropped = [0, 0]
     for seed in range(8):
         ids = ids_of(seed, spread=0.5)
@@ -70,7 +70,7 @@ def test_the_last_expert_of_a_rank_is_dropped_no_more_than_the_first():
 
 
 def test_sources_lose_alike():
-    """All ranks have equal ids. At each destination, they lose equally many choices, up to one."""
+    """All ranks have equal ids. Per destination, their dropped choices differ by at most one."""
     ids = np.broadcast_to(ids_of(1)[:1], (RANKS, TOKENS, TOP_K))
     dropped = np.sum(~kept_choices(ids), axis=(1, 2))
     assert dropped.min() > 0 and dropped.max() - dropped.min() <= RANKS

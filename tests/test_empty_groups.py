@@ -41,7 +41,7 @@ def test_weights_of_experts_without_rows_reach_nothing(kind):
     if table is not None:
         table = ma.Placement.from_slots(table, RANKS * LOCAL, num_ranks=RANKS)
         options["placement"] = table
-    # With "slots", EMPTY is an empty slot, and all experts have rows.
+    # If a case sets "slots", EMPTY is an empty slot, and all experts have rows.
     with_rows = [0, 2, 3, 5] if slots == LOCAL else np.arange(RANKS * LOCAL)
     rng = np.random.default_rng(0)
     ids = rng.choice(with_rows, (RANKS, TOKENS, TOP_K))

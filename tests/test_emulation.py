@@ -1,7 +1,7 @@
-"""Run the kernels on a CPU, as C++: random sequences must pass, and mutations must fail.
+"""Run the kernels as C++ on a CPU. Random sequences must pass, and mutations must fail.
 
-The commit selects a third of the mutations; ``make emulate`` tries all. The tests need a C++
-compiler.
+The hash of the commit selects a third of the mutations; ``make emulate`` runs all mutations. The
+tests need a C++ compiler.
 """
 
 import subprocess
@@ -9,9 +9,9 @@ import subprocess
 import pytest
 from emulation import mutations, runs
 
-# The number of sequences of each kind, by its variant. A sequence of "tsan" takes seconds.
+# Each kind runs the number of sequences of its variant. A "tsan" sequence takes seconds.
 SEEDS = {"plain": 4, "colocated": 3, "tsan": 2}
-# The number of sequences of kinds that tests/mutations/list.toml needs.
+# These kinds run more sequences, because mutations of tests/mutations/list.toml need them.
 MORE_SEEDS = {"sequences": 6, "drops": 6}
 # Only ``make emulate`` runs kinds of other variants.
 KINDS = [name for name, kind in runs.KINDS.items() if kind.variant in SEEDS]

@@ -25,7 +25,7 @@ quantize = functools.partial(ma.quantize_experts, transposed=True)
 
 
 def draw(dtype, *shape):
-    """Draw weights of very different magnitudes. Some are not finite."""
+    """Draw weights of very different magnitudes. Some weights are not finite."""
     rng = np.random.default_rng(len(shape))
     w = rng.normal(size=shape) * 2.0 ** rng.integers(-12, 12, shape)
     w *= 2.0 ** rng.integers(-120, 100, (*shape[:-1], 1))
@@ -64,9 +64,6 @@ def test_the_kernel_equals_the_composition(monkeypatch, dtype, shape):
                 np.testing.assert_array_equal(numbers(part)[0][index], right)
 
 
-# Programs for GPUs
-
-
 def shapes(fn, *args):
     """Return the shapes of operands and results of the kernel's calls in a program for GPUs."""
     types = [call.types for call in calls(fn, *args) if call.target == "encode_squares"]
@@ -78,7 +75,7 @@ def array(*shape, dtype="bfloat16"):
 
 
 def test_one_call_has_the_orientations_in_use(hopper):
-    """A quantization is one call. Its results are the orientations that the program uses."""
+    """A quantization is one call. The call returns the orientations that the program uses."""
     w, shape, turned = array(4, 256, 384), "4x256x384", "4x384x256"
     assert shapes(quantize, w) == [[shape, turned, shape, "4x3x2"]]
     for fn in (ma.quantize_experts, lambda w: quantize(w).values):
@@ -102,8 +99,8 @@ def test_products_without_gradients_write_one_orientation(hopper):
 
 
 def test_a_gradient_of_a_program_that_read_one_orientation():
-    """Dead-code elimination leaves one orientation of the weights in a program. Its gradient needs
-    the other orientation, and equals the gradient of the whole program."""
+    """Dead-code elimination removes one orientation of the weights from a program. The gradient of
+    this program needs the removed orientation, and equals the gradient of the whole program."""
     rng, sizes = np.random.default_rng(0), np.array([4, 5], np.int32)
     rows, w = (rng.normal(size=shape).astype("float32") for shape in ((9, 128), (2, 128, 256)))
     trained = functools.partial(ma.quantize_experts, trainable=True)
@@ -121,8 +118,8 @@ def test_other_weights_have_the_composition(hopper, w):
     assert shapes(quantize, w) == []
 
 
-@pytest.mark.several_devices("meshes")
-@pytest.mark.skipif(len(jax.devices()) < 2, reason="a mesh of two devices")
+@pytest.mark.several_devices("it needs meshes")
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
 def test_weights_that_xla_divides_have_the_composition(hopper):
     spec = PartitionSpec("ep")
     w = draw("float32", 2, 128, 256)

@@ -49,7 +49,7 @@ def refuses(naming):
 
 
 def route_args(**changed):
-    """Return valid keyword arguments of route and dispatch, with changes. LEFT_OUT removes one."""
+    """Return valid keyword arguments of route and dispatch, changed. LEFT_OUT removes a key."""
     right = dict(
         group=harness.emulated_group(RANKS), num_experts=EXPERTS, capacity=CAPACITY, alignment=1
     )
@@ -73,7 +73,7 @@ def by_routing(**changed):
 
 
 def combine(*names, modes=(), **options):
-    """Return a function that passes y and the arrays, under these names, to `ma.combine`."""
+    """Return a function that calls `ma.combine` with y and with arrays under these names."""
 
     def call(y, *arrays):
         x, ids, weights = (jnp.zeros(like.shape, like.dtype) for like in (X, IDS, WEIGHTS))
@@ -84,11 +84,11 @@ def combine(*names, modes=(), **options):
 
 
 def test_right_input_is_accepted():
-    """The calls whose arguments other tests change raise no error."""
+    """Without changes to their arguments, the calls of the other tests raise no error."""
     assert trace(combine(), Y).shape == (RANKS, TOKENS, HIDDEN)
     assert trace(combine("add", weights=None), Y, X).shape == (RANKS, TOKENS, HIDDEN)
     for call in (route(), dispatch()):
-        trace(call, X, array((TOKENS, 32), "int32"))  # the most choices
+        trace(call, X, array((TOKENS, 32), "int32"))  # a token has at most 32 choices
 
 
 SEQUENCES = (2, TOKENS // 2)  # [batch, sequence]
@@ -292,7 +292,7 @@ def test_numpy_integers_are_integers():
     ids=lambda changed: next(iter(changed)),
 )
 def test_what_only_equals_that_of_a_routing_is_refused(dispatch, changed):
-    """A dispatch refuses options that equal those of the Routing, but have another type."""
+    """A dispatch refuses an option that equals the Routing's option but has another type."""
     (name,) = changed
 
     def call(x, ids):
@@ -305,7 +305,7 @@ def test_what_only_equals_that_of_a_routing_is_refused(dispatch, changed):
 
 
 def test_padding_that_would_wrap_the_numbers_of_rows_is_refused():
-    """Each of 2 local experts needs rows for one alignment. Their sum exceeds int32 at 2^30."""
+    """Each of 2 local experts needs `alignment` rows. With 2^30, the sum exceeds int32."""
     fits, wraps = (route_args(num_experts=4, alignment=alignment) for alignment in (2**29, 2**30))
     trace(lambda ids: ma.route(ids, **fits), IDS)
     naming = ("alignment", "num_experts", str(2**30), "4", r"int32\[6,3\]")
@@ -314,7 +314,7 @@ def test_padding_that_would_wrap_the_numbers_of_rows_is_refused():
 
 
 def test_experts_that_no_memory_could_count_are_refused():
-    """2^20 experts on each rank are accepted, and more are refused."""
+    """A route accepts at most 2^20 experts on each rank."""
     most = 2**20
     for num_experts, is_refused in (
         (RANKS * most, False),
@@ -331,7 +331,7 @@ def test_experts_that_no_memory_could_count_are_refused():
 
 
 def test_a_symbolic_number_of_tokens_is_refused_with_advice():
-    """Symbolic sizes of the ids are refused. The message advises an export for each number."""
+    """Symbolic sizes of the ids are refused. The message advises one export for each size."""
     naming = ("topk_ids", "symbolic", r"\[t,\s*3\]|\[6,\s*k\]", "export", "-1")
     for shape in ("t, 3", "6, k"):
         sizes = jax.export.symbolic_shape(shape)
@@ -366,7 +366,7 @@ def test_another_symbolic_size_is_refused_with_advice():
 
 
 def test_a_timeout_that_nanoseconds_cannot_count_is_refused():
-    """Timeouts are refused if the sum of two does not fit into int64 nanoseconds."""
+    """A timeout is refused if twice the timeout does not fit into int64 nanoseconds."""
     for timeout in (1e10, 2**33, 1e300):
         for name in ("timeout", "first_timeout"):
             with pytest.raises(ValueError, match=rf"^{name} must be .*at most .* s.*; got "):
@@ -375,7 +375,7 @@ def test_a_timeout_that_nanoseconds_cannot_count_is_refused():
 
 
 def test_the_groups_axis_must_be_in_scope():
-    """A route outside of shard_map and vmap, or with another axis, names the axis."""
+    """Outside of shard_map and vmap, or with another axis, the error of a route names the axis."""
     for group in (harness.emulated_group(RANKS), harness.group_of(harness.RANK_COUNTS[0])):
         with pytest.raises((ValueError, TypeError), match=harness.AXIS):
             ma.route(jnp.zeros((TOKENS, TOP_K), jnp.int32), **route_args(group=group))

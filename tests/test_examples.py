@@ -24,7 +24,7 @@ import jax_moe_a2a as ma
 pytestmark = [
     pytest.mark.one_process("it starts processes of its own"),
     pytest.mark.several_devices("the examples make meshes of all devices"),
-    pytest.mark.promotes("users' programs, which have JAX's defaults"),
+    pytest.mark.promotes("users' programs use JAX's defaults"),
 ]
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -37,7 +37,7 @@ def program(name: str, *args: str, **environment: str) -> tuple[list[str], dict[
 
 
 def run(name: str, *args: str, status: int = 0, **environment: str) -> str:
-    """Return what an example has printed; fail unless it ends with ``status``."""
+    """Return the output of an example. Fail unless the example ends with ``status``."""
     command, beside = program(name, *args, **environment)
     done = subprocess.run(
         command, env=os.environ | beside, capture_output=True, text=True, timeout=500
@@ -73,7 +73,7 @@ def dense_losses(tmp_path_factory):
     """Return the losses of `FEW_STEPS` without an exchange, in one process."""
     plot = tmp_path_factory.mktemp("dense") / "a.png"
     of_dense = "--experts=dense", "--mesh=1,2", "--sample=0", f"--out={plot}"
-    # On GPUs, XLA rounds float32 operands of products to TF32.
+    # On GPUs, XLA rounds float32 operands to TF32, so the losses are less exact.
     losses = step_losses(run("train_moe.py", *FEW_STEPS, *of_dense))
     return pytest.approx(losses, abs=5e-3 if harness.ON_GPU else 1e-4)
 
@@ -222,8 +222,8 @@ def test_the_cells_run_and_draw(monkeypatch):
         exec(
             compile("".join(cell["source"]), f"{NOTEBOOK.name}, code cell {number}", "exec"), names
         )
-    assert len(pyplot.get_fignums()) == 3  # rows, drops by capacity, and the load
-    assert len(names["figure"].axes) >= 2  # the load of experts and of ranks
+    assert len(pyplot.get_fignums()) == 3  # plots of rows, of drops by capacity, and of loads
+    assert len(names["figure"].axes) >= 2  # plots of the load of experts and of ranks
     pyplot.close("all")
     assert names["difference"] < 1e-4 and names["worst"] < 1e-4
     even, uneven = (np.array(shares) for shares in names["shares"].values())

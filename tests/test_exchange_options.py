@@ -107,7 +107,7 @@ def test_the_only_leaf_is_a_scale_that_is_an_array():
     assert jax.tree_util.keystr(path) == ".token_format.global_scale" and leaf == 0.5
     doubled = jax.tree.map(lambda scale: 2 * scale, SCALED)
     assert doubled.token_format.global_scale == 1 and doubled.alignment == 4
-    # JAX replaces leaves with arbitrary objects, so no option is checked again.
+    # JAX may replace leaves with any object, so `tree.map` does not check the options again.
     strange = jax.tree.map(lambda _: "no scale", SCALED)
     assert jax.tree.leaves(strange) == ["no scale"]
 
@@ -118,7 +118,7 @@ def test_an_exchange_may_be_an_argument_of_a_compiled_function():
     np.testing.assert_array_equal(run(SCALED), expected)
     finer = jax.tree.map(lambda scale: 0.3 * scale, SCALED)
     np.testing.assert_array_equal(run(finer), rows_of(finer))
-    assert run._cache_size() == 1, "another scale compiled again"
+    assert run._cache_size() == 1, "a new scale compiled a new program"
     assert not np.array_equal(run(finer), expected)
     np.testing.assert_array_equal(jax.jit(functools.partial(rows_of, SCALED))(), expected)
 

@@ -44,7 +44,7 @@ def load_of(ids, layout, group, **options):
 
 @functools.cache
 def program(layout, ranks):
-    """Return the jitted function of ids [R, T, K] whose ExpertLoad is equal on all ranks."""
+    """Return a jitted function from ids [R, T, K] to an ExpertLoad, which is equal on all ranks."""
     mesh = harness.mesh_of(ranks)
     load = functools.partial(load_of, layout=layout, group=harness.group_of(ranks))
     return harness.jit(harness.over_ranks(load, mesh, out_axes=None))
@@ -60,7 +60,7 @@ def test_figures_are_the_counts_of_rows(ranks):
         assert_load_is(load, small_layer.expected_load(ids, LAYOUT))
 
 
-# Without a capacity, no row is dropped, and the load depends only on the ids.
+# Without a capacity, no row is dropped, so the load depends only on ids and needs no exchange.
 @pytest.mark.exchanges(lambda layout: 0 if layout.capacity is None else 3)
 @pytest.mark.parametrize("layout", OTHERS, ids=lambda layout: layout.name)
 def test_figures_with_and_without_a_capacity(ranks, layout):

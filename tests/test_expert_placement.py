@@ -35,8 +35,7 @@ def planner(ranks, spare, home, hosts):
 
 
 def rank_loads(placement, load, num_ranks):
-    """Return the number of rows of each rank if each slot receives its share of its expert's
-    load."""
+    """Return the rows of each rank if every slot receives its share of its expert's load."""
     shares = np.diff(placement.share_ends, axis=-1, prepend=0) / 2**15
     assert (shares >= 0).all() and (placement.share_ends[..., -1] == 2**15).all()
     found = np.zeros(num_ranks)
@@ -105,16 +104,16 @@ def test_experts_are_packed_in_the_order_of_their_loads():
 
 
 def test_the_last_spare_slot_of_a_rank_fills_it_even_if_its_source_falls_below_the_mean():
-    """Rank 2 receives 190 rows of rank 0, until rank 2 has the mean. Rank 0 then has less than the
-    mean, and receives 90 rows of rank 1."""
+    """Rank 2 receives 190 rows of rank 0, and then has the mean load. Rank 0 now has less than the
+    mean load, and receives 90 rows of rank 1."""
     load = np.array([300, 290, 10])
     placement = ma.plan_placement(load, num_ranks=3, spare=1)
     np.testing.assert_allclose(rank_loads(placement, load, 3), 200, atol=0.1)
 
 
 def chosen_by_hand(ids, placement, num_ranks, counts):
-    """Compute the slots of all ranks with loops. Each rank first fills the slots on this rank, and
-    then all slots in order."""
+    """Compute the slots of all ranks with loops. Each rank first fills its own slots, and then the
+    slots of all ranks in order."""
     slots = np.full_like(ids, -1)
     for expert, replicas in enumerate(placement.expert_slots):
         replicas = replicas[: placement.num_replicas[expert]]
@@ -157,7 +156,7 @@ def test_choices_fill_the_shares_of_slots(table):
     counts = np.stack([np.bincount(i[i >= 0], minlength=experts) for i in ids]).astype(np.int32)
     if table == "planned":
         placement = ma.plan_placement(counts.sum(0), num_ranks=ranks, spare=2)
-    else:  # any order, an expert twice on a rank, an empty slot
+    else:  # slots in any order, with repeated experts and an empty slot
         slots = np.random.default_rng(1).permutation([*range(16), 3, 3, 3, 3, 5, 5, 9, -1])
         placement = ma.Placement.from_slots(slots, experts, num_ranks=ranks)
     assert placement.num_replicas.max() >= 2
@@ -180,7 +179,7 @@ def test_choices_fill_the_shares_of_slots(table):
 def test_ids_that_are_no_experts_stay_outside():
     placement = ma.Placement.from_slots([0, 1, -1, 2, 3, 0], 4, num_ranks=2)
     for dtype, ids in ((np.int64, [[-(2**40), -1, 4, 2**40]]), (np.uint8, [[255, 4, 3, 3]])):
-        ids = np.array(ids, dtype)  # not an argument, because jit would wrap 64 bits
+        ids = np.array(ids, dtype)  # a constant, because jit would wrap 64-bit arguments
         choose = lambda table, ids=ids: ma.choose_slots(ids, table, rank=0, num_ranks=2)
         slots = harness.jit(choose)(placement)
         assert slots.tolist() == [[-2, -1, 6, 6] if dtype == np.int64 else [6, 6, 4, 4]]

@@ -1,7 +1,7 @@
-"""The primitives for experts return the results and derivatives of dense experts, and leave no
-element-wise pass over the rows. test_activations tests which functions the kernels compute.
+"""Test that the primitives for experts return the results and derivatives of dense experts.
 
-In every test, rows after the last group are NaN or infinite.
+The primitives leave no element-wise pass over the rows. In every test, rows after the last group
+are NaN or infinite. test_activations tests which functions the kernels compute.
 """
 
 import functools
@@ -50,7 +50,7 @@ def operands(
     hidden=HIDDEN,
     intermediate=INTERMEDIATE,
 ):
-    """Draw operands in the order of NAMES. One row in use has the weight 0."""
+    """Draw operands in the order of NAMES. One row of a group has the weight 0."""
     rng = np.random.default_rng(seed)
     width = activation.width(intermediate)
     shapes = (
@@ -96,7 +96,7 @@ def value_and_grads(fn, wanted=OF_ALL):
 
 
 def in_use(results):
-    """Cut the gradients of rows and weights to the rows in use."""
+    """Keep only the rows of the groups in gradients of rows and of weights."""
     return [x[:IN_USE] if x.shape[:1] == (ROWS,) else x for x in jax.tree.leaves(results)]
 
 
@@ -144,7 +144,7 @@ def test_derivatives_of_any_order_are_those_of_dense_experts():
 
 @functools.cache
 def of_dense_experts():
-    """Return the result and all gradients."""
+    """Return the result and all gradients of dense experts."""
     return harness.quickly(value_and_grads(dense))(*operands(SWIGLU))
 
 
@@ -206,8 +206,8 @@ def large_operands(activation, dtype, sizes):
 
 
 def assert_near(actual, right, num_rows, tolerance):
-    """Compare results of `with_cotangents` by the norms of their differences, without the rows
-    after the last group."""
+    """Compare results of `with_cotangents` by the norms of their differences. Ignore rows after the
+    last group."""
     for name, x, expected in zip(("y", *NAMES), actual, right, strict=True):
         x, expected = (a[:num_rows] if a.shape[0] == 300 else a for a in (x, expected))
         x, expected = (np.asarray(a, np.float32) for a in (x, expected))
@@ -234,7 +234,7 @@ def test_short_floats(activation, dtype):
 
 
 def of_one_element(*args):
-    """Return a sum over the rows in use, and its gradients."""
+    """Return a sum over the rows of the groups, and the gradients of the sum."""
     *floats, sizes = args
     in_use = jnp.arange(ROWS)[:, None] < sizes.sum()
 
@@ -302,7 +302,7 @@ def test_the_layer_makes_no_pass_over_rows():
     assert passes(forward, (ranks, capacity)) == passes(both, (ranks, capacity)) == []
     biased = own.replace(b_in=draw(2, 2, INTERMEDIATE), b_out=draw(2, HIDDEN))
     assert passes(jax.make_jaxpr(every)(*floats[:2], biased, ids), (ranks, capacity)) == []
-    # The check detects the separate pass of an activation that is not recognized.
+    # `passes` finds the separate pass of an activation that the package does not recognize.
     unfused = own.replace(activation=ma.gated(jnp.tanh))
     jaxpr = jax.make_jaxpr(every)(*floats[:2], unfused, ids)
     assert "tanh" in passes(jaxpr, (ranks, capacity))
@@ -404,7 +404,7 @@ def test_what_the_kernel_cannot_do_is_the_composition(hopper, caplog, why, optio
 
 
 def in_pairs(args, num):
-    """Divide weights and biases into pairs (home, spare). The last groups use the spare weights."""
+    """Divide weights and biases into pairs: the first `num` groups, and the other groups."""
     return [(x[:num], x[num:]) if i in (1, 2, 4, 5) else x for i, x in enumerate(args)]
 
 

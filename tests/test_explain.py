@@ -1,4 +1,4 @@
-"""`ma.explain` lists the calls of a program with the paths and reasons of its lowering."""
+"""Test that `ma.explain` lists the calls of a program with their paths and reasons."""
 
 import functools
 import logging
@@ -17,8 +17,8 @@ from jax_moe_a2a._src.group import native
 
 pytestmark = [
     pytest.mark.several_devices("its groups have meshes"),
-    pytest.mark.one_process("it explains GPUs that are not there, as devices of one process"),
-    pytest.mark.skipif(harness.ON_GPU, reason="it names its devices"),
+    pytest.mark.one_process("it explains pretended GPUs as devices of one process"),
+    pytest.mark.skipif(harness.ON_GPU, reason="the tests name their devices"),
 ]
 needs_kernels = pytest.mark.skipif(
     not native.has_kernels(), reason="the extension was built without the CUDA kernels"

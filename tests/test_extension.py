@@ -1,5 +1,5 @@
-"""The compiled extension comes from this package, from another installation if this package is a
-clone, or from an installed wheel."""
+"""Test where the package finds its compiled extension: in its own folder, in another installation
+if the package is a clone, or in an installed wheel."""
 
 import re
 import subprocess
@@ -19,7 +19,7 @@ from jax_moe_a2a._src.group import extension, native
 
 pytestmark = [
     pytest.mark.exchanges(0),  # no program runs here
-    pytest.mark.one_process("stand-ins for wheels are in this process alone"),
+    pytest.mark.one_process("only this process has the pretended wheels"),
 ]
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -30,13 +30,13 @@ STAND_IN = "sources = {sources!r}\nname = {name!r}\n"
 
 @pytest.fixture
 def folders(tmp_path, monkeypatch):
-    """Pretend that the package is imported from the first of two folders on the path, and that no
-    extension is installed."""
+    """Pretend that no extension is installed and that two folders are on the path. The package is
+    imported from the first folder."""
     here, other = tmp_path / "here", tmp_path / "other"
     for folder in (here, other):
         (folder / "jax_moe_a2a").mkdir(parents=True)
         (folder / "jax_moe_a2a/__init__.py").touch()
-    finders = (BuiltinImporter, FrozenImporter, PathFinder)  # no finder of an editable installation
+    finders = (BuiltinImporter, FrozenImporter, PathFinder)  # these find no editable installation
     monkeypatch.setattr(sys, "meta_path", [each for each in sys.meta_path if each in finders])
     others = [entry for entry in sys.path if not Path(entry, "jax_moe_a2a").exists()]
     monkeypatch.setattr(sys, "path", [str(here), str(other), *others])
@@ -63,7 +63,7 @@ def clone(folder):
 
 
 def build(folder, sources="", name="built"):
-    """Write a pretended extension into the package of a folder; return its path."""
+    """Write a pretended extension into the package of a folder. Return its path."""
     file = folder / "jax_moe_a2a/_native.py"
     file.write_text(STAND_IN.format(sources=sources, name=name))
     return file

@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.exchanges(0),  # this process exchanges nothing
 ]
 
-# The runs of `memory` take about 2 seconds together, and the runs of `programs` about 8.
+# The runs of `memory` take about 2 seconds in total, and the runs of `programs` about 8 seconds.
 RUNS = {"memory": 8, "programs": 2}
 SEED = 1
 
@@ -46,7 +46,7 @@ def closes_while_a_thread_opens(run):
     before = closer.ask("mapped").value
     victim.signal(signal.SIGSTOP)
     closer.ask("open_in_a_thread", True)
-    time.sleep(0.2)  # until the closer waits for the victim
+    time.sleep(0.2)  # the closer then waits for the victim
     reply = closer.ask("close_without_a_look", 0.2)
     mapped = closer.ask("mapped").value
     victim.signal(signal.SIGCONT)
@@ -74,7 +74,7 @@ def test_threads_that_ask_at_once_make_the_value_of_a_job_once():
 
 
 def killed_at_a_step(run):
-    """Kill one of three processes in a step. After one survivor has raised an error, the other one
+    """Kill one of three processes in a step. One survivor then raises an error. The other survivor
     waits until gloo's timeout."""
     programs.begin(run, count=3)
     programs.churn(run, 7, "kill")
@@ -82,8 +82,8 @@ def killed_at_a_step(run):
 
 
 def test_the_survivors_of_a_killed_process_go_on_in_a_group_over_the_remaining_devices(monkeypatch):
-    """The program runs on CPUs, with jax_enable_recoverability. The survivors make the group after
-    the error."""
+    """The program runs on CPUs, with jax_enable_recoverability. The survivors make a new group
+    after the error."""
     monkeypatch.setitem(campaign.KINDS, "killed at a step", killed_at_a_step)
     done = campaign.run_one(1, 0, ["killed at a step"])
     assert done.outcome == "error", done

@@ -1,4 +1,4 @@
-"""The kernel that plans placements equals NumPy bit for bit, and is called only on GPUs."""
+"""Test that the kernel that plans placements equals NumPy bit for bit, and runs only on GPUs."""
 
 import functools
 import logging
@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.exchanges(0),
     pytest.mark.one_process("each process would compute the same on its own devices"),
 ]
-# (ranks, experts). Some pairs have the most ranks of a kernel, odd numbers, or more experts per
+# Sizes are (ranks, experts). Some have the most ranks of a kernel, odd numbers, or more experts per
 # rank than a warp has lanes.
 SIZES = ((1, 3), (2, 6), (3, 105), (8, 64), (64, 256), (72, 288), (128, 256))
 WHY_NO_KERNEL = fill.why_no_kernel

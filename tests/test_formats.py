@@ -31,14 +31,14 @@ pytestmark = pytest.mark.exchanges(0)  # most tests run no exchange
 
 DTYPES = ("bfloat16", "float16", "float32")
 E2M1 = cases.dtype("float4_e2m1fn")
-ODD_SCALE = FORMATS["nv"].global_scale  # neither the scale nor its inverse is a simple number
+ODD_SCALE = FORMATS["nv"].global_scale  # the scale and its inverse need many bits
 
 of_every_format = pytest.mark.parametrize("name", FORMATS)
 of_every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
 def test_every_format_stands_wherever_formats_are_listed():
-    """Check the places of a format in CONTRIBUTING.md that no compiler and no other test checks."""
+    """CONTRIBUTING.md lists these places. No compiler and no other test checks them."""
 
     def formats_of(module):
         kinds = ((name, kind) for name, kind in vars(module).items() if isinstance(kind, type))
@@ -54,7 +54,7 @@ def test_every_format_stands_wherever_formats_are_listed():
     texts |= {fn.__name__: fn.__doc__ for fn in (ma.Exchange, ma.combine)}
     texts["the error of another format"] = str(error.value)
     assert [(name, place) for name in names for place in texts if name not in texts[place]] == []
-    # Payloads, estimates and attributes of calls have a parameter only for NvFp4.
+    # Code for payloads, estimates and attributes supports a parameter of NvFp4 only.
     fields = {type(fmt): dataclasses.fields(fmt) for fmt in FORMATS.values()}
     more = {kind: {f.name for f in fields[kind]} for kind in fields}
     assert {kind for kind in more if more[kind]} == {ma.NvFp4}
@@ -62,8 +62,8 @@ def test_every_format_stands_wherever_formats_are_listed():
 
 
 def every_pattern(dtype, group_size):
-    """Return groups with all 65536 numbers of a 16-bit float. Another number of the group enlarges
-    the scale. The numbers of a group have similar magnitudes, except in the last, random groups."""
+    """Return groups that contain all 65536 numbers of a 16-bit float. The first number enlarges a
+    group's scale, and the rest has similar magnitudes. The last groups are random."""
     bits = np.arange(1 << 16, dtype=np.uint16)
     bits = bits[np.argsort(bits & 0x7FFF, kind="stable")]
     chunks = np.resize(bits, (-(-bits.size // (group_size - 1)), group_size - 1))
@@ -79,8 +79,8 @@ def every_pattern(dtype, group_size):
 
 
 def float32_groups(group_size):
-    """Draw groups of float32 with every kind of scale: any bits; exponents near each other; bounds
-    between two results and the numbers next to them; the largest and smallest numbers."""
+    """Draw float32 groups with every kind of scale. Groups have any bits, similar exponents,
+    numbers at or next to a rounding boundary, or the largest and smallest numbers."""
     rng = np.random.default_rng(1)
     groups = [rng.integers(0, 1 << 32, (64, group_size), np.uint32).view(np.float32)]
     exponents = rng.integers(-150, 128, (400, 1)) - rng.integers(0, 14, (400, group_size))
@@ -111,7 +111,7 @@ def float32_groups(group_size):
         for scale in E4M3_VALUES[code] * np.array([1, np.float32(ODD_SCALE)]):
             groups.append(in_groups(with_neighbours(bounds * scale), 6 * scale))
 
-    # Add groups whose largest magnitude is near a number at which the scale changes.
+    # Add groups whose largest magnitude is near a magnitude at which the scale changes.
     bounds = 6 * (E4M3_VALUES[:-1] + E4M3_VALUES[1:]) / 2
     firsts = [with_neighbours(bounds), with_neighbours(bounds * ODD_SCALE), [448 * 6, 1e9]]
     firsts += [with_neighbours(factor * 2.0 ** np.arange(-126, 119)) for factor in (1, 1.75, 1.9)]
@@ -129,7 +129,7 @@ def float32_groups(group_size):
         return np.concatenate([group.astype(np.float32) for group in groups])
 
 
-# All dtypes have the same shapes, so that they share compiled eager operations.
+# Inputs of all dtypes have equal shapes, so that they share compiled eager operations.
 NUM_INPUTS = {128: 1250, 32: 5000, 16: 10200}
 
 
@@ -164,8 +164,8 @@ def test_encode_returns_the_bits_of_the_oracle(name, dtype):
 
 @of_every_format
 def test_decode_returns_the_bits_of_the_oracle(name):
-    """Decode every code with scales of every kind, also with scales that `encode` never returns.
-    Scales that make products subnormal in float32 are left out."""
+    """Decode every code with every kind of scale, also with scales that `encode` never returns.
+    Leave out scales that make products subnormal in float32."""
     fmt = FORMATS[name]
     codes = np.resize(np.arange(256, dtype=np.uint8), 256 * fmt.group_size)
     if name == "blockwise":
@@ -195,8 +195,8 @@ def test_shapes(name):
 
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
 def test_the_rounding_that_made_a_token_is_not_skipped(dtype):
-    """`encode` after a cast equals `encode` of the rounded numbers, although a compiler could drop
-    the cast."""
+    """`encode` after a cast equals `encode` of the rounded numbers. A compiler must not drop the
+    cast."""
     x = np.random.default_rng(0).standard_normal((64, 128)).astype(np.float32)
     for fmt in (ma.BlockwiseFp8(), ma.NvFp4(global_scale=ODD_SCALE)):
         rounded = (x * np.float32(1.2345)).astype(cases.dtype(dtype))
@@ -205,15 +205,14 @@ def test_the_rounding_that_made_a_token_is_not_skipped(dtype):
 
 
 def test_a_traced_global_scale_means_what_a_static_one_does():
-    """Tokens are encoded with random and extreme global scales, and the bits are compared with the
-    oracle's."""
+    """For random and extreme global scales, the encoded bits equal the oracle's bits."""
     rng = np.random.default_rng(0)
     scales = np.ldexp(rng.uniform(1, 2, 3000), rng.integers(-116, 116, 3000)).astype(np.float32)
     edges = np.float32(
         [2.0**-116, 2.0**116, 1, 0.5, np.nextafter(1, 0), np.nextafter(np.float32(1), 2)]
     )
     scales = np.concatenate([scales, edges.astype(np.float32)])
-    # Each group has the bounds between two values, or the neighbours of these bounds.
+    # Each group has numbers at or next to the rounding boundaries between two values.
     bounds = (E2M1_VALUES[:-1] + E2M1_VALUES[1:]) / 2
     factors = E4M3_VALUES[rng.integers(8, 127, scales.size)] * scales
     x = (factors[:, None] * np.concatenate([[6, 6], bounds, bounds])).astype(np.float32)
@@ -249,7 +248,7 @@ RANKS = harness.FEW
 
 
 def dispatch_both(x, ids, topk_weights, **options):
-    """Return Recvs of quantized rows and of decoded rows, from one exchange."""
+    """Return a Recv of quantized rows and a Recv of decoded rows, from one exchange."""
     given = RouteArguments(*map(options.get, ("group", "num_experts", "exchange")))
     arguments = check_dispatch(x, ids, topk_weights, given, decode=True, tail="zero")
     kept = arguments.options._replace(keeps_encoded=True)
@@ -284,8 +283,8 @@ def dispatch_program(name, layout, ranks):
 
 
 def tokens_of(layout, ranks, dtype="bfloat16"):
-    """Draw numbers of several sizes, with one token of zeros and one with an infinity on each
-    rank."""
+    """Draw tokens of different magnitudes. On each rank, one token is zero, and one token has an
+    infinity."""
     rng = np.random.default_rng([ranks, layout.hidden])
     x = rng.standard_normal((ranks, layout.tokens, layout.hidden))
     x *= 10.0 ** rng.uniform(-3, 3, x.shape[:2])[..., None]
@@ -320,8 +319,8 @@ def test_dispatch_moves_what_encode_returns(name, layout):
         harness.assert_sums_agree(combined, sums, slack, routing)
 
 
-# The tokens of all ranks hold all of `inputs`, some of them twice. Rows have many segments, and the
-# last segment is partly filled.
+# The tokens of all ranks contain all of `inputs`, and some numbers twice. A row has many segments,
+# and the last segment is partly filled.
 WIDE = {"blockwise": (56, 9600), "mx": (56, 9600), "nv": (64, 8160)}
 
 
@@ -331,7 +330,7 @@ def dispatch_and_check_rows(name, x, expected_parts, out_dtype):
     has_traced_scale = name == "nv" and out_dtype != "bfloat16"
     first = np.arange(ranks * tokens, dtype=np.int32).reshape(ranks, tokens, 1)
     ids = np.concatenate([first, first + 1], axis=2) % ranks
-    # If tokens are spread evenly, a rank receives about twice as many tokens as it sends.
+    # Tokens are spread evenly, so a rank receives about twice as many rows as it has tokens.
     capacity = 2 * (tokens + ranks) if harness.RANKS_ON_ONE_GPU else 2 * ranks * tokens
     expected = oracle.route(ids, ranks, capacity, 1)
     assert not expected.num_dropped.any()
@@ -389,7 +388,7 @@ def test_dispatch_encodes_tokens_of_which_several_share_a_flag(name):
     """The tokens of a rank need more slots than the zone has flags. The values and scales of a row
     do not fill whole vectors."""
     group_size = FORMATS[name].group_size
-    num_groups = 3 if RANKS <= cases.MOST_RANKS else 1  # landing zones grow with the ranks' square
+    num_groups = 3 if RANKS <= cases.MOST_RANKS else 1  # the zones' memory grows with ranks^2
     x = np.resize(inputs("bfloat16", group_size), (RANKS, 4100, num_groups * group_size))
     parts = [
         np.resize(part, (RANKS, 4100, part.shape[-1] * num_groups // 3))
@@ -488,8 +487,8 @@ def test_batches_halves_and_gradients_of_sums_in_a_format():
         assert_same_trees(actual, expected)
 
 
-# Except for the format's rounding, dispatch and an unweighted combine are linear. Straight-through
-# derivatives therefore equal those without a format bit for bit.
+# Dispatch and an unweighted combine are linear, except for the format's rounding. Straight-through
+# derivatives therefore equal the derivatives without a format bit for bit.
 
 
 def transposed(fn, x, direction):

@@ -35,7 +35,7 @@ pytestmark = [
 ]
 E4M3 = ml_dtypes.float8_e4m3fn
 BLOCK = 128
-# Rows, K, N, sizes of groups. N need not be a multiple of 128.
+# Each case is (rows, K, N, sizes of groups). N need not be a multiple of 128.
 CASES = dict(
     tail=(40, 256, 200, [7, 0, 20, 1]),
     no_tail=(30, 128, 128, [9, 21]),
@@ -43,7 +43,7 @@ CASES = dict(
     no_groups=(6, 128, 8, []),
     odd_columns=(9, 128, 12, [4, 3]),
 )
-# These sizes are near the edges of tiles of 128 rows and 192 columns, or 64 rows and 256 columns.
+# These sizes are near multiples of the kernel's tiles: 128 rows by 192 columns, and 64 by 256.
 HOSTILE = dict(
     one_row=(1, 128, 8, [1]),
     all_empty=(70, 256, 136, [0, 0, 0]),
@@ -95,8 +95,8 @@ def draw_exact(num_rows, k, n, sizes, seed=0):
 
 
 def read_table(target, results, arrays, num_sms, product):
-    """Compute the results of the kernel as its header defines them. Rows that the kernel does not
-    write are NaN."""
+    """Compute the results of the kernel as the kernel's header defines them. Rows that the kernel
+    does not write are NaN."""
     (out,) = results
 
     def run(*arrays):
@@ -140,8 +140,8 @@ def path(request):
 
 
 def assert_is_product(found, rows, w, sizes, dtype, zero_tail=True, inexact=0.0):
-    """Assert that a product differs from the definition only by K roundings to float32 and one to
-    its dtype. `inexact` is an additional error, relative to the sums of magnitudes."""
+    """Assert that a product's error is at most K roundings to float32 and a rounding to `dtype`.
+    `inexact` is an additional error, relative to the sums of magnitudes."""
     expected, magnitudes = oracle.grouped_dot_fp8(rows, w, sizes)
     found = np.asarray(found)
     assert found.dtype == jnp.dtype(dtype) and found.shape == expected.shape
@@ -163,8 +163,8 @@ def test_a_product_is_that_of_the_definition(path, case):
             )
         )
         # Decoding rounds rows and weights to bfloat16. Tensor cores align 32 products to the
-        # largest one, and cut them 13 bits after its first bit. For products of normal numbers, the
-        # error is below 2^-7 of the sum of their magnitudes.
+        # largest product, and keep 13 bits after its first bit. For normal numbers, the error is
+        # below 2^-7 of the sum of the products' magnitudes.
         is_exact = path == "reference" or (path != "kernel" and powers_of_two)
         out = dot(rows, ma.QuantizedExperts(*w), sizes)
         inexact = 0.0 if is_exact else 2.0**-7
@@ -176,7 +176,7 @@ OF_KERNEL = itertools.product(("tail", "many_groups", "edges", "whole_turns"), (
 
 @pytest.mark.parametrize("case, num_spare", OF_KERNEL if harness.ON_GPU else [("tail", 2)])
 def test_spare_weights_are_a_second_array(path, case, num_spare):
-    """The sums are exact, so all bits equal those of the product with one array of weights."""
+    """The sums are exact, so one array and two arrays of weights give equal bits."""
     num_rows, k, n, sizes = (CASES | HOSTILE)[case]
     rows, w = draw_exact(num_rows, k, n, sizes)
     home, spare = ([x[:-num_spare] for x in w], [x[-num_spare:] for x in w])
@@ -198,7 +198,7 @@ def test_exact_sums_of_hostile_groups(path, case, dtype):
     rows, w = draw_exact(*HOSTILE[case])
     right = oracle.grouped_dot_fp8(rows, w, sizes)[0].astype(jnp.dtype(dtype))
     for tail in ("zero", "unspecified"):
-        # XLA may allocate the result in this memory. Elements that nothing writes then are NaN.
+        # XLA may reuse this memory for the result. Elements that nothing writes are then NaN.
         jax.block_until_ready(jnp.full((num_rows, n), np.nan, dtype)).delete()
         dot = jax.jit(
             lambda *args, tail=tail: ma.grouped_dot(*args, tail=tail, preferred_element_type=dtype)
@@ -239,7 +239,7 @@ def test_weights_are_quantized_by_squares():
     np.testing.assert_array_equal(
         np.asarray(found.transposed).view(np.uint8), np.swapaxes(values, 1, 2).view(np.uint8)
     )
-    # Quantize gate and up together, and the experts of several layers.
+    # Quantize an array of gate and up, and then the experts of stacked layers.
     pair = ma.quantize_experts(np.stack([w, w[:, :, ::-1]], axis=2))
     assert pair.values.shape == (2, 2, 200, 256) and pair.scales.shape == (2, 2, 2, 2)
     np.testing.assert_array_equal(np.asarray(pair.values[:, 0]), np.asarray(found.values))
@@ -259,7 +259,7 @@ def test_weights_and_rows_that_others_quantized_keep_their_numbers(path):
 
 
 def test_both_orientations_of_weights_that_others_quantized_have_their_numbers():
-    """K equals N, so the shape of an array does not tell its orientation."""
+    """K equals N, so the shape of an array does not show its orientation."""
     squares = format_oracle.encode_squares(normal(3, (2, 256, 256)))
     w = ma.Quantized(*(np.swapaxes(part, 1, 2) for part in squares))
     found = ma.quantize_experts(w, transposed=True)
@@ -425,11 +425,11 @@ def test_weights_to_train_are_floats():
         ma.quantize_experts(ma.Quantized(TRAINED.transposed, TRAINED.scales), trainable=True)
 
 
-# Products with float weights, which have derivatives, and with frozen weights
+# The next tests differentiate products of float weights and of frozen weights.
 
 
 def test_quantization_counts_as_the_identity_for_derivatives():
-    """The product and its transpose quantize their operands. Their derivatives do not."""
+    """The product and its transpose quantize their operands. The derivatives do not quantize."""
     sizes, fmt = np.array([5, 0, 3], np.int32), ma.BlockwiseFp8()
     rows, d_rows = (normal(seed, (9, 128), "bfloat16") for seed in (7, 8))
     ct, d_ct = (normal(seed, (9, 256), "bfloat16") for seed in (9, 10))
@@ -476,8 +476,8 @@ def assert_derivatives(everything, end):
 @pytest.mark.parametrize("num_spare", (0, 1))
 @pytest.mark.parametrize("n", (256, 200))
 def test_products_of_frozen_weights_have_derivatives_of_any_order(num_spare, n):
-    """The product and its transpose quantize their operands. Their derivatives do not, and neither
-    does a transpose over columns that are not whole blocks."""
+    """The product and its transpose quantize their operands, but the derivatives do not. If N is
+    not a multiple of 128, the transpose does not quantize."""
     sizes, fmt = np.array([5, 0, 3], np.int32), ma.BlockwiseFp8()
     rows, d_rows = (normal(seed, (9, 128), "bfloat16") for seed in (7, 8))
     ct, d_ct = (normal(seed, (9, n), "bfloat16") for seed in (9, 10))

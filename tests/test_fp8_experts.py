@@ -1,5 +1,5 @@
-"""The primitive for experts in FP8 has the results and derivatives of separate products and
-activation passes, which quantize the same numbers."""
+"""Test that the primitive for experts in FP8 has the results and derivatives of separate products
+and activations, which quantize the same numbers."""
 
 import functools
 
@@ -54,7 +54,7 @@ def separate(rows, w_in, b_in, weights, w_out, b_out, activation=SWIGLU):
 
 
 def gradients(fn, *args, of=jnp.sin):
-    """Return the gradients of a sum. After the last group, gradients of rows are unspecified."""
+    """Return gradients of a sum, without the unspecified gradients of rows after the last group."""
     grads = jax.grad(lambda *args: jnp.sum(of(fn(*args))), OF_ALL)(*args)
     rows, w_in, b_in, weights, *others = grads
     return rows[:END], w_in, b_in, weights[:END], *others
@@ -97,7 +97,7 @@ def test_derivatives_of_any_order_are_those_of_separate_passes():
 
     (*found, reverse), (*expected, right) = everything(fused), everything(separate)
     assert_close(found, expected)
-    assert_close(reverse, right, 0.1)  # only one of both products quantizes
+    assert_close(reverse, right, 0.1)  # only one of the two products quantizes
 
 
 @pytest.mark.parametrize("wanted", range(len(OF_ALL)))
@@ -163,7 +163,7 @@ def avals(dtype="bfloat16"):
 @needs_kernel
 @pytest.mark.parametrize("arrived", (False, True))
 def test_no_pass_of_xla_is_between_the_products(hopper, arrived):
-    """Weights are quantized once, and activations in the kernel that computes them."""
+    """Weights are quantized once. The kernel that computes activations also quantizes them."""
     fn = functools.partial(fused, arrived=arrived)
     found = calls(functools.partial(gradients, fn), *avals())
     targets = [call.target for call in found if call.target != "grouped_gemm"]

@@ -1,4 +1,4 @@
-"""Layers with weights in FP8 have the results and the gradients of layers with the decoded
+"""Test that layers with weights in FP8 have the results and the gradients of layers with decoded
 weights."""
 
 import dataclasses
@@ -60,13 +60,13 @@ def of_all_ranks(fn=layer, **options):
 
 
 def on_one_device(wrap=lambda fn: fn, **options):
-    """Return the layer of all ranks on one device; `wrap` is a transform of one rank's layer."""
+    """Return the layer of all ranks on one device. `wrap` transforms the layer of one rank."""
     on_rank = functools.partial(layer, **dict(group=harness.emulated_group(RANKS)) | options)
     return jax.vmap(wrap(on_rank), axis_name=harness.AXIS)
 
 
 def relative_error(found, expected):
-    """Return the root mean square of the error, relative to that of the expected numbers."""
+    """Return the root mean square error, relative to the root mean square of `expected`."""
     found, expected = (x.astype(np.float64) for x in harness.numpy_of((found, expected)))
     return float(np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2)))
 
@@ -106,7 +106,7 @@ def rounded(x):
 @jax.custom_vjp
 def decoded_dot(rows, seen, w, sizes):
     """Multiply decoded rows (`seen`) by decoded weights. The gradient of rows is computed from the
-    decoded cotangent, and the gradient of weights from the rows."""
+    decoded cotangent, and the gradient of weights from `rows`."""
     return ma.grouped_dot(seen, w, sizes)
 
 
@@ -172,7 +172,7 @@ def frozen_gradients(fn, args):
 
 @pytest.mark.parametrize("weigh_input", (False, True))
 def test_frozen_weights_have_the_gradients_of_decoded_ones(weigh_input):
-    """The gradients equal those of decoded numbers up to the order of float32 sums."""
+    """Gradients with frozen and with decoded weights differ only by the order of float32 sums."""
     args = frozen(arguments("float32"))
 
     def run(fn, exchanges):
@@ -185,8 +185,8 @@ def test_frozen_weights_have_the_gradients_of_decoded_ones(weigh_input):
 
 @pytest.mark.parametrize("weigh_input", (False, True))
 def test_training_has_the_gradients_of_decoded_numbers(weigh_input):
-    """The first product and the gradient of its weights read the rows that arrived. With
-    `weigh_input`, the router's weights multiply the scales of these rows."""
+    """The first product and the gradient of its weights read the FP8 rows that the dispatch
+    returned. With `weigh_input`, the router's weights multiply the scales of these rows."""
     *floats, ids = arguments("float32")
     ct = jnp.cos(floats[0])
     options = dict(in_fp8=True, weigh_input=weigh_input)
@@ -222,7 +222,7 @@ def emulated(variant=None):
 @pytest.mark.parametrize("variant", ("unfused", "transposed, checkpoint, chunks", "vmap"))
 def test_frozen_weights_have_the_same_gradients_in_each_program(variant):
     for one, right in zip(emulated(variant), emulated(), strict=True):
-        # Different sums make some activations round to the neighbouring FP8 value.
+        # Another order of sums makes some activations round to the neighbouring FP8 value.
         assert relative_error(one, right) < (1e-6 if variant != "unfused" else 0.01)
 
 
@@ -275,7 +275,7 @@ def exact():
 def errors(**options):
     """Return relative errors of the output and of all gradients against a layer in float32."""
     (floats, ids, ct), expected = exact()
-    if options.get("frozen"):  # no gradients
+    if options.get("frozen"):  # compare only the output
         run = small_layer.compiled(of_all_ranks(), exchanges=2)
         found = [run(*frozen((*floats, ids)))]
     else:
@@ -303,7 +303,7 @@ def test_training_makes_as_many_exchanges_and_products_in_fp8():
     assert counts["straight_through_dot"] == 3  # the first product, and the gradients of rows
     assert counts["act_dot"] == counts["act_grad"] == 1 and counts["encode_squares"] == 2
     assert counts["combine"] == 2
-    # The gradients of two arrays of weights and of two biases.
+    # Two arrays of weights and two biases have gradients.
     assert counts["grouped_outer"] == 4
     run = functools.partial(value_and_grads, in_fp8=True, num_chunks=2)
     counts = small_layer.counts(run, floats, ids, ct)
@@ -328,7 +328,7 @@ OF_PRODUCTS = POLICIES.save_only_these_names(ma.PRODUCTS_CHECKPOINT_NAME)
     ids=("weights", "products", "everything", "frozen, rows"),
 )
 def test_a_policy_saves_all_numbers_in_fp8(in_fp8, policy):
-    """A policy alone would make JAX save each float8_e4m3fn number from 256 on as NaN."""
+    """Without the package's help, JAX would save float8_e4m3fn numbers of at least 256 as NaN."""
     x, topk_weights, experts, ids = arguments() if in_fp8 else frozen(arguments())
 
     def gradients(policy, x):
@@ -343,14 +343,14 @@ def test_a_policy_saves_all_numbers_in_fp8(in_fp8, policy):
         assert tuple(counts) == (2, 4)  # two arrays of weights are quantized
     if policy is OF_PRODUCTS:
         counts = (small_layer.counts(fn, x)["straight_through_dot"] for fn in (saving, again))
-        assert tuple(counts) == (3, 4)  # the first product is not repeated
+        assert tuple(counts) == (3, 4)  # the policy saves the first product
     # Saved numbers are rounded to bfloat16, so some activations become the neighbouring FP8 value.
     assert relative_error(*(harness.quickly(fn)(x) for fn in (saving, again))) < 0.1
 
 
 @pytest.mark.exchanges(0)
 def test_chunks_quantize_weights_once_and_train_as_one():
-    """The weights are quantized before the loops, even if a batch shares them."""
+    """The weights are quantized before the loops, even if a batch shares the weights."""
     x, topk_weights, experts, ids = arguments("float32")
     batch = [jnp.stack([each, each[::-1]]) for each in (x, topk_weights, ids)]
 
@@ -396,7 +396,7 @@ def test_errors_are_those_of_the_page(row):
     (cells,) = re.findall(rf"^\| {re.escape(row)} \|(.*)\|$", text, re.M)
     stated = [float(cell.strip(" %")) / 100 for cell in cells.split("|") if cell.strip()]
     assert len(found) == len(stated)
-    # On a GPU, or with all ranks on one device, XLA omits different roundings to bfloat16.
+    # XLA omits other roundings to bfloat16 on a GPU, or if all ranks share one device.
     rtol = 0.25 if harness.ON_GPU or harness.RANKS_ON_ONE_GPU else 0.15
     np.testing.assert_allclose(found, stated, rtol=rtol, atol=0.001)
 
@@ -443,7 +443,7 @@ def test_moe_over_expert_and_tensor_axes():
 @pytest.mark.several_devices("meshes of several axes")
 @pytest.mark.one_process("meshes of several axes")
 def test_moe_trains_micro_batches_with_weights_that_were_quantized_once():
-    """Devices store 192 rows of weights, which are no whole blocks of 128. Quantizing before the
+    """Devices store 192 rows of weights, and 192 is not a multiple of 128. Quantizing before the
     micro-batches changes no bit of the results."""
     mesh = mesh_of(AxisType.Explicit, data=2, ep=2, tensor=2)
     axes = ma.Axes("ep", data="data", tensor="tensor", fsdp="data")

@@ -1,4 +1,4 @@
-"""jax.grad inside and outside shard_map returns the gradients of the dense layer."""
+"""Test that jax.grad inside and outside shard_map returns the gradients of the dense layer."""
 
 import functools
 
@@ -36,9 +36,9 @@ def test_gradients_of_the_ranks_own_losses_taken_inside_equal_those_of_the_dense
     small_layer.assert_close(small_layer.compiled(gradient)(*floats, ids), expected)
 
 
-@pytest.mark.several_devices("the derivative of its psum is that of shard_map")
+@pytest.mark.several_devices("it tests the derivative of psum in shard_map")
 def test_gradients_of_the_summed_loss_taken_inside_equal_those_of_the_dense_layer():
-    """With check_vma, psum has the derivative of a sum."""
+    """With check_vma, JAX differentiates psum as a sum."""
     floats, ids, expected = problem()
     layer = small_layer.layer_of(harness.group_of(RANKS))
 
@@ -80,7 +80,7 @@ def test_the_gradient_of_a_replicated_parameter_is_the_sum_over_ranks(inside):
             scale = scale[None]
             return small_layer.loss(scale * layer(scale * x, topk_weights, w, ids))
 
-        if inside:  # the type of the gradient says that the gradient is replicated
+        if inside:  # the type of the gradient states that the gradient is replicated
             return jax.grad(value)(scale)
         return lax.psum(value(scale), AXIS)
 

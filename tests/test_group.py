@@ -1,4 +1,4 @@
-"""A group is a value, and starts nothing until a method is called. The tests need no GPU."""
+"""Test that a group is a value, and starts nothing until a method is called."""
 
 import inspect
 import pickle
@@ -16,20 +16,20 @@ from jax_moe_a2a._src import compat
 from jax_moe_a2a._src.group import native, processes
 
 pytestmark = [
-    pytest.mark.one_process("it plays several processes in one"),
-    pytest.mark.several_devices("it plays processes, each with a device"),
+    pytest.mark.one_process("it pretends several processes in one process"),
+    pytest.mark.several_devices("it pretends processes with a device each"),
 ]
 
 
 def mesh_of(*shape):
-    """Return a mesh over "host" and "ep" of GPUs, one in each process."""
+    """Return a mesh over "host" and "ep" of GPUs. Each process has one GPU."""
     gpus = [Gpu(i, process_index=i) for i in range(np.prod(shape))]
     return Mesh(np.array(gpus).reshape(shape), ("host", "ep"))
 
 
 @pytest.fixture
 def nothing_acts(monkeypatch):
-    """Let every function that could ask a device or another process raise an error."""
+    """Patch functions that could ask a device or another process, so that a call fails."""
 
     def refuse(name):
         return lambda *args, **kwargs: pytest.fail(f"{name} was called")

@@ -41,8 +41,8 @@ PRIMITIVES = {
 
 
 def read_table(target, results, arrays, num_sms, aliases=None, *, product):
-    """Compute the results of the kernel as its header defines them. Rows that the kernel does not
-    write are NaN."""
+    """Compute the results of the kernel as the kernel's header defines them. Rows that the kernel
+    does not write are NaN."""
     (out,) = results
 
     def run(*operands):
@@ -123,7 +123,7 @@ def path(request):
         yield request.param
 
 
-# The oracle computes in float64. Rows that belong to no group are zero in its results.
+# The oracle computes in float64. It returns zeros for rows that belong to no group.
 
 
 def wide(*arrays):
@@ -142,7 +142,7 @@ def outer64(x, y, sizes):
     return oracle.grouped_outer(*wide(x, y), sizes)
 
 
-# Cases: rows, columns of rows, columns of results, sizes of groups.
+# Each case is (rows, columns of rows, columns of results, sizes of groups).
 
 CASES = dict(
     tail=(200, 64, 136, [50, 0, 70, 1, 40]),
@@ -193,8 +193,8 @@ def arrays(num_rows, k, n, sizes, dtype, seed=0):
 
 
 def close(found, right, dtype, terms=1, length=512):
-    """Assert equality up to one rounding of each of `terms` terms. Each term is a sum of `length`
-    float32 products."""
+    """Assert equality up to one rounding of each term. There are `terms` terms, and each term is a
+    sum of `length` float32 products."""
     eps = float(ml_dtypes.finfo(jnp.dtype(dtype)).eps)
     found = np.asarray(found)
     assert found.dtype == jnp.dtype(dtype) and found.shape == right.shape
@@ -214,9 +214,9 @@ if harness.ON_GPU:
 def test_products_and_first_derivatives(path, case, dtype, tail):
     num_rows, k, n, sizes = CASES[case]
     if path == "careless" and (case not in ("tiles", "empty_ends") or dtype == "float32"):
-        pytest.skip("as with other cases")
+        pytest.skip("other cases cover this path")
     if dtype == "float16" and case not in ("tail", "large", "tiles"):
-        pytest.skip("as with bfloat16")
+        pytest.skip("bfloat16 covers this path")
     rows, w, ct, rows_dot, w_dot = arrays(num_rows, k, n, sizes, dtype)
 
     @jax.jit
@@ -250,7 +250,7 @@ def test_gradients_of_weights_are_added_to_totals(path, case, dtype):
     """The kernel rounds no gradient, and the totals of groups without rows keep all bits."""
     num_rows, k, n, sizes = CASES[case]
     if path == "careless" and case not in ("tiles", "empty_ends"):
-        pytest.skip("as with other cases")
+        pytest.skip("other cases cover this path")
     rows, _, ct, *_ = arrays(num_rows, k, n, sizes, dtype)
     total = 100 * normal(7, (len(sizes), k, n), "float32")
     is_empty = np.array(sizes, int) == 0
@@ -308,7 +308,7 @@ def test_without_jit_and_with_known_sizes(path):
 @pytest.mark.parametrize("num_sms", (1, 2, 7, 10_000))
 def test_any_number_of_multiprocessors(path, num_sms):
     if path != "kernel":
-        pytest.skip("other paths ignore it")
+        pytest.skip("other paths ignore num_sms")
     rows, w, ct, *_ = arrays(*LARGE, "bfloat16")
     everything = jax.jit(functools.partial(product_and_gradients, num_sms=num_sms))
     found = everything(rows, w, ct, np.array(LARGE[-1]))
@@ -339,14 +339,14 @@ def batch(has_rows, has_w, has_sizes, dtype, num_rows=90, k=128, n=128):
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32")[: 1 + harness.ON_GPU])
 def test_vmap_of_any_operand(path, has, dtype):
     if path == "careless" and (dtype == "float32" or has.count(True) == 2):
-        pytest.skip("enough with the others")
+        pytest.skip("other subsets cover this path")
     rows, w, sizes, cts = batch(*has, dtype)
     operands = [
         np.stack(each) if is_batched else np.asarray(each[0])
         for each, is_batched in zip((rows, w, sizes), has, strict=True)
     ]
     axes = [0 if is_batched else None for is_batched in has]
-    if has[0]:  # not the first axis
+    if has[0]:  # the batch axis is not the first axis
         operands[0], axes[0] = np.moveaxis(operands[0], 0, 2), 2
     ct = np.stack(cts)
 
@@ -361,7 +361,7 @@ def test_vmap_of_any_operand(path, has, dtype):
     right.append(np.stack([turned64(*one) for one in zip(cts, w, sizes, strict=True)]))
     right.append(np.stack([outer64(*one) for one in zip(rows, cts, sizes, strict=True)]))
     close(out, right[0], dtype)
-    # The gradient of a shared operand is the sum over the batch.
+    # The gradient of a shared operand is summed over the batch.
     if has[0]:
         close(np.moveaxis(np.asarray(d_rows), 2, 0), right[1], dtype)
     else:
@@ -374,7 +374,7 @@ def test_vmap_of_any_operand(path, has, dtype):
 
 def test_nan_in_a_group_stays_in_the_group(path):
     if path == "careless":
-        pytest.skip("its gradient masks by a product, and lets it into neighbours")
+        pytest.skip("its gradient multiplies by a mask, so NaN reaches other groups")
     sizes = [30, 20, 40]
     rows, w, ct, *_ = arrays(100, 128, 128, sizes, "bfloat16")
     rows[35] = np.nan

@@ -154,7 +154,7 @@ def blackwell(monkeypatch):
     """Pretend that the only GPU has compute capability 10.0. Return a function that pretends a
     version of cuBLASLt."""
     if harness.ON_GPU:
-        pytest.skip("the GPUs of this process are others")
+        pytest.skip("this process has real GPUs")
     jax.clear_caches()
     monkeypatch.setattr(native, "local_gpus", lambda: [paths.NamedGpu("10.0")])
     monkeypatch.setattr(native, "register_targets", lambda: None)

@@ -1,5 +1,5 @@
-"""FFI handlers keep state between the executions of a program, check its calls, and report why a
-call fails. In these tests, handlers run on CPU over a fake driver, which only counts kernels."""
+"""Test that FFI handlers keep state between executions, check their calls, and report why a call
+fails. The handlers run on CPU with a fake driver, which only counts kernels."""
 
 import contextlib
 import functools
@@ -60,7 +60,7 @@ SUMMED = dict(
     wire="BF16",
     global_scale=np.float32(1),
 )
-# Operands, results, and attributes that only some calls have.
+# Each call has operands, results, and attributes that only some calls have.
 CALLS = dict(
     route=(
         [IDS, RANK],
@@ -115,7 +115,7 @@ def run(program):
     jax.block_until_ready(step(*arguments))
 
 
-# Each of these functions runs with the library in a separate process.
+# Each of the next functions runs with the library in a separate process.
 
 
 def keeps_what_does_not_change(library):
@@ -166,7 +166,7 @@ def opens_again(library):
 
 
 def grows(library):
-    """Run a program again after another one has made the workspace larger."""
+    """Run a program again after another program has enlarged the workspace."""
     small = make("dispatch", *CALLS["dispatch"])
     run(small)
     used = library.used_bytes(0)
@@ -184,7 +184,7 @@ def comes_with_a_loaded_executable(library):
     jax.block_until_ready(jax.jit(lambda: handler_calls.call("close"))())
     assert library.used_bytes(0) == 0
     loaded = serialize_executable.deserialize_and_load(*pickle.loads(serialized))
-    assert library.used_bytes(0) > 0  # The state of the call was made, which opens the workspace.
+    assert library.used_bytes(0) > 0  # making the call's state has opened the workspace
     launches = library.num_launches()
     for _ in range(2):
         run((loaded, arguments))
@@ -225,7 +225,7 @@ def is_refused(library, operation, operands, results, attributes):
 
 
 def refuses_missing_attributes(library):
-    """Make calls that lack an attribute of all calls, or an attribute that only one call has."""
+    """Make calls that lack a common attribute, or an attribute of one call only."""
     told = re.escape("INVALID_ARGUMENT: jax_moe_a2a: the call lacks an attribute. Another version")
     for operation, (operands, results, attributes) in CALLS.items():
         everything = handler_calls.attributes() | attributes
@@ -314,8 +314,8 @@ def test_xla_is_told_of_the_state_before_the_targets_that_make_it(monkeypatch):
 
 
 class Extension:
-    """A pretended extension with the functions that these tests need. A problem is (text, True if
-    memory is lacking)."""
+    """A pretended extension with the functions that these tests need. A problem is the tuple (text,
+    whether memory is lacking)."""
 
     def __init__(self, **answers):
         for name, answer in answers.items():

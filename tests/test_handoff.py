@@ -1,5 +1,5 @@
-"""Processes of one host find each other, and only the right processes get an answer. The tests need
-no GPU."""
+"""Test that processes of one host find each other, and that only the right processes get an answer.
+The tests need no GPU."""
 
 import dataclasses
 import functools
@@ -25,8 +25,8 @@ from jax_moe_a2a._src.group import native, processes
 from jax_moe_a2a._src.group.value import devices_of
 
 pytestmark = [
-    pytest.mark.one_process("it plays several processes in one"),
-    pytest.mark.several_devices("it plays processes, each with a device"),
+    pytest.mark.one_process("it pretends several processes in one process"),
+    pytest.mark.several_devices("it pretends processes with a device each"),
 ]
 
 VERSION = 1
@@ -67,8 +67,8 @@ def tell(told, index, host=None, **fields):
 
 
 def group_of(*owners, axes=("ep",), **options):
-    """Return a group over "ep" of GPUs that these processes own. With two axes, the mesh has rows
-    of two."""
+    """Return a group over "ep" of GPUs that these processes own. With two axes, each row of the
+    mesh has two GPUs."""
     devices = np.array([Gpu(i, owner) for i, owner in enumerate(owners)])
     mesh = Mesh(devices.reshape(-1, 2) if len(axes) == 2 else devices, axes)
     return ma.Group(mesh, "ep", **options)
@@ -143,7 +143,7 @@ def test_the_id_of_a_process_counts_where_it_means_the_same(told):
 
 
 def test_a_process_that_has_ended_is_looked_up_again(told, monkeypatch):
-    """The process may have restarted, and then answers at a different socket."""
+    """The process may have restarted. It then answers at a different socket."""
     ranks = group_of(0, 0, 1, 1)
     tell(told, 1)
     assert ranks.path == "cuda"
@@ -154,7 +154,7 @@ def test_a_process_that_has_ended_is_looked_up_again(told, monkeypatch):
 
 
 def test_reports_and_closing_wait_for_no_process_and_announce_nothing(told, monkeypatch):
-    """A `finally` may close the group after an error about a process that never arrived."""
+    """A `finally` may close the group after an error about a process that did not arrive."""
     closed = []
     waited = []
     monkeypatch.setattr(native, "wait", lambda *args: waited.append(args))
@@ -177,7 +177,7 @@ def test_reports_and_closing_wait_for_no_process_and_announce_nothing(told, monk
     ((30.0, {}, 60.0), (50.0, {}, 100.0), (50.0, {"timeout": 2}, 2)),
 )
 def test_closing_waits_for_devices_in_bounded_time(told, monkeypatch, timeout, given, seconds):
-    """If a device still works, closing raises an error before anything is closed."""
+    """If a device is still busy, closing raises an error and closes nothing."""
     monkeypatch.setattr(native, "close", lambda *args: pytest.fail("it was closed"))
 
     def wait(topology, timeout):
@@ -291,7 +291,7 @@ def endpoint():
 
 
 def ask(endpoint, secret, request, *, patience=5.0):
-    """Return the status and the text of the answer; None without an answer."""
+    """Return (status, text) of the answer, or None without an answer."""
     with socket.socket(socket.AF_UNIX) as server:
         server.settimeout(patience)
         server.connect("\0" + endpoint[0])
@@ -299,7 +299,7 @@ def ask(endpoint, secret, request, *, patience=5.0):
         server.sendall(secret.encode() + struct.pack(f"{1 + count}q", count, *request))
         try:
             head = server.recv(24, socket.MSG_WAITALL)
-        except ConnectionResetError:  # closed before everything was read
+        except ConnectionResetError:  # the process closed before it had read everything
             return None
         if not head:
             return None
@@ -322,7 +322,7 @@ def test_a_request_without_the_secret_gets_no_answer(endpoint):
 
 OTHER_VERSION = "it runs another version"
 NOT_UNDERSTOOD = "it does not understand the request"
-UNDERSTOOD = "is unknown in this process"  # the devices, which no process owns
+UNDERSTOOD = "is unknown in this process"  # no process owns the devices
 DEVICES = (7001, 7002)
 MOST_BYTES = 32 << 30  # the largest ring half
 
@@ -373,13 +373,13 @@ def test_a_request_that_never_ends_delays_others_for_seconds_only(endpoint):
 needs_a_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
 
 
-# ask SOCKET SECRET PID: prints the problem, whether the process has ended, and the number of
+# `ask SOCKET SECRET PID` prints the problem, whether the process has ended, and the number of
 # allocations.
-# listen [MS]: prints socket and secret, answers requests, and forks once for each input line. A
+# `listen [MS]` prints socket and secret, answers requests, and forks once for each input line. A
 # child waits MS milliseconds before it closes its copy of the socket.
-# hold FD: asks itself. While it answers with FD as memory, it forks. Then it ends.
-# throw: asks itself three times, and prints status and reason of each answer. The first two answers
-# are exceptions.
+# `hold FD` asks itself. While it answers with FD as memory, it forks. Then it ends.
+# `throw` asks itself three times, and prints status and reason of each answer. For the first two
+# requests, it throws exceptions.
 PEERS = r"""
 #include <pthread.h>
 #include <unistd.h>
@@ -529,7 +529,7 @@ def test_a_process_of_another_user_that_took_the_name_learns_no_secret(named_pee
 
 @needs_a_compiler
 def test_another_process_of_this_user_that_took_the_name_is_not_asked_either(named_peers):
-    """The id of the impostor's parent is refused. The impostor's id, or no id, is accepted."""
+    """If the asker expects another process id, it sends nothing. Otherwise, it sends the secret."""
     problem, has_ended, allocations, told = asked_impostor(
         named_peers, 0, lambda impostor: os.getpid()
     )
@@ -540,7 +540,7 @@ def test_another_process_of_this_user_that_took_the_name_is_not_asked_either(nam
 
 
 class Listener:
-    """A process that listens, and its forked children."""
+    """A listening process and its forked children."""
 
     def __init__(self, command, **options):
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -604,7 +604,7 @@ def test_a_process_of_another_user_gets_no_answer_even_with_the_secret(
 @needs_a_compiler
 @pytest.mark.parametrize("delay_ms", (0, 500))
 def test_a_dead_process_is_known_to_have_ended_while_a_child_that_it_forked_lives(peers, delay_ms):
-    """With a delay, the process is asked while its child still holds a copy of its socket."""
+    """With a delay, the process is asked while its child still holds a copy of the socket."""
     with Listener([peers, "listen", str(delay_ms)]) as listener:
         for _ in range(2):
             assert ask(listener.endpoint, listener.endpoint[1], []) is not None
@@ -629,7 +629,7 @@ def test_a_forked_child_does_not_hold_memory_that_its_parent_was_giving(peers):
             listener.children.append(int(listener.hear()[0]))
             listener.process.wait(timeout=20)
             os.set_blocking(reading, False)
-            # The child may reach its handlers only after its parent has ended.
+            # The child may call its fork handlers only after its parent has ended.
             end = time.monotonic() + 10
             while (held := memory.read()) is None and time.monotonic() < end:
                 time.sleep(0.01)

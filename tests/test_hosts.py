@@ -1,8 +1,7 @@
-"""Test groups of two levels over hosts. Each process is a host, and gloo connects the processes, on
-CPU.
+"""Test two-level groups over hosts on CPU. Each process is a host, and gloo connects the processes.
 
-With root, each process has a separate network (`hosts.py`). `make test-hosts` runs all tests of two
-levels with the same numbers of hosts and ranks.
+With root, each process has a separate network (`hosts.py`). `make test-hosts` runs all tests of
+two-level groups with these numbers of hosts and ranks.
 """
 
 import os
@@ -28,7 +27,7 @@ CAN_MAKE_HOSTS = os.geteuid() == 0 and shutil.which("ip") is not None
 
 
 def test_each_process_as_a_host_has_the_rows_sums_and_gradients_of_a_flat_group():
-    """With two hosts of two ranks, a tight capacity keeps the same rows in the same order."""
+    """With two hosts of two ranks and a tight capacity, rows have the order of a flat group."""
     processes.assert_tests_pass(CHOSEN, "--devices=4", *["--as-hosts"] * CAN_MAKE_HOSTS)
 
 

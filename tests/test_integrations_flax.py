@@ -1,4 +1,4 @@
-"""The Flax modules equal `ma.moe` and the dense layer, also under Flax's transforms."""
+"""Test that the Flax modules equal `ma.moe` and the dense layer, also under Flax's transforms."""
 
 import functools
 from dataclasses import replace
@@ -31,7 +31,7 @@ from jax_moe_a2a.integrations.nnx import SelectBias
 pytestmark = [
     pytest.mark.one_process("meshes of several axes"),
     pytest.mark.several_devices("meshes of several axes"),
-    pytest.mark.promotes("Flax relies on it"),
+    pytest.mark.promotes("Flax relies on promotion"),
     pytest.mark.usefixtures("exact_products"),
 ]
 X = jax.random.normal(jax.random.key(1), (4, 3, HIDDEN))
@@ -46,7 +46,7 @@ def dense_module(params, x):
 
 
 def apply_and_params(make, mesh, x=X, call=None, config=CONFIG, **options):
-    """Return (a function of parameters and tokens that calls a module, the parameters)."""
+    """Return (a function of parameters and tokens that calls a module, the module's parameters)."""
     call = call or {}
     with jax.set_mesh(mesh):
         if make is NnxMoE:
@@ -74,7 +74,7 @@ def loss_of(y):
 
 @MODULES
 def test_a_module_runs_on_the_mesh_of_make_mesh(make):
-    """The axes of the mesh are Explicit by default. The result equals that of the dense layer."""
+    """The axes of the mesh are Explicit by default. The module equals the dense layer."""
     if harness.NUM_DEVICES < 8:
         pytest.skip("needs 8 devices")
     mesh = jax.make_mesh((8,), ("ep",), devices=harness.devices(8))
@@ -141,7 +141,7 @@ def test_a_module_with_all_parameters_is_moe(make):
 
 
 def experts_of(names, prefix=""):
-    """Return `ma.Experts` made of the arrays, or the placements, that the dict `names` contains."""
+    """Return `ma.Experts` of the arrays or placements in the dict `names`."""
     cast = lambda a: a.astype(jnp.bfloat16) if hasattr(a, "astype") else a
     every = "w_in", "w_out", "b_in", "b_out"
     return ma.Experts(*(cast(names[prefix + n]) for n in every if prefix + n in names))

@@ -1,7 +1,7 @@
-"""Weights of Hugging Face transformers are converted in both directions.
+"""Test the conversion of weights of Hugging Face transformers in both directions.
 
 State dicts are written by hand, so that most tests run without PyTorch. The last test converts
-models of transformers, and `test_examples.py` compares outputs and gradients.
+models of transformers. `test_examples.py` compares outputs and gradients.
 """
 
 import json
@@ -144,7 +144,7 @@ def sigmoid(x):
 
 
 def choices_of(kind, block, token):
-    """Return the experts of a token and their weights, as the routers of transformers 5 do."""
+    """Return a token's experts and their weights, like the routers of transformers 5."""
     weight = next(block[name] for name in ("gate.weight", "router.weight") if name in block)
     logits = weight @ token + block.get("router.bias", 0)
     is_sigmoid = kind in ("deepseek_v3", "minimax_m2", "llama4_text")
@@ -168,7 +168,7 @@ def gated_expert(token, gate, up, down):
 
 
 def original(kind, block, x):
-    """Return what a block of transformers 5 computes for tokens, with numpy and loops."""
+    """Return the outputs of a block of transformers 5 for tokens, with numpy and loops."""
     y = np.zeros_like(x)
     shared = {
         name.split(".")[1]: w for name, w in block.items() if re.match(r"shared_experts?\.", name)
@@ -205,7 +205,7 @@ def converted(params, x):
 
 
 def fused(kind, block):
-    """Convert a block with a tensor for each expert to one with a tensor for all experts."""
+    """Convert a block with one tensor per expert to a block with one tensor for all experts."""
     gate, up, down = projections_of(kind)
     of_all = lambda name: np.stack([block[f"experts.{e}.{name}.weight"] for e in range(E)])
     gate_up = np.concatenate([of_all(gate), of_all(up)], axis=1)
@@ -344,9 +344,6 @@ def test_configurations_with_mistakes(kind, change, message):
     config = CONFIGS[kind] | change
     with pytest.raises(ValueError, match=message):
         hf.moe_config(config)
-
-
-# ------------------------------------------------------------------------------- with transformers
 
 
 @pytest.fixture(scope="module")

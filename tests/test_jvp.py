@@ -1,4 +1,4 @@
-"""Forward mode and both second derivatives equal those of the dense layer on one device."""
+"""Test that first tangents and second derivatives equal those of the dense layer on one device."""
 
 import functools
 
@@ -55,7 +55,7 @@ def test_jvp_and_linearize_equal_those_of_the_dense_layer():
 @pytest.mark.exchanges(0)
 @pytest.mark.parametrize("i", range(3), ids=small_layer.NAMES)
 def test_the_tangent_of_one_argument_moves_nothing_of_the_others(i):
-    """Besides the exchanges of the value, rows or weights move only if they have a tangent."""
+    """Besides the exchanges of the value, rows and weights move only if they have tangents."""
     layer, _, floats, directions = problem()
 
     def of_one(value):

@@ -1,8 +1,8 @@
-"""The expert layer in one call has the results and derivatives of the dense layer on one device,
-and the number of exchanges that docs/concepts.md states.
+"""Test that the expert layer has the results and derivatives of the dense layer on one device, and
+the number of exchanges that docs/concepts.md states.
 
-On the portable path, rows after the last group are NaN. If such a row affects a result or a
-gradient, every test with a capacity above the number of rows detects it.
+On the portable path, rows after the last group are NaN. Every test whose capacity exceeds the
+number of rows therefore detects if these rows affect a result or a gradient.
 """
 
 import functools
@@ -28,7 +28,7 @@ NAMES = ("x", "topk_weights", "w_in", "w_out", "b_in", "b_out")
 SMALL = cases.Layout("small", tokens=6, top_k=3, local_experts=2, alignment=4, hidden=5)
 CUT = cases.Layout(
     "cut", tokens=6, top_k=3, local_experts=2, capacity=10, alignment=4, hidden=5
-)  # drops
+)  # this layout drops rows
 UNFUSED = lambda rows: SWIGLU(jnp.tanh(rows))
 ACTIVATIONS = pytest.mark.parametrize("activation", (SWIGLU, UNFUSED), ids=("fused", "unfused"))
 
@@ -53,7 +53,7 @@ def of_all_ranks(fn=layer, **options):
 
 
 def dense(*args, activation=SWIGLU, change=lambda experts: experts):
-    """Compute the layer of all ranks without any exchange: each expert computes each token."""
+    """Compute the layer of all ranks without an exchange. Each expert computes each token."""
     x, topk_weights, *arrays, ids, kept = args
     experts = experts_of(*(w.reshape(-1, *w.shape[2:]) for w in arrays), activation=activation)
     weights, ids = jnp.where(kept, topk_weights, 0), jnp.where(kept, ids, -1)
@@ -148,7 +148,7 @@ def test_rows_without_a_token_add_nothing_to_gradients_of_arrays_that_an_activat
         small_layer.assert_close(*grads, routing, tolerance=1e-4)
 
 
-@pytest.mark.several_devices("the other tests do this where all ranks share a GPU")
+@pytest.mark.several_devices("if all ranks share a GPU, the other tests cover this")
 def test_the_layer_is_the_same_with_all_ranks_on_one_device():
     floats, ids, kept = arguments(CUT, "repeated")
     group = harness.emulated_group(RANKS)
@@ -163,8 +163,8 @@ POLICIES = jax.checkpoint_policies
 ROUTING, ROWS = ma.ROUTING_CHECKPOINT_NAME, ma.ROWS_CHECKPOINT_NAME
 PRODUCTS = ma.PRODUCTS_CHECKPOINT_NAME
 save = POLICIES.save_only_these_names
-# A policy, and the numbers of routes, exchanges of tokens and first products in a forward and a
-# backward pass, as in the table of docs/concepts.md.
+# Each case is (policy, numbers of routes, token exchanges and first products). The numbers are
+# those of a forward and a backward pass in the table of docs/concepts.md.
 REMAT = {
     "no checkpoint": (None, dict(route=1, exchange=4, product=1)),
     "nothing": (POLICIES.nothing_saveable, dict(route=2, exchange=5, product=2)),
@@ -211,8 +211,8 @@ def test_there_are_two_exchanges_forward_and_two_backward_and_a_policy_decides_o
 
 @pytest.mark.exchanges(0)
 def test_no_exchange_writes_rows_after_the_last_group():
-    """The exchange of the gradient does not write them either, because only grouped products read
-    its rows."""
+    """The exchange of the gradient leaves these rows unwritten, too, because only grouped products
+    read its rows."""
     floats, ids, _ = arguments()
     jaxpr = jax.make_jaxpr(checkpointed_program("no checkpoint"))(floats, ids)
     outward = [eqn for eqn in harness.equations(jaxpr) if eqn.primitive.name == "moe_a2a_dispatch"]
@@ -223,8 +223,8 @@ def test_no_exchange_writes_rows_after_the_last_group():
 @ACTIVATIONS
 @pytest.mark.parametrize("policy", [name for name in REMAT if name != "everything"])
 def test_the_backward_pass_keeps_rows_and_first_products_or_what_a_policy_saves(policy, activation):
-    """No other array with rows and columns is kept. Only without a policy and without a fused
-    activation, the weighted activations are kept, too."""
+    """The backward pass keeps no other array with rows and columns, with one exception. Without a
+    policy and without a fused activation, it also keeps the weighted activations."""
     floats, ids, _ = arguments(SMALL, "uniform")
     floats = floats[:4]
     group = harness.emulated_group(RANKS)
@@ -332,7 +332,7 @@ def test_an_error_names_the_argument_and_what_it_must_be(changed, error, naming)
 
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 def test_chunks_of_tokens_are_layers_whose_gradients_are_summed_in_float32(dtype):
-    """Each chunk is routed separately, so only tokens of the same chunk compete for room."""
+    """Each chunk is routed separately, so only tokens of one chunk compete for the capacity."""
     floats, ids, _ = arguments(CUT, dtype=dtype)
     chunk = cases.Layout("chunk", 2, 3, local_experts=2, capacity=6, alignment=4, hidden=5)
     parts = [slice(2 * i, 2 * i + 2) for i in range(3)]

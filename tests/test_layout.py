@@ -1,4 +1,4 @@
-"""The layout in Python equals the layout of the kernels, which the extension returns."""
+"""Test that the layout in Python equals the layout of the kernels in the extension."""
 
 import jax.numpy as jnp
 import pytest
@@ -62,8 +62,8 @@ def test_a_token_has_no_more_choices_than_a_warp_has_lanes():
 
 
 def test_the_fields_of_a_routing_have_one_order():
-    """Kernels identify an array by its place among operands and results: ``MOE_A2A_PLAN_ARRAYS``
-    and ``MOE_A2A_ROUTING_ARRAYS`` in ``cuda/params.h``."""
+    """Kernels identify an array by its position. ``cuda/params.h`` has the order of arrays in
+    ``MOE_A2A_PLAN_ARRAYS`` and ``MOE_A2A_ROUTING_ARRAYS``."""
     fields = [*plan.RoutingArrays._fields, *plan.RoutePlan._fields[1:]]
     assert fields == layout.PLAN_ARRAYS
     shapes = plan.plan_shapes(num_tokens=1, top_k=1, num_ranks=1, num_local_experts=1, capacity=1)

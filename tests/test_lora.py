@@ -1,5 +1,5 @@
-"""Layers with low-rank adapters equal layers of merged weights, but only the adapters get
-gradients."""
+"""Test that layers with low-rank adapters equal layers of merged weights, and that only the
+adapters get gradients."""
 
 import functools
 
@@ -32,7 +32,7 @@ SCALE, LOW = 0.5, 3
 
 
 def adapted(experts, num_lead=1, seed=0):
-    """Return experts with adapters of random numbers."""
+    """Return experts with random adapters."""
     rng = np.random.default_rng(seed)
 
     def lora(w):
@@ -104,7 +104,7 @@ OPTIONS = dict(
 
 
 def problem(dtype=np.float32):
-    """Return ids, floats and experts with adapters of all ranks."""
+    """Return the ids, the floats, and the experts with adapters, of all ranks."""
     rng = np.random.default_rng(0)
     ids = rng.integers(-1, RANKS * LOCAL, (RANKS, TOKENS, TOP_K))
     shapes = small_layer.shapes_of_moe(LAYOUT, 2 * WIDTH, WIDTH)

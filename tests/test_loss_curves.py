@@ -1,4 +1,4 @@
-"""Training the example model has the losses of the committed record, which was made on a GPU."""
+"""Test that training the example model has the losses of the record, which a GPU has made."""
 
 import harness
 import numpy as np
@@ -9,7 +9,7 @@ from benchmarks import losses
 pytestmark = [
     pytest.mark.one_process("it starts a process of its own"),
     pytest.mark.several_devices("the example makes a mesh of all devices"),
-    pytest.mark.promotes("a user's program, which has JAX's defaults"),
+    pytest.mark.promotes("a user's program uses JAX's defaults"),
 ]
 
 
@@ -41,7 +41,7 @@ def test_all_ways_begin_like_the_dense_reference_and_end_near_it():
 def test_the_first_losses_are_those_of_the_record(way):
     record, curves = recorded()
     if record["text"] != losses.digest(losses.text()):
-        pytest.skip("the standard library of this Python has another text")
+        pytest.skip("the standard library of this Python differs from the recorded text")
     stop = 200 if harness.ON_GPU else 4
     found = np.array(losses.train(way, record["seeds"][0], steps=record["steps"], stop=stop))
     expected = curves[way][0, :stop]

@@ -1,4 +1,4 @@
-"""Programs lowered for CUDA have one custom call for each exchange, or use the portable path.
+"""Test that programs lowered for CUDA have one custom call per exchange, or use the portable path.
 
 Lowering for a platform needs no devices of the platform, so these tests run on every machine with a
 build of the kernels.
@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.skipif(
         not native.has_kernels(), reason="the extension was built without the CUDA kernels"
     ),
-    pytest.mark.one_process("it lowers for GPUs that are not there, as devices of one process"),
+    pytest.mark.one_process("it lowers for pretended GPUs of one process"),
 ]
 
 RANKS = harness.SEVERAL
@@ -56,7 +56,7 @@ def group_of(**options):
 
 
 def aval(*shape, dtype="bfloat16"):
-    """Return an argument of all ranks together, split along its leading axis."""
+    """Return the type of an argument that ranks divide along its leading axis."""
     return jax.ShapeDtypeStruct((RANKS * shape[0], *shape[1:]), dtype)
 
 
@@ -139,9 +139,9 @@ def test_few_tokens_are_routed_and_dispatched_by_one_custom_call():
 @pytest.mark.skipif(RANKS < 4, reason="needs two hosts of two")
 @pytest.mark.parametrize("capacity", (None, TOKENS), ids=("worst_case", "drops"))
 def test_two_levels_are_calls_of_the_kernels_along_each_axis(capacity):
-    """Ids and rows cross between hosts, and then rows cross within hosts; sums cross in the reverse
-    order. Within a host, the kernels accept any capacity, like the kernels of a group with one
-    level."""
+    """Ids and rows travel between hosts, and then rows travel within hosts. Sums travel in the
+    reverse order. Within a host, the kernels accept any capacity, like the kernels of a one-level
+    group."""
     axes, hosts = ("host", harness.AXIS), 2
     mesh = harness.mesh_over(host=hosts, ep=RANKS // hosts)
     group = ma.Group(mesh, axes, two_level=True, implementation="cuda")
@@ -174,8 +174,8 @@ def test_two_levels_are_calls_of_the_kernels_along_each_axis(capacity):
 @pytest.mark.parametrize("decode", (False, True))
 @pytest.mark.parametrize("scale", (None, "static", "traced", "of_tokens"))
 def test_a_format_is_a_part_of_the_custom_call(scale, dtype, decode, given):
-    """Tokens enter the call unquantized, and no narrow float is computed outside of it. If tokens
-    stay quantized, their scales arrive as a choice array."""
+    """Tokens enter the call unquantized, and no float of 4 or 8 bits is computed outside of the
+    call. If rows stay quantized, the global scales of tokens arrive as a choice array."""
     has_token_scales, is_returned = scale in ("traced", "of_tokens"), scale == "of_tokens"
     is_returned = is_returned and not decode
     name = "routed_dispatch" if given == "ids" else "format_dispatch"
@@ -278,8 +278,8 @@ def test_a_batch_over_another_mesh_axis_keeps_one_scale_for_each_token():
     ((None, True), (ma.BlockwiseFp8(), True), (ma.MxFp8(), False)),
 )
 def test_training_in_fp8_reads_the_rows_that_arrive(hopper, fmt, arrives):
-    """One call quantizes the activations, one quantizes the gradient, and one more quantizes rows
-    that arrive in another format."""
+    """One call quantizes the activations, and another call quantizes the gradient. If rows arrive
+    in another format, a third call quantizes the rows."""
 
     def layer(x, ids, weights, *arrays):
         choices, experts = ma.RouterChoices(ids, weights), ma.Experts(*arrays).in_fp8()
@@ -375,7 +375,7 @@ def test_replicated_tokens_are_the_calls_of_single_rank_domains_which_reserve_no
 
 
 def test_xla_quantizes_the_tokens_of_a_single_rank():
-    """With a format, a rank's tokens for itself also need a zone. A single rank has no zones."""
+    """A format needs a zone for tokens that stay on their rank. A single rank has no zones."""
     x, ids = aval(TOKENS, 64), aval(TOKENS, TOP_K, dtype="int32")
 
     def rows(x, ids, **modes):
@@ -465,7 +465,7 @@ def test_a_done_reads_what_its_start_reads_and_returns_what_the_start_returned()
 def test_nothing_is_fused_with_a_half():
     """Barriers precede and follow each call. Without barriers, XLA on GPUs fuses a call with slices
     of its operands, or with the update of a larger array by its result. The fusion would copy the
-    array in flight, and the done would not find it."""
+    array in flight, and the done would not find the array."""
     text = lower(split_gradients, x := aval(TOKENS, HIDDEN), IDS, WEIGHTS, x)
     (body,) = (part for part in text.split("func.func") if "_start(" in part)
     barriers = set(re.findall(r"(%\w+)(?::\d+)? = stablehlo.optimization_barrier", body))
@@ -484,8 +484,8 @@ def test_the_budget_of_a_group_is_that_of_its_split_exchanges_too():
 
 
 def test_halves_whose_whole_is_portable_are_portable_too():
-    """Either both halves run kernels or neither does. In this test the dtype is float64, which the
-    kernels do not sum."""
+    """If the kernels do not support an exchange, its start and its done are both portable. The
+    kernels do not sum float64."""
 
     def combine(y, ids):
         return ma.combine_done(ma.combine_start(y, route(ids)))
@@ -525,7 +525,7 @@ def test_a_weighted_dispatch_takes_and_returns_what_is_wanted(of):
     read += [f"{RANKS}x{TOKENS}x{TOP_K}xi32", f"{ROWS}xi32"]
     assert operands == [token, *[row] * ("weights" in of), *[number] * ("rows" in of), *read]
     assert results == [*[row] * ("rows" in of), *[number] * ("weights" in of)]
-    # The gradient of the weights is a dot with the rows.
+    # The gradient of the weights is a dot product with the rows.
     assert attribute(text, "weighted_dispatch", "num_rows") == f"{int('weights' in of)} : i64"
     assert attribute(text, "weighted_dispatch", "num_weights") == f"{int('rows' in of)} : i64"
     zone = native._native.array_bytes(TOKENS, 2 * HIDDEN)
@@ -625,7 +625,7 @@ def tangent_of_sums(y, ids, group):
     return jax.jvp(sums, primals, primals)[1]
 
 
-# The primitive, a program that binds it, its arguments' types, and the reason of the refusal.
+# Each case is (primitive, program that binds it, types of its arguments, reason of the refusal).
 REFUSED = {
     "packed": ("dispatch", *refused(aval(TOKENS, 4, dtype="int4"), IDS, of=dispatched), "S4["),
     "arrays": ("dispatch", *refused([aval(TOKENS, 4)] * 17, IDS, of=dispatched), "at most 16"),
@@ -659,7 +659,7 @@ WIRE_FORMATS = {"blockwise": ma.BlockwiseFp8(), "mx": ma.MxFp8(), "nv": ma.NvFp4
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16", "float32"))
 @pytest.mark.parametrize("name", WIRE_FORMATS)
 def test_sums_in_a_token_format_are_quantized_by_the_custom_call(name, dtype):
-    """Rows enter and sums leave the call unquantized, and no narrow float exists outside of it."""
+    """Rows enter and sums leave the call unquantized. No FP8 or FP4 value exists elsewhere."""
     fmt, hidden = WIRE_FORMATS[name], 3 * 128
     y, weights = aval(ROWS, hidden, dtype=dtype), aval(ROWS, dtype="float32")
 
@@ -713,7 +713,7 @@ def test_dtypes_of_whole_bytes_move_through_the_kernel(dtype):
 
 
 def test_as_many_pairs_as_a_kernel_takes_are_one_custom_call_and_more_are_none():
-    """Derivatives of higher order have several pairs. This test binds the pairs directly."""
+    """Combines of higher derivatives have several pairs (rows, weights). This test binds pairs."""
     most = native.limit("MAX_PAIRS")
 
     def combine_pairs(rows, weights, ids):
@@ -769,9 +769,9 @@ def ids_of(*shape):
     return aval(*shape, dtype="int32")
 
 
-# Each case has a limit of the kernels, the part of the limit that one step uses, a program of n
-# steps with its arguments, and its calls. The last entry is the operation that takes the portable
-# path if the program has one more step.
+# Each case has a limit of the kernels, the amount that one step uses, a program of n steps with
+# arguments, the program's calls, and an operation. With one more step, this operation takes the
+# portable path.
 LIMITS = {
     "arrays": ("MAX_ARRAYS", 1, lambda n: (dispatch_alone, [aval(TOKENS, 4)] * n, IDS),
                {"routed_dispatch": 1}, "dispatch"),
@@ -813,7 +813,7 @@ def most_choices(most_tokens):
     return native.limit("MAX_FUSED_CHOICES") // (RANKS * most_tokens)
 
 
-# Each limit of a launch that routes and dispatches: the limit, and a program of size n with its
+# Each case has a limit of a launch that routes and dispatches, and a program of size n with
 # arguments. Both may depend on the largest number of tokens.
 FUSED = {
     "tokens": (lambda most_tokens: most_tokens, lambda n, _: dispatch_of(n)),
