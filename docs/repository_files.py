@@ -1,7 +1,7 @@
 """Put files that are outside docs/ into the site, for mkdocs.
 
 Documents link to files of the repository by relative paths, which work on any host that shows the
-repository. In the site those files lie under ``repository/``, and this hook rewrites the links.
+repository. In the site, these files are under ``repository/``, and this hook rewrites the links.
 Examples and the notebook become pages. The home page begins with the first part of README.md.
 """
 
