@@ -8,7 +8,7 @@ output, and the gradients of tokens and of every weight, with PyTorch's. Read
 `expert_parallel_block` first.
 
 Runs on all GPUs of a host, or on 8 virtual CPU devices without GPUs. PyTorch runs on the CPU.
-Tried with transformers 5.24. The groups of DeepSeek-V2 raise an error in 5.5.
+Tested with transformers 5.24. In 5.5, the groups of DeepSeek-V2 raise an error.
 """
 
 import importlib
@@ -61,7 +61,7 @@ def expert_parallel_block(x: jax.Array, weights: Weights) -> jax.Array:
       float32 [tokens, hidden]: the weighted sum of the outputs of each token's experts, plus the
       output of a shared expert.
     """
-    # The default capacity has room for every row, because the original drops none.
+    # The default capacity drops no row, like the original.
     y, _ = ma.moe(x, **weights, axes="ep")
     return y
 
@@ -72,8 +72,8 @@ def expert_parallel_block(x: jax.Array, weights: Weights) -> jax.Array:
 class Model(NamedTuple):
     name: str
     block: str  # its class in transformers
-    fields: dict[str, Any]  # of the configuration, in addition to the sizes that all models have
-    kind: str = ""  # the model type in transformers, if this is not the name
+    fields: dict[str, Any]  # fields of the configuration, besides the sizes of all models
+    kind: str = ""  # the model type in transformers, if it differs from the name
 
     def config_and_block(self) -> tuple[Any, torch.nn.Module]:
         kind = self.kind or self.name.split()[0]
@@ -127,8 +127,7 @@ def weights_of(block: torch.nn.Module, pick: Callable, config: Any) -> Weights:
 
     Args:
       block: the original.
-      pick: a function that maps a tensor of the block to the tensor to return for it, for example
-        to its gradient.
+      pick: a function that is applied to each tensor of the block, for example to get its gradient.
       config: the model's configuration.
     """
     tensors = block.state_dict(keep_vars=True)

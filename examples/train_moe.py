@@ -14,9 +14,9 @@ over both, and experts over "ep". Weights are stored divided over "data", and ga
 A training step has the parts that large runs use. Parameters (*masters*) and the optimizer's state
 are float32. Layers compute with a bfloat16 copy of the parameters, except in the router. Gradients
 of micro-batches are added in float32. One `lax.scan` runs all layers. The backward pass computes
-each layer again, except for the routing and the rows that `--remat` keeps. A loss balances the
-experts, or a bias of each expert that follows its load (`--balance bias`). The data of a step
-depends only on the seed and the step, so a run that was interrupted continues with the same losses.
+each layer again, except for the routing and the rows that `--remat` keeps. Experts are balanced by
+a loss, or by biases that follow their load (`--balance bias`). The data of a step depends only on
+the seed and the step, so an interrupted run continues with the same losses.
 
 The command uses all GPUs of a host, or 8 virtual CPU devices without GPUs. Several processes can
 train one model:
@@ -43,8 +43,8 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# JAX reads this variable when it starts, so it is set before the import. It affects only the CPU. A
-# number that you set yourself comes later and takes precedence.
+# JAX reads this variable when it starts, so it is set before the import. It affects only the CPU. If
+# XLA_FLAGS already has a number, that number comes later and takes precedence.
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.environ.get(
     "XLA_FLAGS", ""
 )
@@ -214,7 +214,7 @@ def block(x: jax.Array, layer: Params, select_bias: jax.Array, g: Geometry, o: O
 REMAT = {
     "nothing": None,  # computes the whole layer again, with its exchanges
     "routing": (ma.ROUTING_CHECKPOINT_NAME,),
-    "rows": (ma.ROUTING_CHECKPOINT_NAME, ma.ROWS_CHECKPOINT_NAME),  # sends no token twice
+    "rows": (ma.ROUTING_CHECKPOINT_NAME, ma.ROWS_CHECKPOINT_NAME),  # does not send tokens again
 }
 
 
@@ -272,7 +272,7 @@ def optimizer_of(steps: int) -> optax.GradientTransformation:
 
 
 def train_step(state: dict, text: jax.Array, g: Geometry, o: Options, steps: int) -> tuple:
-    """Update the state by text [micro-batches, sequences, length + 1]; also return the Report."""
+    """Update the state with text [micro-batches, sequences, length + 1]; also return the Report."""
     params, select_bias = state["params"], state["select_bias"]
     differentiated = jax.value_and_grad(loss_fn, has_aux=True)
 

@@ -88,7 +88,7 @@ def dispatch(
     """Send every token to the ranks of its experts, and return the rows of this rank's experts.
 
     A rank receives a token only once, even if several of the token's experts are on this rank. The
-    rank makes one row of the token for each of these choices. Rows are sorted by local expert, then
+    rank then makes one row for each choice of these experts. Rows are sorted by local expert, then
     source rank, token and choice. The gradient of a token is the sum of the gradients of its rows,
     computed as in ``combine``, with one rounding to ``wire_dtype``.
 
@@ -250,7 +250,7 @@ def dispatch_start(
     can finish in any order. The ids are routed before the start returns. The backward pass is split
     too: the gradient of ``dispatch_start`` is ``combine_done``, and the gradient of
     ``dispatch_done`` is ``combine_start``. With a ``token_format``, XLA quantizes before the start
-    and decodes after the done. With ``decode=True``, the gradient is a whole ``combine``.
+    and decodes after the done. With ``decode=True``, the gradient is not split.
 
     Replicated tokens do not travel, so a routing of replicated tokens is an error. On the CUDA
     path, the call must be under ``jax.jit``.

@@ -96,7 +96,7 @@ ADDED_SCOPES = ("checkpoint", "rematted_computation", "closed_call", "shard_map"
 def scopes_of(ctx: Context) -> tuple[str, ...]:
     """Return the ``jax.named_scope`` names around a primitive that is being lowered, outermost
     first. Inside a loop or an inner ``jit``, only the names inside the loop or ``jit`` are known.
-    Names that JAX adds are left out, so that a call has the same names in a derivative."""
+    Names that JAX adds are left out, so that a call has equal names in a program and its gradient."""
     names = (entry.name for entry in ctx.name_stack.stack if isinstance(entry, Scope))
     return tuple(name for name in names if name not in ADDED_SCOPES and not name.startswith("jit("))
 
@@ -166,7 +166,7 @@ def register_dce_rule(
     least one output is used."""
 
     def of_any(used_outputs: Sequence[bool], *args: Any) -> tuple[list[bool], Any]:
-        eqn = args[-1]  # newer versions of JAX insert the live inputs
+        eqn = args[-1]  # newer versions of JAX pass the live inputs before it
         return rule(used_outputs, eqn) if any(used_outputs) else ([False] * len(eqn.invars), None)
 
     pe.dce_rules[primitive] = of_any

@@ -48,7 +48,7 @@ class Unknown(Exception):
 
 choosers: dict[compat.Primitive, Callable[..., Choice]] = {}
 compositions: dict[compat.Primitive, Callable[..., Any]] = {}
-"""Each primitive that always runs as other primitives, with the function that binds them."""
+"""Maps each primitive that always runs as other primitives to the function that binds them."""
 
 _explained: ContextVar[NamedGpu | bool] = ContextVar("explained", default=False)
 

@@ -97,8 +97,8 @@ def decode_mxfp4(packed: object, scales: object) -> np.ndarray:
     """Decode weights in MXFP4 to bfloat16, which is exact.
 
     Number i of a group of 32 is ``e2m1(nibble i) * 2**(scale - 127)``, where nibble 2j is the low
-    half of byte j, and nibble 2j + 1 the high half. The OCP Microscaling Formats Specification v1.0
-    defines e2m1 (section 5.3.3) and the scale (5.4.1).
+    half of byte j, and nibble 2j + 1 is the high half. The OCP Microscaling Formats Specification
+    v1.0 defines e2m1 (section 5.3.3) and the scale (5.4.1).
 
     Args:
       packed: uint8 or int8 [..., N, K / 32, 16], as ``*_blocks`` of GPT-OSS, or [..., N, K / 2], as

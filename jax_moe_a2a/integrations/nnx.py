@@ -73,7 +73,7 @@ class MoE(nnx.Module):
         # Without a mesh in scope, Flax must not place the parameters.
         options = {} if mesh_in_scope() else {"eager_sharding": False}
         for name, param in self.layer.init(rngs.params()).items():
-            # Flax removes the axis of layers from metadata, but adds none to metadata without axes.
+            # Use P(None), because Flax adds the axis of layers only to metadata that has axes.
             spec = specs[name] or P(None)
             setattr(self, name, nnx.Param(param, out_sharding=spec, **options))
         zeros = jnp.zeros(config.num_experts, jnp.float32)

@@ -22,13 +22,13 @@ def accumulate_grads(loss: Callable[..., Any], *, has_aux: bool = False) -> Call
 
     ``add(totals, params, *args)`` computes ``loss(params, *args)``, and returns new totals and the
     result of the loss. Call it for each micro-batch of a step, for example in ``lax.scan``, with
-    the totals as the carry. All transformations inside and around the call work.
+    the totals as the carry. JAX transformations work inside and around the call.
 
-    If the loss also returns the totals of the layer, kernels add the gradients of expert weights
-    directly to the memory of these totals, without rounding. Return the totals in the auxiliary
-    result. The layer returns totals in ``MoEStatistics``, or in the second result of ``moe_mlp``
-    with ``return_totals``. If the loss uses the same experts again, pass these totals with
-    ``experts.replace(totals=...)``. All other gradients are computed before they are added.
+    If the auxiliary result of the loss has the totals that the layer returned, kernels add the
+    gradients of expert weights directly to these totals, without rounding. The layer returns totals
+    in ``MoEStatistics``, or in the second result of ``moe_mlp`` with ``return_totals``. If the loss
+    uses the same experts again, pass these totals with ``experts.replace(totals=...)``. All other
+    gradients are computed before they are added.
 
     Args:
       loss: a function of parameters (a pytree of float arrays) and other arguments. It returns a
@@ -70,7 +70,7 @@ def accumulate_grads(loss: Callable[..., Any], *, has_aux: bool = False) -> Call
             is_totals = lambda x: isinstance(x, Totals)
             found = [x for x in jax.tree.leaves(aux, is_leaf=is_totals) if is_totals(x)]
             aux = jax.tree.map(lambda x: None if is_totals(x) else x, aux, is_leaf=is_totals)
-            # Skip totals of some of the experts, of a batch, or of weights that were cast.
+            # Skip totals that do not fit the weights, for example totals of cast weights.
             whole = (x for x in found if _types(x) == _types(x.of(given[int(x.name)])))
             return (value, {x.name: x for x in whole}), aux
 

@@ -10,7 +10,7 @@ from ..routing.checks import GroupOrAxes, axes_of
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """The mesh axes of a layer, and what each of them divides.
+    """The mesh axes of a layer, by the dimensions that they divide.
 
     If only ``experts`` is needed, pass its value in place of an ``Axes``. Along axes that are not
     named, all devices repeat the work.

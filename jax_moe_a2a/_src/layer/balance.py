@@ -37,8 +37,8 @@ def load_balancing_loss(
     the expert. ``P`` is the mean of the expert's scores, after the scores of each token are divided
     by their sum. This is the loss of Switch Transformer (Fedus et al., arXiv:2101.03961, equations
     4 to 6), extended to top-k as in Megatron. With the sigmoid scores of one sequence, it is the
-    sequence-wise loss of DeepSeek-V3 (arXiv:2412.19437, section 2.1.2). DeepSeek-V3 counts the
-    choices of a router without ``select_bias``.
+    sequence-wise loss of DeepSeek-V3 (arXiv:2412.19437, section 2.1.2). For this loss,
+    DeepSeek-V3 counts the choices of a router without ``select_bias``.
 
     In transformers, ``load_balancing_loss_func`` of Mixtral, Qwen3-MoE and GPT-OSS counts ``f`` per
     token, and over all layers together. The result is ``top_k`` times this loss for scores and ids

@@ -96,7 +96,7 @@ def choose(
 def best(keys: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
     """Return the highest keys and their indices, from high to low. If keys are equal, the lower
     index is first."""
-    # Replace -0.0 by 0.0, because XLA orders them. XLA would remove an addition of 0.0.
+    # XLA orders -0.0 before 0.0, so replace -0.0. XLA would remove an addition of 0.0.
     values, ids = lax.top_k(jnp.where(keys == 0, 0.0, keys), number)
     # The minimum changes no id. Without it, a program over Auto axes whose only result is the ids
     # would return zeros on GPUs and TPUs (https://github.com/openxla/xla/issues/49005).

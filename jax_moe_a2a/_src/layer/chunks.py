@@ -109,7 +109,7 @@ def in_chunks(
 
 
 def _floats(w: Any) -> Any:
-    """Return the float array of weights, which has the gradients, or None."""
+    """Return the array with the gradients of weights, or None if weights have no gradients."""
     return w.source if isinstance(w, QuantizedExperts) else w
 
 

@@ -11,6 +11,7 @@ the outputs [C, H], which are unspecified after the last group. The forms are:
 If weights are trained in FP8, the first product reads ``RowsInFp8`` directly. If it gets other
 rows, it quantizes them.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -107,7 +108,7 @@ def _composed(
     multiply: Callable[..., tuple[jax.Array, jax.Array | None]],
     activate: Callable[[jax.Array, Rows, jax.Array], Any],
 ) -> tuple[jax.Array, Totals]:
-    """Apply experts by two products. ``multiply`` is a function like ``_multiply``. ``activate``
+    """Apply experts with two products. ``multiply`` is a function like ``_multiply``. ``activate``
     maps first products, rows and sizes to rows for the second product."""
 
     def dot(rows: Any, w: Any) -> jax.Array:
@@ -198,7 +199,7 @@ def _activate(
     gets the values of a row with a token before the activation, and becomes zero after it.
     """
     has_token = is_row[:, None]
-    # The first row holds a token if any row does. If none does, most functions are finite at 0.5.
+    # If any row holds a token, the first row does. Otherwise use 0.5: most functions are finite.
     first = jnp.where(has_token[:1], unfused_p.bind(product[:1], why=why), 0.5)
     act = activation(jnp.where(has_token, product, first))
     expected = (product.shape[0], intermediate)

@@ -200,7 +200,7 @@ def rows_of(routing: AnyRouting) -> jax.Array:
 
 @scopes.load
 def load_of(counts: jax.Array, sizes: tuple[int, int], placement: Placement | None) -> ExpertLoad:
-    """Return the load from the result of ``sum_choices``. ``sizes`` are R and E (or P slots)."""
+    """Return the load from the result of ``sum_choices``. ``sizes`` are R, and E or P."""
     num_ranks, num_experts = sizes
     wanted, invalid, rows = jnp.split(counts, (num_experts, num_experts + num_ranks))
     if rows.size:

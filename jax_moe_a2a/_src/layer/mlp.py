@@ -72,7 +72,7 @@ def moe_mlp(
 ) -> jax.Array | tuple[jax.Array, Totals | None]:
     """Send tokens to their experts, apply the experts, and return the weighted sums.
 
-    ``Experts`` says what an expert computes. The call is equivalent to ``dispatch``,
+    ``Experts`` defines what an expert computes. The call is equivalent to ``dispatch``,
     ``grouped_dot``, the activation, ``grouped_dot`` and ``combine`` in this order. It makes two
     exchanges in the forward pass and two in the backward pass. All JAX transformations work as for
     ``dispatch``, with derivatives of any order.
@@ -222,7 +222,7 @@ def mlp_and_routing(
     totals: Totals,
 ) -> tuple[jax.Array, AnyRouting, Totals]:
     """Return the result of ``moe_mlp``, the routing of its tokens, and the totals of the weights.
-    With a placement, the routing is a routing of slots."""
+    With a placement, the routing has slots in place of experts."""
     activation, placement, weigh_input = layer_options
     x, topk_ids, topk_weights = tokens[:3]
     given, hidden = weights.experts, x.shape[1]
@@ -230,7 +230,7 @@ def mlp_and_routing(
     is_frozen = in_fp8 and not given.is_trained_in_fp8
     exchange = route_arguments.exchange
     if in_fp8:
-        if given.w_in.k > hidden:  # pad tokens, because tokens are fewer than rows
+        if given.w_in.k > hidden:  # pad tokens, because there are fewer tokens than rows
             x = jnp.pad(x, ((0, 0), (0, given.w_in.k - hidden)))
         group = topk_ids.group if isinstance(topk_ids, AnyRouting) else route_arguments.group
         travels = group is None or check_scope(group).size > 1

@@ -61,7 +61,7 @@ class MoEStatistics(NamedTuple):
     """[] float32: the ``load_balancing_loss``, without a coefficient; 0 if choices have no
     scores."""
     z_loss: jax.Array
-    """[] float32: the ``router_z_loss``, without a coefficient; 0 without a router."""
+    """[] float32: the ``router_z_loss``, without a coefficient; 0 if there is no router."""
     load: ExpertLoad
     """Rows of experts and ranks, summed over data axes and chunks. Pass ``load.wanted_per_expert``
     [E] to ``update_select_bias``."""
@@ -135,8 +135,8 @@ def moe(
       tokens are padded. Padding chooses no expert, and statistics do not include it. If all axes
       are Explicit and ``x`` is already divided over exactly these axes, its placement is kept.
     - If there are fewer tokens than ranks, the ranks of a group hold the same tokens
-      (``replicated`` as in ``route``). If the data axes have more indices than there are tokens,
-      all devices hold the same tokens.
+      (``replicated`` as in ``route``). If there are also fewer tokens than indices of the
+      data axes, all devices hold the same tokens.
     - The expert axes divide the experts. The tensor axis divides the I columns of each expert, and
       partial sums are added in the dtype of ``x``. Along all other mesh axes, devices repeat the
       work. If such an axis divides ``x``, a ``UserWarning`` names it once. Inside ``jax.jit``, the
@@ -329,7 +329,7 @@ def _statistics(
     sizes: tuple[int, int],
     placement: Placement | None,
 ) -> tuple[tuple[jax.Array, jax.Array], ExpertLoad]:
-    """Return the balance loss, the z-loss and the load. A loss without its inputs is 0.
+    """Return the balance loss, the z-loss and the load. A loss is 0 if its inputs are missing.
 
     The sums over a rank's tokens form one array, so that one all-reduce adds them over ranks.
 
@@ -377,7 +377,7 @@ def _statistics(
 
 @scopes.shared_expert
 def _open_gates(x: jax.Array, output_gate: jax.Array) -> jax.Array:
-    """Return the weights [T] by which the gate of a shared expert multiplies its outputs."""
+    """Return the gate values [T], which multiply the outputs of a shared expert."""
     return jax.nn.sigmoid(router_logits(x, output_gate[:, None], None)[:, 0])
 
 
@@ -487,7 +487,7 @@ class _Tokens(NamedTuple):
 
     @property
     def unpadded(self) -> P:
-        """Return the placement in which padding is added and removed. Padded axes are whole."""
+        """Return the placement for adding and removing padding: no axis divides padded axes."""
         spec = (*self.spec, *(None,) * (len(self.padding) - len(self.spec)))
         return P(*(None if more else axes for axes, more in zip(spec, self.padding)))
 
@@ -629,7 +629,7 @@ def _check_scope(axes: Axes) -> _Scope:
         raise _no_devices(f"the abstract mesh {dict(here.shape)}", group)
     if not isinstance(group, Group):
         # JAX may use the traced program again with other devices, so the group must not hold
-        # devices. Only the choice of two levels reads the devices.
+        # devices. Only ``two_level`` depends on them.
         two_level = Group(of_devices, group).two_level
         group = Group(here, group, two_level=two_level)
     levels = group.divided_by_hosts(of_devices)

@@ -46,7 +46,7 @@ def moe_partition_specs(params: Mapping[str, Any], axes: AxesLike) -> dict[str, 
     Raises:
       TypeError: if ``moe`` does not accept the type of ``axes``, or a parameter is not a ``Router``
         or ``Experts``.
-      ValueError: if a name is unknown, or an array does not have the axes of one layer.
+      ValueError: if a name is unknown, or an array has the wrong number of axes.
 
     Example:
       ```python

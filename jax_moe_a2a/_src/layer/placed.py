@@ -108,7 +108,7 @@ def apply_to_both(
 
 
 def fetch_all(home: Experts, placement: Placement, group: Group) -> Experts:
-    """Return the weights of spare slots, from the weights of home experts. Transposed values do not
+    """Fetch the weights of spare slots from the home experts of all ranks. Transposed values do not
     travel, because the backward pass can transpose the values."""
     in_fp8 = lambda w: isinstance(w, QuantizedExperts)
     cut = lambda w: dataclasses.replace(w, transposed=None) if in_fp8(w) else w
@@ -127,7 +127,7 @@ def _keeps_all_but_fetched(primitive: compat.Primitive, *_: object, **__: object
 
 
 def _only(rows: Rows, is_kept: jax.Array) -> Rows:
-    """Return rows that use only the rows with ``is_kept``. Other rows have zero gradients."""
+    """Return rows that have a token, a weight and gradients only where ``is_kept`` is True."""
     floats = _with_gradients_of(floats_of(rows.rows), is_kept)
     in_fp8 = isinstance(rows.rows, RowsInFp8)
     return Rows(

@@ -70,7 +70,7 @@ class Router:
     bias: Any = None
     """[E] floats, added to the logits, or None."""
     select_bias: Any = None
-    """[E] floats or None. ``TopK`` adds them to the scores only when it chooses experts."""
+    """[E] floats or None. ``TopK`` adds them to the scores only to choose experts."""
     _: dataclasses.KW_ONLY
     choose: Choose = dataclasses.field(metadata=dict(static=True))
     """A ``TopK``, or a function."""

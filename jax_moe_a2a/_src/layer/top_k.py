@@ -177,8 +177,8 @@ class TopK:
           mask: as in a call.
 
         Returns:
-          A ``RouterChoices`` with the ids, weights [..., K'], and scores as in a call. For the ids
-          that a call chose, the weights are the call's weights.
+          A ``RouterChoices`` with the ids, weights [..., K'], and scores as in a call. For ids
+          that a call chose, the weights equal the weights of this call.
 
         Raises:
           TypeError: if an argument has the wrong type or dtype.
@@ -204,7 +204,7 @@ class TopK:
         mask: ArrayLike | None = None,
         num_bins: int = 1000,
     ) -> jax.Array:
-        """Count the biases above which tokens choose each expert, in a histogram for each expert.
+        """Return a histogram for each expert: the biases above which tokens choose the expert.
 
         ``quantile_select_bias`` computes the next bias from the histogram, and shows the formula.
         For several micro-batches, add their histograms.
@@ -218,7 +218,7 @@ class TopK:
             [0, 1]. Use more bins if scores are small, as in a softmax over many experts.
 
         Returns:
-          [E, N] int32: numbers of tokens.
+          [E, N] int32: number of tokens in each bin.
 
         Raises:
           TypeError: if an argument has the wrong type or dtype.

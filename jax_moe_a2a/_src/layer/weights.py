@@ -264,8 +264,7 @@ def totals_of(experts: Experts) -> Totals:
 
 
 def returned_totals(experts: Experts, totals: Totals) -> Totals | None:
-    """Return the totals that the products of experts returned, in the shapes of the totals that
-    were passed."""
+    """Return the new totals of experts in the shapes of the old totals."""
     given = experts.totals
     return given if given is None or not totals.name else totals.like(given)
 

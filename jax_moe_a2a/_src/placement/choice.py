@@ -49,7 +49,7 @@ def choose_slots(
       num_ranks: R, the number of ranks of the placement.
 
     Returns:
-      int32 [T, K], ids in [0, P). Slot ``s`` is on rank ``s // (P / R)``, like an expert of P.
+      int32 [T, K]: slots in [0, P). Slot ``s`` is on rank ``s // (P / R)``.
     """
     num_ranks = check_int("num_ranks", num_ranks, least=1)
     placement = jax.tree.map(jnp.asarray, check_placement(placement, num_ranks))

@@ -33,7 +33,7 @@ def move_experts(
       source: the ``Placement`` of ``w``, or None for the order of experts. If an expert has several
         slots, its first slot is read.
       target: the ``Placement`` of the result, or None. ``target`` may have another number of ranks
-        than ``source``. Placements have no leading axes, and may have any form.
+        than ``source``. Placements have no leading axes. They need not have the home form.
 
     Returns:
       [N', ...] like ``w``, where N' is the number of slots of ``target``, or E without ``target``.

@@ -49,7 +49,7 @@ def plan_placement(
       num_hosts: number of hosts, which divides R. Each host has consecutive ranks. Replicas are on
         the host of their expert, so that weights do not travel between hosts. With ``home=False``,
         experts first move between hosts.
-      min_rows: the fewest rows for which a replica is worth its slot.
+      min_rows: the smallest number of rows for which a slot gets a replica.
 
     Returns:
       The placement of ``E + R * spare`` slots, with the leading axes of ``load``. If ``load`` is a

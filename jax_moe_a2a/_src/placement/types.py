@@ -171,7 +171,7 @@ def check_placement(
 
 
 def max_replicas(num_slots: int, num_experts: int) -> int:
-    """Return M, the most slots of one expert that a placement can hold."""
+    """Return M, the largest number of slots that one expert can have."""
     return min(MAX_REPLICAS, num_slots - num_experts + 1)
 
 
@@ -221,7 +221,7 @@ def running_sum(xp: ModuleType, x: Any, axis: int = 0) -> Any:
 
 
 def map_leading(xp: ModuleType, function: Callable[..., Any], *arrays: Any, ndim: int = 1) -> Any:
-    """Call a function of arrays with ``ndim`` axes once for each index of the axes before them."""
+    """Call a function of arrays with ``ndim`` axes once for each index of their leading axes."""
     if arrays[0].ndim == ndim:
         return function(*arrays)
     inner = lambda *arrays: map_leading(xp, function, *arrays, ndim=ndim)
