@@ -193,7 +193,7 @@ def expert_parallel(
         return {"output": y, "tokens": dx, **by_name(dweights)}
 
     specs = P("ep"), ma.moe_partition_specs(weights, "ep"), P("ep")
-    with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):  # GPUs would round to TF32
+    with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):  # otherwise GPUs use TF32
         args = jax.device_put((x, weights, dy), jax.tree.map(partial(NamedSharding, mesh), specs))
         return jax.device_get(output_and_gradients(*args))
 

@@ -65,7 +65,7 @@ def with_combine_overlap(x, router, w_in, w_out, s_in, s_out):
 
 
 def main() -> None:
-    jax.config.update("jax_default_matmul_precision", "highest")  # GPUs would round to TF32
+    jax.config.update("jax_default_matmul_precision", "highest")  # otherwise GPUs use TF32
     shapes = (
         (TOKENS, HIDDEN),
         (HIDDEN, NUM_EXPERTS),

@@ -43,8 +43,8 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# JAX reads this variable when it starts, so it is set before the import. It affects only the CPU. If
-# XLA_FLAGS already has a number, that number comes later and takes precedence.
+# JAX reads this variable when it starts, so it is set before the import. It affects only the CPU.
+# If XLA_FLAGS already has a number, that number comes later and takes precedence.
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.environ.get(
     "XLA_FLAGS", ""
 )

@@ -195,9 +195,9 @@ def combine(
         in float16 round float64 to float16 through float32.
       add: an array that is added to the sums, such as a residual or the output of a shared expert,
         or None. The array has the shape, structure and dtypes of the result. It is added last, in
-        float32 (float64 for float64 rows), before the only rounding of the result. Its gradient is
-        the gradient of the result. With replicated tokens, add the array to the result of
-        ``lax.psum`` instead.
+        float32 (float64 for float64 rows), before the only rounding of the result. The gradient of
+        ``add`` equals the gradient of the result. With replicated tokens, add the array to the
+        result of ``lax.psum`` instead.
 
     Returns:
       Sums [T, ...] with the structure and dtypes of ``y``.

@@ -96,7 +96,7 @@ ADDED_SCOPES = ("checkpoint", "rematted_computation", "closed_call", "shard_map"
 def scopes_of(ctx: Context) -> tuple[str, ...]:
     """Return the ``jax.named_scope`` names around a primitive that is being lowered, outermost
     first. Inside a loop or an inner ``jit``, only the names inside the loop or ``jit`` are known.
-    Names that JAX adds are left out, so that a call has equal names in a program and its gradient."""
+    Names that JAX adds are left out, so that a call and its repetition in a gradient match."""
     names = (entry.name for entry in ctx.name_stack.stack if isinstance(entry, Scope))
     return tuple(name for name in names if name not in ADDED_SCOPES and not name.startswith("jit("))
 

@@ -33,12 +33,12 @@ def load_balancing_loss(
 ) -> jax.Array:
     """Return the load-balancing loss of a router: 1 if all experts have equal shares.
 
-    The loss is ``E * sum(f * P)`` over the E experts. ``f`` is the share of all choices that chose
-    the expert. ``P`` is the mean of the expert's scores, after the scores of each token are divided
-    by their sum. This is the loss of Switch Transformer (Fedus et al., arXiv:2101.03961, equations
-    4 to 6), extended to top-k as in Megatron. With the sigmoid scores of one sequence, it is the
-    sequence-wise loss of DeepSeek-V3 (arXiv:2412.19437, section 2.1.2). For this loss,
-    DeepSeek-V3 counts the choices of a router without ``select_bias``.
+    The loss is ``E * sum(f * P)`` over the E experts. ``f`` is the expert's share of all choices.
+    ``P`` is the mean of the expert's scores, after the scores of each token are divided by their
+    sum. This is the loss of Switch Transformer (Fedus et al., arXiv:2101.03961, equations 4 to 6),
+    extended to top-k as in Megatron. With the sigmoid scores of one sequence, it is the
+    sequence-wise loss of DeepSeek-V3 (arXiv:2412.19437, section 2.1.2). For this loss, DeepSeek-V3
+    counts the choices of a router without ``select_bias``.
 
     In transformers, ``load_balancing_loss_func`` of Mixtral, Qwen3-MoE and GPT-OSS counts ``f`` per
     token, and over all layers together. The result is ``top_k`` times this loss for scores and ids
@@ -241,7 +241,7 @@ def update_select_bias(
       counts: integers or floats with the shape of ``bias``: the number of choices of each expert in
         the batch, before a capacity drops any. Integers are compared with their mean exactly. Their
         sum must be below 2**31.
-      rate: the change of a bias in one step, above 0. DeepSeek-V3 used 0.001.
+      rate: a number above 0 by which a bias changes in one step. DeepSeek-V3 used 0.001.
       recenter: True to subtract the mean of the new bias, which changes no choice. Otherwise the
           mean drifts, because the numbers of experts below and above the mean load differ.
       axis_name: names of mesh axes over which counts are first summed, such as ``"data"``, or None

@@ -150,7 +150,7 @@ def expert_load(recv: Recv | AnyRouting, *, placement: Placement | None = None) 
 
 
 def most_choices(axes: tuple[str, ...], ids: jax.Array) -> int:
-    """Return an upper bound of the sums over mesh axes of choices, rows and drops."""
+    """Return a number that no count of choices, rows or drops of all ranks can exceed."""
     return math.prod(map(lax.axis_size, axes)) * ids.shape[0] * (ids.shape[1] + 1)
 
 

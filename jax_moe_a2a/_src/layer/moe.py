@@ -443,7 +443,7 @@ def _experts(
 
 
 def _warn_of_repeated_work(scope: _Scope, x: jax.Array) -> None:
-    """Warn if axes that no argument names divide the tokens [..., H], or may divide them."""
+    """Warn if an axis that no argument names may divide the tokens [..., H]."""
     named = (*scope.data, *scope.group.axes)
     if math.prod(x.shape[:-1]) < 2 * scope.size(named):
         return  # there are too few tokens to divide them over one more axis

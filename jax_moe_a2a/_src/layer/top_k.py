@@ -32,8 +32,8 @@ class TopK:
     these experts, divided by their sum if ``renormalize``, times ``scale``. If two experts are
     equally good, the expert with the lower id comes first. Logits of 0.0 and -0.0 are equally good.
 
-    A ``TopK`` is the ``choose`` of a ``Router``, and a function of logits. A ``TopK`` holds no
-    arrays, and communicates nothing. The routers of published models:
+    A ``TopK`` is a function of logits, and the field ``choose`` of a ``Router`` can hold it. A
+    ``TopK`` holds no arrays, and communicates nothing. The routers of published models:
 
     | model | ``TopK`` |
     | --- | --- |

@@ -213,8 +213,8 @@ def quantize_experts(
       trainable: True to keep these values, and ``w`` as ``source``, which receives the gradients.
 
     Returns:
-      ``QuantizedExperts``, or ``Experts`` with them, placed like the weights over a mesh. If the
-      parts of an axis are not multiples of 128, the axis may be gathered. To quantize the experts
+      ``QuantizedExperts``, or ``Experts`` with them, placed like the weights over a mesh. An axis
+      may be gathered if the sizes of its parts are not multiples of 128. To quantize the experts
       of several layers, use ``jax.vmap``. If the weights are already stored as [L, N, K], make a
       ``QuantizedExperts`` from them directly.
 

@@ -71,10 +71,10 @@ def _replicas(
     """Return, for each choice, the index of its slot among the slots of its expert, int32 like
     ``expert``.
 
-    Each expert has two lines of equal length. The first line has the expert's rows of all ranks,
-    rank after rank. The second line has the rows that the expert's slots should receive, slot after
-    slot. Rows for a rank's own slot are first removed from both lines. Each other row goes to the
-    slot at the same place of the second line.
+    Each expert has two lists of equal length. The first list has the expert's rows of all ranks,
+    rank after rank. The second list has the slot that should receive a row, slot after slot. Rows
+    for a rank's own slot are first removed from both lists. Each other row goes to the slot at the
+    same place of the second list.
     """
     num_experts, most = placement.expert_slots.shape
     if most == 1:
@@ -111,7 +111,7 @@ def _replicas(
 
 
 def _slot_at(ends: jax.Array, place: jax.Array, expert: jax.Array, num_slots: jax.Array) -> Any:
-    """Return the index of the slot at a place of the expert's line. ``ends`` [E, M] is the end of
+    """Return the index of the slot at a place of the expert's list. ``ends`` [E, M] is the end of
     each slot's places. Places beyond the last end belong to the last slot."""
     index = (ends[expert] <= place[..., None]).sum(-1, dtype=jnp.int32)
     return jnp.minimum(index, num_slots[expert] - 1)
