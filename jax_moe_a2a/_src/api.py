@@ -192,7 +192,7 @@ def combine(
         dtype of ``y``. With a token format, the last axis of ``y`` must be a multiple of the
         format's group size. With a group of two levels, a float dtype must not have more bits than
         the dtype of ``y``. The gradient does not depend on ``wire_dtype``. CPUs without arithmetic
-        in float16 round float64 to float16 through float32.
+        in float16 round float64 to float32 first, and then to float16.
       add: an array that is added to the sums, such as a residual or the output of a shared expert,
         or None. The array has the shape, structure and dtypes of the result. It is added last, in
         float32 (float64 for float64 rows), before the only rounding of the result. The gradient of

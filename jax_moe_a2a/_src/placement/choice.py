@@ -72,9 +72,9 @@ def _replicas(
     ``expert``.
 
     Each expert has two lists of equal length. The first list has the expert's rows of all ranks,
-    rank after rank. The second list has the slot that should receive a row, slot after slot. Rows
-    for a rank's own slot are first removed from both lists. Each other row goes to the slot at the
-    same place of the second list.
+    rank after rank. The second list has each slot once for each row that the slot should receive.
+    Rows for a rank's own slot are first removed from both lists. Each other row goes to the slot at
+    the same place of the second list.
     """
     num_experts, most = placement.expert_slots.shape
     if most == 1:
