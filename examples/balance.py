@@ -3,10 +3,10 @@
     python examples/balance.py                 # trains four times, prints a table
     python examples/balance.py --out load.png  # and draws the load of each step
 
-Tokens belong to domains of different sizes, and the router at first prefers the first experts. One
-training does not balance the router. The others use a loss, the sign rule of DeepSeek-V3, or
-quantiles. The program takes less than a minute on all GPUs of a host, or on 8 virtual CPU devices
-without GPUs. docs/recipes.md shows the figure.
+Tokens belong to domains of different sizes, and the router at first prefers the first experts. The
+program trains the layer four times: without balancing, with a loss, with the sign rule of
+DeepSeek-V3, and with quantiles. It takes less than a minute on all GPUs of a host, or on 8 virtual
+CPU devices without GPUs. docs/recipes.md shows the figure.
 """
 
 import argparse
@@ -33,8 +33,8 @@ OPTIMIZER = optax.adam(3e-3)
 
 
 def draw_tokens(key: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return tokens [tokens, hidden], and the targets of the layer. Domain i has a share in
-    proportion to 1 / (i + 1), a separate center and a separate target function."""
+    """Return tokens [tokens, hidden], and the targets of the layer. Each domain has its own center
+    and target function. The share of domain i is proportional to 1 / (i + 1)."""
     of_domains, of_step, noise = jax.random.split(key, 3)
     centers, turns = jax.random.normal(jax.random.key(1), (2, DOMAINS, HIDDEN))
     domain = jax.random.categorical(of_step, -jnp.log1p(jnp.arange(DOMAINS)), shape=(TOKENS,))

@@ -8,7 +8,7 @@ output, and the gradients of tokens and of every weight, with PyTorch's. Read
 `expert_parallel_block` first.
 
 Runs on all GPUs of a host, or on 8 virtual CPU devices without GPUs. PyTorch runs on the CPU.
-Tried with transformers 5.24. The groups of DeepSeek-V2 raise an error in 5.5.
+Tested with transformers 5.24. In 5.5, the groups of DeepSeek-V2 raise an error.
 """
 
 import importlib
@@ -40,11 +40,11 @@ from jax_moe_a2a.integrations import transformers as hf
 
 SEQUENCES, LENGTH, HIDDEN, EXPERT_HIDDEN = 4, 64, 64, 96
 
-# Differences are relative to the largest value of the original's array. float32 rounds at 6e-8,
-# and sums over a few hundred features or tokens, added in another order, differ by a few times
-# 1e-7. The tolerance leaves a factor of ten and more. A mistake in a router, such as a missing
-# renormalisation, causes 1e-2 or more. Rounding could cause as much by changing a choice between
-# two experts, but with these weights the scores of the closest choice differ by 2e-5.
+# Differences are relative to the largest value of the original's array. float32 rounds at 6e-8, so
+# sums of a few hundred numbers in another order differ by a few times 1e-7. The tolerance is more
+# than ten times as large. A mistake in a router, such as a missing renormalisation, causes a
+# difference of 1e-2 or more. Rounding changes no choice of experts, because even the scores of the
+# closest choice differ by 2e-5.
 TOLERANCE = 1e-5
 
 Weights = dict[str, Any]
@@ -55,14 +55,13 @@ def expert_parallel_block(x: jax.Array, weights: Weights) -> jax.Array:
 
     Args:
       x: float32 [tokens, hidden].
-      weights: what `hf.from_state_dict` returns: a router, experts, and a shared expert if there is
-        one.
+      weights: the result of `hf.from_state_dict`: a router, experts, and perhaps a shared expert.
 
     Returns:
-      float32 [tokens, hidden]: for each token the weighted sum of its experts' outputs, and the
-      output of the shared expert if there is one.
+      float32 [tokens, hidden]: the weighted sum of the outputs of each token's experts, plus the
+      output of a shared expert.
     """
-    # The default capacity has room for every row, because the original drops none.
+    # The default capacity drops no row, like the original.
     y, _ = ma.moe(x, **weights, axes="ep")
     return y
 
@@ -73,8 +72,8 @@ def expert_parallel_block(x: jax.Array, weights: Weights) -> jax.Array:
 class Model(NamedTuple):
     name: str
     block: str  # its class in transformers
-    fields: dict[str, Any]  # of the configuration, in addition to the sizes that all models have
-    kind: str = ""  # the model type in transformers, if this is not the name
+    fields: dict[str, Any]  # fields of the configuration, besides the sizes of all models
+    kind: str = ""  # the model type in transformers, if it differs from the name
 
     def config_and_block(self) -> tuple[Any, torch.nn.Module]:
         kind = self.kind or self.name.split()[0]
@@ -128,8 +127,7 @@ def weights_of(block: torch.nn.Module, pick: Callable, config: Any) -> Weights:
 
     Args:
       block: the original.
-      pick: a function that maps a tensor of the block to the tensor to return for it, for example
-        to its gradient.
+      pick: a function that is applied to each tensor of the block, for example to get its gradient.
       config: the model's configuration.
     """
     tensors = block.state_dict(keep_vars=True)
@@ -141,10 +139,10 @@ def random_block(model: Model) -> tuple[Any, torch.nn.Module]:
     initializes weights only in whole models."""
     config, block = model.config_and_block()
     generator = torch.Generator().manual_seed(0)
-    # In reverse order of names, the router comes before the experts, which differ between versions
-    # of transformers. All versions then have the same router and choose the same experts.
+    # Draw the router before the experts (reverse order of names), because the experts' tensors
+    # differ between versions of transformers. The router is then equal in all versions.
     for name, values in sorted(block.state_dict().items(), reverse=True):
-        # With this bias the choices change, and with the other weights activations keep their size.
+        # This bias changes some choices. The other weights keep activations at the same size.
         std = 0.1 if name.endswith("bias") else values.shape[-1] ** -0.5
         values.normal_(std=std, generator=generator)
     return config, block
@@ -195,7 +193,7 @@ def expert_parallel(
         return {"output": y, "tokens": dx, **by_name(dweights)}
 
     specs = P("ep"), ma.moe_partition_specs(weights, "ep"), P("ep")
-    with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):  # GPUs would round to TF32
+    with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):  # otherwise GPUs use TF32
         args = jax.device_put((x, weights, dy), jax.tree.map(partial(NamedSharding, mesh), specs))
         return jax.device_get(output_and_gradients(*args))
 
@@ -222,7 +220,7 @@ def differences(model: Model, mesh: jax.sharding.Mesh) -> dict[str, float]:
 
 def main() -> int:
     devices = jax.devices()
-    ranks = max(n for n in (1, 2, 4, 8) if n <= len(devices))  # all divide the numbers of experts
+    ranks = max(n for n in (1, 2, 4, 8) if n <= len(devices))  # each divides the number of experts
     mesh = jax.make_mesh((ranks,), ("ep",), devices=devices[:ranks])
     print(
         f"transformers {transformers.__version__}, torch {torch.__version__}, jax "

@@ -54,7 +54,7 @@ def value_and_grads(layer, params: Params, x: jax.Array) -> tuple[dict, ma.Exper
 
 
 def main() -> None:
-    jax.config.update("jax_default_matmul_precision", "highest")  # GPUs would round to TF32
+    jax.config.update("jax_default_matmul_precision", "highest")  # otherwise GPUs use TF32
     config = ma.MoEConfig(HIDDEN, EXPERT_HIDDEN, NUM_EXPERTS, ma.TopK(TOP_K))
     params = ma.init_moe(jax.random.key(0), config)
     x = jax.random.normal(jax.random.key(1), (TOKENS, HIDDEN))

@@ -42,8 +42,7 @@ def shared_expert(x: jax.Array, s_in: jax.Array, s_out: jax.Array) -> jax.Array:
 
 
 def whole(x, router, w_in, w_out, s_in, s_out):
-    """Compute the layer with no work during the exchanges. All other layers must return the same
-    results."""
+    """Compute the layer with no work during the exchanges, as the reference."""
     recv = ma.dispatch_done(start(x, router))
     return ma.combine(experts(recv, w_in, w_out), recv) + shared_expert(x, s_in, s_out)
 
@@ -66,7 +65,7 @@ def with_combine_overlap(x, router, w_in, w_out, s_in, s_out):
 
 
 def main() -> None:
-    jax.config.update("jax_default_matmul_precision", "highest")  # GPUs would round to TF32
+    jax.config.update("jax_default_matmul_precision", "highest")  # otherwise GPUs use TF32
     shapes = (
         (TOKENS, HIDDEN),
         (HIDDEN, NUM_EXPERTS),

@@ -8,18 +8,18 @@
 
 The model is a decoder-only transformer that reads bytes; its feed-forward layers are mixtures of
 experts (`ma.moe`). All arrays are global. A mesh has the axes "data" and "ep": tokens are divided
-over both, and experts over "ep". Weights that are equal along "data" are divided over it until they
-are used (FSDP).
+over both, and experts over "ep". Weights are stored divided over "data", and gathered before use
+(FSDP).
 
-A training step has the parts that large runs use. Parameters and the optimizer's state are float32
-(*masters*), and a copy in bfloat16 computes, except in the router. Gradients of micro-batches are
-added in float32. The layers are one `lax.scan`. The backward pass computes each layer again, except
-for the routing and the rows that `--remat` keeps. Experts are balanced by a loss, or by a bias of
-each expert that follows its load (`--balance bias`). The data of a step depends only on the seed
-and the step, so a run that was interrupted continues with the same losses.
+A training step has the parts that large runs use. Parameters (*masters*) and the optimizer's state
+are float32. Layers compute with a bfloat16 copy of the parameters, except in the router. Gradients
+of micro-batches are added in float32. One `lax.scan` runs all layers. The backward pass computes
+each layer again, except for the routing and the rows that `--remat` keeps. Experts are balanced by
+a loss, or by biases that follow their load (`--balance bias`). The data of a step depends only on
+the seed and the step, so an interrupted run continues with the same losses.
 
-The same command uses all GPUs of a host, or 8 virtual CPU devices where there is no GPU. Several
-processes train one model:
+The command uses all GPUs of a host, or 8 virtual CPU devices without GPUs. Several processes can
+train one model:
 
     srun python examples/train_moe.py --distributed    # SLURM, Open MPI: JAX finds the processes
     python examples/train_moe.py --coordinator localhost:1234 --num-processes 2 --process-id 0 &
@@ -43,8 +43,8 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# JAX reads this variable when it starts, so it is set before the import. It affects only the CPU. A
-# number that you set yourself comes later and takes precedence.
+# JAX reads this variable when it starts, so it is set before the import. It affects only the CPU.
+# If XLA_FLAGS already has a number, that number comes later and takes precedence.
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.environ.get(
     "XLA_FLAGS", ""
 )
@@ -115,7 +115,7 @@ def init(key: jax.Array, g: Geometry) -> Params:
         "embed": matrix(embed, VOCABULARY, g.hidden),
         "layers": jax.vmap(layer)(jax.random.split(layers, g.layers)),
         "norm": jnp.ones(g.hidden),
-        "unembed": matrix(unembed, g.hidden, VOCABULARY) / 10,  # at first, all bytes are as likely
+        "unembed": matrix(unembed, g.hidden, VOCABULARY) / 10,  # at first, bytes are equally likely
     }
 
 
@@ -190,7 +190,7 @@ def block(x: jax.Array, layer: Params, select_bias: jax.Array, g: Geometry, o: O
     load of the fullest rank over the mean, number of dropped rows)."""
     x = x + attention(rms_norm(x, layer["attention_norm"]), layer, g)
     tokens = rms_norm(x, layer["moe_norm"])
-    # Scores of a sigmoid do not compete with each other, which suits the bias (DeepSeek-V3).
+    # With a bias, use sigmoids like DeepSeek-V3, because their scores do not depend on each other.
     moe = layer["moe"]
     if o.balance == "bias":
         choose = ma.TopK(g.top_k, score="sigmoid")
@@ -214,7 +214,7 @@ def block(x: jax.Array, layer: Params, select_bias: jax.Array, g: Geometry, o: O
 REMAT = {
     "nothing": None,  # computes the whole layer again, with its exchanges
     "routing": (ma.ROUTING_CHECKPOINT_NAME,),
-    "rows": (ma.ROUTING_CHECKPOINT_NAME, ma.ROWS_CHECKPOINT_NAME),  # sends no token twice
+    "rows": (ma.ROUTING_CHECKPOINT_NAME, ma.ROWS_CHECKPOINT_NAME),  # does not send tokens again
 }
 
 
@@ -272,7 +272,7 @@ def optimizer_of(steps: int) -> optax.GradientTransformation:
 
 
 def train_step(state: dict, text: jax.Array, g: Geometry, o: Options, steps: int) -> tuple:
-    """Update the state by text [micro-batches, sequences, length + 1]; also return the Report."""
+    """Update the state with text [micro-batches, sequences, length + 1]; also return the Report."""
     params, select_bias = state["params"], state["select_bias"]
     differentiated = jax.value_and_grad(loss_fn, has_aux=True)
 
@@ -559,7 +559,7 @@ def main() -> int:
             donate_argnums=0,
             out_shardings=(shardings, None),
         )
-        # Evaluation must not drop rows, so it is another program, with room for the worst case.
+        # Evaluation must not drop rows, so it uses a separate program with the default capacity.
         exact = o._replace(capacity_factor=None)
         evaluate = jax.jit(lambda *a: loss_fn(*a, g, exact)[1].loss)
 

@@ -75,7 +75,7 @@ from ._src.routing.types import Routing as Routing
 if not _typing.TYPE_CHECKING:  # a ``__getattr__`` makes type checkers accept every name
 
     def __getattr__(name):
-        """Return the package of integrations, which imports nothing."""
+        """Import the package ``integrations`` when a program first uses it."""
         if name == "integrations":
             return _importlib.import_module(f"{__name__}.integrations")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -80,7 +80,7 @@ def with_tangent(x: Any, tangent_of: Callable[[Any, Any], Any], *operands: Any) 
 
     @same.defjvp
     def jvp(primals: Any, tangents: Any) -> Any:
-        out = same(*primals)  # not primals[0]: the next derivative needs the rule
+        out = same(*primals)  # not primals[0], because the next derivative needs this rule
         found = tangent_of(primals[1:], tangents[1:])
         # ``x`` may vary over more mesh axes than its tangent.
         aligned = lambda tangent, out: compat.align_varying([tangent, out], ())[0]
@@ -90,7 +90,7 @@ def with_tangent(x: Any, tangent_of: Callable[[Any, Any], Any], *operands: Any) 
 
 
 def named(tree: Any, name: str) -> Any:
-    """Return arrays under a name for policies of ``jax.checkpoint``."""
+    """Return arrays with a name for policies of ``jax.checkpoint``."""
 
     def of_array(x: jax.Array) -> jax.Array:
         bits = compat.checkpoint_name(as_bits(x), name)

@@ -19,7 +19,7 @@ from .routing.checks import CheckedIds, GroupOrAxes, RouteArguments, check_route
 from .routing.two_level import AnyRouting
 
 # If a rank has at most this many tokens, one primitive routes and dispatches. With 4 GPUs and 256
-# tokens, it takes 64 us, and two primitives take 68 us (docs/history/speed.md).
+# tokens, one primitive takes 64 us, and two primitives take 68 us (docs/history/speed.md).
 FUSED_MAX_TOKENS = 256
 
 
@@ -44,8 +44,8 @@ def route(
         or a tuple of names stands for ``Group(axis_name=name, size=...)`` with the default options.
       num_experts: number of experts of all ranks together. It must be a multiple of
         ``group.size``, and at most 2**20 for each rank.
-      exchange: how tokens travel, an ``Exchange``. Its capacity, alignment and replication belong
-        to the routing.
+      exchange: how tokens travel, an ``Exchange``. Its capacity, alignment and replication
+        determine the routing.
 
     Returns:
       A ``Routing``, or a ``TwoLevelRouting`` if the group has two levels. Pass it to ``dispatch``
@@ -87,10 +87,10 @@ def dispatch(
 ) -> Recv:
     """Send every token to the ranks of its experts, and return the rows of this rank's experts.
 
-    A token is sent to a rank once, even if several of its experts live on that rank. On that rank,
-    the token becomes one row for each choice of an expert there. Rows are sorted by local expert,
-    then source rank, token and choice. The gradient of a token is the sum of the gradients of its
-    rows, computed as in ``combine``, with one rounding to ``wire_dtype``.
+    A rank receives a token only once, even if several of the token's experts are on this rank. The
+    rank then makes one row for each choice of these experts. Rows are sorted by local expert, then
+    source rank, token and choice. The gradient of a token is the sum of the gradients of its rows,
+    computed as in ``combine``, with one rounding to ``wire_dtype``.
 
     With a ``token_format``, each token is quantized once before it travels. Rows arrive as
     ``Quantized`` (values and scales), which have no gradient. With ``decode=True``, rows arrive in
@@ -98,7 +98,7 @@ def dispatch(
     without a format.
 
     Args:
-      x: array [T, ...], or a pytree of arrays with the same first axis; any dtype. Integers, and
+      x: array [T, ...] of any dtype, or a pytree of arrays with the same first axis. Integers, and
         floats of 8 bits or fewer, are moved but have zero gradients.
       topk_ids: integers [T, K] as in ``route``; or a ``Routing``. With a ``Routing``, omit the
         arguments of ``route``, or pass equal values.
@@ -115,8 +115,8 @@ def dispatch(
         rows after the last group.
 
     Returns:
-      A ``Recv`` with rows [C, ...], group_sizes [L] and more. C is the capacity, and L the number
-      of local experts.
+      A ``Recv`` with rows [C, ...], group_sizes [L] and other fields. C is the capacity, and L is
+      the number of local experts.
 
     Example:
       Two ranks have one expert and two tokens each. Rank 0 receives three rows for expert 0: token
@@ -192,12 +192,12 @@ def combine(
         dtype of ``y``. With a token format, the last axis of ``y`` must be a multiple of the
         format's group size. With a group of two levels, a float dtype must not have more bits than
         the dtype of ``y``. The gradient does not depend on ``wire_dtype``. CPUs without arithmetic
-        in float16 round float64 to float16 through float32.
+        in float16 round float64 to float32 first, and then to float16.
       add: an array that is added to the sums, such as a residual or the output of a shared expert,
         or None. The array has the shape, structure and dtypes of the result. It is added last, in
-        float32 (float64 for float64 rows), before the only rounding of the result. Its gradient is
-        the gradient of the result. With replicated tokens, add the array to the result of
-        ``lax.psum`` instead.
+        float32 (float64 for float64 rows), before the only rounding of the result. The gradient of
+        ``add`` equals the gradient of the result. With replicated tokens, add the array to the
+        result of ``lax.psum`` instead.
 
     Returns:
       Sums [T, ...] with the structure and dtypes of ``y``.
@@ -250,7 +250,7 @@ def dispatch_start(
     can finish in any order. The ids are routed before the start returns. The backward pass is split
     too: the gradient of ``dispatch_start`` is ``combine_done``, and the gradient of
     ``dispatch_done`` is ``combine_start``. With a ``token_format``, XLA quantizes before the start
-    and decodes after the done. With ``decode=True``, the gradient is a whole ``combine``.
+    and decodes after the done. With ``decode=True``, the gradient is not split.
 
     Replicated tokens do not travel, so a routing of replicated tokens is an error. On the CUDA
     path, the call must be under ``jax.jit``.

@@ -22,8 +22,8 @@ def short(x: Any) -> str:
 
 
 def merge_axes(name: str, array: Any, ndim: int) -> str:
-    """If the array has ``ndim`` + 1 axes, return the end of a message, which says how to merge the
-    axes of batch and sequence. Otherwise return ""."""
+    """Return the end of a message, or "". If the array has ``ndim`` + 1 axes, the message says how
+    to merge the axes of batch and sequence."""
     if array.ndim != ndim + 1:
         return ""
     rest = "".join(f", {size}" for size in array.shape[2:])
@@ -80,7 +80,7 @@ def check_int(name: str, value: Any, *, least: int, remedy: str = "") -> int:
 
 
 def fitting_experts(num_experts: int, size: int) -> str:
-    """Return the end of a message, which suggests a number of experts that is a multiple of the
+    """Return the end of a message: advice to use a number of experts that is a multiple of the
     ranks, or a number of ranks that divides the experts."""
     fewer = num_experts // size * size
     near = " or ".join(str(number) for number in (fewer, fewer + size) if number)
@@ -98,7 +98,7 @@ def check_factor(name: str, value: Any, remedy: str = "") -> float:
 
 
 def _remedy(value: Any, kind: str) -> str:
-    """Return the end of a message, which says how to make ``value`` a number; or ""."""
+    """Return the end of a message: how to make ``value`` a number; or ""."""
     if isinstance(value, jax.core.Tracer):
         return (
             ". It must be known when the program is traced: pass a Python number, for example "
@@ -109,8 +109,8 @@ def _remedy(value: Any, kind: str) -> str:
 
 
 def check_tail(tail: Any) -> Tail:
-    """Return the checked argument. Under ``jax.debug_nans``, return ``"zero"``, because JAX would
-    report NaN after the last group as an error of the program."""
+    """Return the checked argument ``tail``. Under ``jax.debug_nans``, return ``"zero"``, because
+    JAX would report NaN after the last group as an error of the program."""
     if tail not in get_args(Tail):
         raise ValueError(f'tail must be "zero" or "unspecified"; got {tail!r}')
     return "zero" if jax.debug_nans.value else tail

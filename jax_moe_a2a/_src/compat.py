@@ -83,20 +83,20 @@ def without_dead_code(program: Any) -> Any:
 
 
 def traced_in(fn: Callable[..., Any], avals: Sequence[Any], axes: Any) -> Any:
-    """Return the jaxpr of a function inside mesh axes, in which types do not vary over them."""
+    """Return the jaxpr of a function inside mesh axes, over which its types do not vary."""
     types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
     with varying_unchecked(), core.extend_axis_env_nd(list(axes.items())):
         return without_dead_code(jax.make_jaxpr(fn)(*types))
 
 
-# Scopes that JAX adds around functions that it calls or computes again.
+# JAX adds these scopes around functions that it calls or computes again.
 ADDED_SCOPES = ("checkpoint", "rematted_computation", "closed_call", "shard_map")
 
 
 def scopes_of(ctx: Context) -> tuple[str, ...]:
     """Return the ``jax.named_scope`` names around a primitive that is being lowered, outermost
-    first. Inside a loop or an inner ``jit``, only the names within it are known. The names that JAX
-    adds are left out, so that a call and its repetition in a derivative have equal names."""
+    first. Inside a loop or an inner ``jit``, only the names inside the loop or ``jit`` are known.
+    Names that JAX adds are left out, so that a call and its repetition in a gradient match."""
     names = (entry.name for entry in ctx.name_stack.stack if isinstance(entry, Scope))
     return tuple(name for name in names if name not in ADDED_SCOPES and not name.startswith("jit("))
 
@@ -108,8 +108,8 @@ def innermost_scope() -> str | None:
 
 
 def mesh_in_context() -> Mesh | None:
-    """Return the mesh of ``jax.set_mesh``, also inside ``jit``. Return None without this mesh, and
-    inside ``jax.shard_map`` over another mesh, which then has the devices of the program."""
+    """Return the mesh of ``jax.set_mesh``, also inside ``jit``, or None if there is no such mesh.
+    Inside ``jax.shard_map`` over another mesh, return None, because that mesh has the devices."""
     mesh, here = get_concrete_mesh(), jax.sharding.get_abstract_mesh()
     if not isinstance(mesh, Mesh) or mesh.empty or here.shape != mesh.shape:
         return None
@@ -166,7 +166,7 @@ def register_dce_rule(
     least one output is used."""
 
     def of_any(used_outputs: Sequence[bool], *args: Any) -> tuple[list[bool], Any]:
-        eqn = args[-1]  # newer versions insert the live inputs
+        eqn = args[-1]  # newer versions of JAX pass the live inputs before it
         return rule(used_outputs, eqn) if any(used_outputs) else ([False] * len(eqn.invars), None)
 
     pe.dce_rules[primitive] = of_any
@@ -216,7 +216,7 @@ def coordination_get(key: str, timeout: float) -> str | None:
     while True:
         left = deadline - time.monotonic()
         try:
-            # After each second, Python handles signals such as Ctrl-C.
+            # Wait at most one second at a time, so that Python can handle signals such as Ctrl-C.
             wait_ms = max(1, int(min(left, 1.0) * 1000))
             return _coordination().blocking_key_value_get(key, wait_ms)
         except jax.errors.JaxRuntimeError as error:

@@ -17,7 +17,7 @@ from . import compat, paths
 from .exchange.lowering import check_platforms
 from .exchange.record import split_routing
 
-# The words for each primitive. The name of a primitive is "moe_a2a_" and then the key.
+# This dict maps each primitive, without the prefix "moe_a2a_", to its name in words.
 NAMES = dict(
     route="route",
     routed_dispatch="route and dispatch",
@@ -48,17 +48,17 @@ class Call:
     name: str
     """The operation in words, for example "grouped product"."""
     count: int
-    """How many times a rank makes the call. ``where`` may say per which iteration."""
+    """How often a rank makes the call. If ``where`` names a loop, the number is per iteration."""
     sizes: str
-    """Sizes of one rank."""
+    """The sizes of the arrays on one rank."""
     path: str
     """The path in words: "CUDA kernel", "portable path", "lax.ragged_dot" and so on; "unknown" if
     this process cannot know, and "error" if lowering raises an error."""
     why: str
     """Why the kernel does not run, why the path is unknown, or the error; "" for a kernel."""
     where: str = ""
-    """"per iteration of a while loop" or "in a branch of a conditional", if the number of times is
-    not known."""
+    """"per iteration of a while loop" or "in a branch of a conditional", if the total number of
+    calls is not known."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -67,7 +67,7 @@ class Explanation:
 
     calls: tuple[Call, ...]
     notes: tuple[str, ...]
-    """The assumption behind the paths, in words."""
+    """The devices that the paths assume, in words."""
 
     def __iter__(self) -> Iterator[Call]:
         return iter(self.calls)
@@ -98,9 +98,9 @@ def explain(
 ) -> Explanation:
     """Return which path each exchange and product of a program takes, and why.
 
-    The program is traced as by ``jax.jit``, but neither compiled nor run. The functions that choose
-    the paths here also choose them when a program is lowered. Equal calls share one row, which has
-    their number. Calls inside ``jit``, ``shard_map``, loops, branches and derivatives are included.
+    The program is traced as by ``jax.jit``, but not compiled and not run. The same functions choose
+    the paths here and when a program is lowered. Equal calls share one row with their number. Calls
+    inside ``jit``, ``shard_map``, loops, branches and derivatives are included.
     To include the backward pass, explain ``jax.grad(loss)``.
 
     Args:
@@ -151,8 +151,8 @@ class _Walk:
         self.counts: dict[tuple[str, str, str, str, str], int] = {}
 
     def visit(self, jaxpr: Any, times: int, where: str, mesh: Any) -> None:
-        """Add the calls of a jaxpr. ``mesh`` is the mesh of the ``shard_map`` around the jaxpr with
-        its manual axes, or None."""
+        """Add the calls of a jaxpr. ``mesh`` is a pair of the mesh and the manual axes of the
+        ``shard_map`` around the jaxpr, or None."""
         for eqn in jaxpr.eqns:
             params, inner_where, inner_times, inner_mesh = eqn.params, where, times, mesh
             if eqn.primitive in paths.choosers or eqn.primitive in paths.compositions:

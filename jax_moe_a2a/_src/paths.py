@@ -1,7 +1,7 @@
 """Choose the path of each primitive. One function decides for both the lowering and ``explain``.
 
-The *chooser* of a primitive has the arguments of a lowering rule, but ``explain`` passes types in
-place of values. It returns a ``Choice``, and changes nothing until the choice is lowered.
+A *chooser* of a primitive has the arguments of a lowering rule, but ``explain`` passes types in
+place of values. A chooser returns a ``Choice``. It has no side effects before lowering.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Unknown(Exception):
 
 choosers: dict[compat.Primitive, Callable[..., Choice]] = {}
 compositions: dict[compat.Primitive, Callable[..., Any]] = {}
-"""Each primitive that always runs as other primitives, with the function that binds them."""
+"""Maps each primitive that always runs as other primitives to the function that binds them."""
 
 _explained: ContextVar[NamedGpu | bool] = ContextVar("explained", default=False)
 

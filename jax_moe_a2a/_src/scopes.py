@@ -1,7 +1,7 @@
-"""Name operations by their purpose, so that profiles and compiled programs show it.
+"""Name operations after their purpose, so that profiles and compiled programs show the purpose.
 
-Each decorator runs a function in a ``jax.named_scope``. The names also appear in the names of
-derivatives that JAX makes: ``transpose(jvp(moe_router))``. The names are the same on all ranks.
+Each decorator runs a function in a ``jax.named_scope``. JAX puts the name into the names of
+derivatives, as in ``transpose(jvp(moe_router))``. The names are the same on all ranks.
 """
 
 from __future__ import annotations

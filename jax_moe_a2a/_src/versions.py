@@ -1,5 +1,5 @@
-"""Refuse an interpreter that runs without the GIL, and a JAX that is too old, before other modules
-import names that an old JAX lacks."""
+"""Refuse Python without the GIL, and a JAX that is too old. This module is imported first, because
+other modules import names that an old JAX lacks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Offer the layer with the interfaces of other code bases, in one module for each code base.
 
 ``maxtext`` and ``transformers`` need only JAX. ``nnx`` and ``linen`` need Flax.
-This package imports none of these modules, so import them: ``jax_moe_a2a.integrations.nnx``.
+This package imports none of them, so import a module yourself: ``jax_moe_a2a.integrations.nnx``.
 """
 
 import typing as _typing

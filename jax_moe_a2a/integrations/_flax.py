@@ -59,8 +59,8 @@ class Layer:
         experts: ma.Experts | None = None,
         **options: Any,
     ) -> tuple[jax.Array, ma.MoEStatistics]:
-        """Apply the layer. ``options`` are arguments of ``moe``. The router computes in the larger
-        one of its own dtype and ``dtype``."""
+        """Apply the layer. ``options`` are arguments of ``moe``. The router computes in its own
+        dtype or in ``dtype``, whichever is larger."""
         arguments = self._arguments(arrays)
         router = arguments["router"]
         router = router.replace(select_bias=select_bias, per_token=per_token, whole=whole)

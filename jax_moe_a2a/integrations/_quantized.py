@@ -1,4 +1,4 @@
-"""Read and write the quantized weights of published files: FP8 in squares, and MXFP4."""
+"""Read and write the quantized weights of published files: FP8 in 128 x 128 blocks, and MXFP4."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import jax_moe_a2a as ma
 from .._src.checks import short
 from .._src.grouped.weights import BLOCK, SCALE_DTYPE, VALUE_DTYPE
 
-_SCALES = "_scale_inv"  # follows the name of a tensor in FP8, and names its scales
+_SCALES = "_scale_inv"  # this suffix of the name of a tensor in FP8 names its scales
 _GROUP = 32  # numbers that share a scale in MXFP4
 _MAX_SCALE = 252  # 6 (the largest number of 4 bits) times this scale is finite in bfloat16
 
@@ -27,7 +27,7 @@ def in_fp8(
     tensors: dict[str, Tensor], params: dict[str, Any], names: Collection[str]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors and the parameters of a block whose experts may be in FP8. The arguments
-    are those of a block of floats. Weights are in FP8 if ``names`` has their scales or values."""
+    describe the block in floats. Weights are in FP8 if ``names`` has their scales or values."""
     given = {*names}
     weights = {x.param for n, x in tensors.items() if {n + _SCALES, x.param + ".values"} & given}
     found, quantized = dict(tensors), dict(params)
@@ -35,7 +35,7 @@ def in_fp8(
         if tensor.param not in weights:
             continue
         part, field = tensor.param.split(".")
-        lead = (1,) * (part == "shared")  # as the weights of one expert
+        lead = (1,) * (part == "shared")  # a shared expert counts as one expert
         first, k, *gate, n = lead + getattr(params[part], field).shape
         if k % BLOCK or n % BLOCK:
             raise ValueError(
@@ -72,7 +72,7 @@ def checked(name: str, array: np.ndarray, param: str) -> np.ndarray:
             f"{name} must be {' or '.join(expected)}, because {param} is in FP8; got {short(array)}"
         )
     array = array.astype(SCALE_DTYPE, copy=False) if are_scales else array
-    # float8_e4m3fn has no infinity, and operations of bytes are fast.
+    # Find NaN in bytes, because float8_e4m3fn has no infinity, and operations on bytes are fast.
     bad = ~np.isfinite(array) if are_scales else (array.view(np.uint8) & 0x7F) == 0x7F
     if bad.any():
         raise ValueError(
@@ -97,8 +97,8 @@ def decode_mxfp4(packed: object, scales: object) -> np.ndarray:
     """Decode weights in MXFP4 to bfloat16, which is exact.
 
     Number i of a group of 32 is ``e2m1(nibble i) * 2**(scale - 127)``, where nibble 2j is the low
-    half of byte j, and nibble 2j + 1 the high half. The OCP Microscaling Formats Specification v1.0
-    defines e2m1 (section 5.3.3) and the scale (5.4.1).
+    half of byte j, and nibble 2j + 1 is the high half. The OCP Microscaling Formats Specification
+    v1.0 defines e2m1 (section 5.3.3) and the scale (5.4.1).
 
     Args:
       packed: uint8 or int8 [..., N, K / 32, 16], as ``*_blocks`` of GPT-OSS, or [..., N, K / 2], as
@@ -132,7 +132,7 @@ def decode_mxfp4(packed: object, scales: object) -> np.ndarray:
         )
     codes, powers = codes.reshape(-1, half), powers.reshape(-1, 1).astype(np.uint16)
     pairs, table, step = np.empty(codes.shape, np.uint32), _pairs(), 1 << 12
-    for i in range(0, len(codes), step):  # indices that stay in a cache
+    for i in range(0, len(codes), step):  # this many indices stay in a cache
         indices = powers[i : i + step] << 8 | codes[i : i + step]
         table.take(indices, out=pairs[i : i + step], mode="clip")
     return pairs.view(jnp.bfloat16).reshape(*lead, num_groups * _GROUP)
@@ -140,7 +140,7 @@ def decode_mxfp4(packed: object, scales: object) -> np.ndarray:
 
 @functools.cache
 def _pairs() -> np.ndarray:
-    """Return a uint32 for each scale and each byte. It holds the two bfloat16 numbers, in order."""
+    """Return a uint32 for each scale and byte, which holds the byte's two bfloat16 numbers."""
     byte = np.arange(256, dtype=np.uint8)
     nibbles = np.stack([byte & 15, byte >> 4], axis=-1)
     numbers = nibbles.view(jnp.float4_e2m1fn).astype(np.float64)

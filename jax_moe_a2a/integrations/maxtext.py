@@ -1,4 +1,4 @@
-"""Compute the routed experts of MaxText with ``moe_mlp``, without a change of MaxText's source."""
+"""Compute the routed experts of MaxText with ``moe_mlp``, without changes to MaxText's source."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class _RoutedMoE(Protocol):
 
 
 _KERNELS = "w0_kernel w1_kernel wo_kernel w0_bias w1_bias wo_bias"
-# The version of MaxText that ``enable`` supports, and the parameters of methods that it uses.
+# ``enable`` supports this version of MaxText, and uses these parameters of its methods.
 _VERSION = "0.2.5"
 _SIGNATURES = {
     "_logical_to_mesh_axes": "logical_name",
@@ -63,8 +63,7 @@ _SIGNATURES = {
 }
 
 _ENABLED = "while jax_moe_a2a computes the experts"
-# Options of MaxText that ask for something other than its default result, each with the only value
-# that ``enable`` accepts.
+# These options of MaxText change its default result. ``enable`` accepts only these values.
 _REQUIRED: dict[str, Any] = dict(
     sparse_matmul=True,
     te_moe_block=False,
@@ -197,7 +196,7 @@ def _supported_layer() -> Any:
 
 
 def _check_config(layer: _RoutedMoE) -> None:
-    """Raise an error if an option asks for something that the layer does not do."""
+    """Raise an error if an option asks for a result that this layer does not compute."""
     own = "call disable() to use MaxText's own implementation"
     for name, expected in _REQUIRED.items():
         value = getattr(layer.config, name, expected)
@@ -395,7 +394,7 @@ def _has_loss(layer: _RoutedMoE) -> bool:
 
 
 def _is_loss_of_sequences(layer: _RoutedMoE) -> bool:
-    """Return True if the loss for balance is Megatron-LM's loss of whole sequences."""
+    """Return True if the balance loss is Megatron-LM's loss of whole sequences."""
     selected = getattr(layer.config, "moe_use_megatron_seq_aux_loss", False)
     return selected and layer.config.routed_score_func == "sigmoid"
 

@@ -20,7 +20,7 @@ class SelectBias(nnx.Variable):
 
 
 class MoE(nnx.Module):
-    """A mixture of experts over a mesh axis: routes tokens, and sums the experts' weighted outputs.
+    """A mixture of experts over a mesh axis. It routes tokens, and sums the experts' outputs.
 
     The module holds the parameters of ``moe`` and calls ``moe``, whose documentation describes the
     layer. The parameters are ``router_kernel`` [H, E], ``w_in`` [E, H, 2, I] (gate at index 0) and
@@ -45,10 +45,10 @@ class MoE(nnx.Module):
       exchange: how tokens travel, an ``Exchange``, as in ``moe``.
       outputs: as in ``moe``, but ``("logits",)`` by default.
       dtype: dtype of the experts' computation and of the result.
-      fp8: ``"train"`` to train the experts with products in FP8 (``Experts.in_fp8``); ``"frozen"``
-        to hold their weights in FP8 for inference: ``w_in`` and ``w_out`` are the values of
-        ``QuantizedExperts``, with ``w_in_scales`` and ``w_out_scales`` as further parameters; or
-        None.
+      fp8: None; ``"train"`` to train the experts with products in FP8 (``Experts.in_fp8``); or
+        ``"frozen"`` to hold their weights in FP8 for inference. With ``"frozen"``, ``w_in`` and
+        ``w_out`` are the values of ``QuantizedExperts``, and ``w_in_scales`` and ``w_out_scales``
+        are further parameters.
       rngs: random number streams for the parameters.
 
     Raises:
@@ -73,7 +73,7 @@ class MoE(nnx.Module):
         # Without a mesh in scope, Flax must not place the parameters.
         options = {} if mesh_in_scope() else {"eager_sharding": False}
         for name, param in self.layer.init(rngs.params()).items():
-            # Flax removes the axis of layers from metadata, but adds none to metadata without axes.
+            # Use P(None), because Flax adds the axis of layers only to metadata that has axes.
             spec = specs[name] or P(None)
             setattr(self, name, nnx.Param(param, out_sharding=spec, **options))
         zeros = jnp.zeros(config.num_experts, jnp.float32)
@@ -90,15 +90,15 @@ class MoE(nnx.Module):
 
         Args:
           x: floats [..., H].
-          **options: ``mask``, ``router_input`` and ``placement`` of ``moe`` (the placement in the
-            home form, because parameters have E experts); ``per_token`` and ``whole`` of a
-            ``Router``; ``replay``, the ids of ``Router.replay``; and ``experts``, in ``dtype``, to
-            use in place of the module's experts. To quantize only once for several calls, pass
+          **options: ``mask``, ``router_input`` and ``placement`` as in ``moe``; ``per_token`` and
+            ``whole`` as in ``Router``; ``replay``, the ids of ``Router.replay``; and ``experts``,
+            which replace the module's experts and have ``dtype``. A placement must have the home
+            form, because parameters have E experts. To quantize only once for several calls, pass
             ``experts=ma.quantize_experts(model.experts, trainable=True)``.
 
         Returns:
           Weighted sums in ``dtype`` with the shape of ``x``; and ``MoEStatistics`` with the losses,
-          the load, which includes dropped rows, and ``outputs``.
+          the load and ``outputs``.
         """
         bias = None if self.select_bias is None else self.select_bias[...]
         return self.layer(self._arrays(), x, select_bias=bias, **options)

@@ -25,28 +25,28 @@ Config: TypeAlias = Mapping[str, object] | object  # of transformers, or the con
 
 @dataclasses.dataclass(frozen=True)
 class _Family:
-    """The block and the configuration of a family of models.
+    """The names in the configuration and in the block of a family of models.
 
-    Fields have their names in the configuration. Other names are names of the block's tensors.
+    A *field* is a name in the configuration. All other names are names of the block's tensors.
     """
 
     width: str = "moe_intermediate_size"
-    """The field with I."""
+    """The field with I, the width of an expert."""
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    """Gate, up and down of one expert."""
+    """The names of gate, up and down of one expert."""
     router: str = "gate"
     score: Literal["softmax", "sigmoid"] = "softmax"
     renormalize: bool | str = "norm_topk_prob"
     """True if the weights of a token are divided by their sum, or the name of a field with this
     bool."""
     scale: str | None = None
-    """The field with a factor of the weights."""
+    """The field with the factor of the weights."""
     top_in_group: int = 0
     """As in ``TopK``, or 0 for a router without groups."""
     select_bias: tuple[str, str] | None = None
-    """Two names of the bias: with a tensor of all experts, and with a tensor for each expert."""
+    """The names of the bias: for tensors of all experts, and for tensors of each expert."""
     shared: str | None = None
-    """A shared expert."""
+    """The name of the shared expert."""
     shared_width: tuple[str, ...] = ()
     """The fields whose product is the width of the shared expert."""
     shared_gate: str | None = None
@@ -128,28 +128,28 @@ def from_state_dict(
     A block may have one tensor for all experts, as in transformers 5, or a tensor for each expert,
     as in transformers 4 and in published files. Values are copied, and keep their bits and dtypes.
 
-    For FP8 files like those of DeepSeek-V3, with ``weight_scale_inv`` for squares of 128 x 128
-    weights, the returned experts are in FP8. MXFP4 of GPT-OSS is decoded to bfloat16, as by
-    ``decode_mxfp4``.
+    FP8 files like the files of DeepSeek-V3 have ``weight_scale_inv`` for blocks of 128 x 128
+    weights. For these files, the returned experts are in FP8. MXFP4 weights of GPT-OSS are decoded
+    to bfloat16, as by ``decode_mxfp4``.
 
     Args:
       state_dict: tensors by name: PyTorch, numpy or JAX arrays of floats of 16 bits or more, or the
-        tensors of such FP8 or MXFP4 files. Names without the prefix are ignored. Gradients by name
-        are converted in the same way.
+        tensors of these FP8 or MXFP4 files. Names without the prefix are ignored. Gradients with
+        the names of the tensors are converted in the same way.
       config: the model's configuration: an object of transformers, or the content of its
         ``config.json`` as a dict. If it has a ``text_config``, the fields are read from there.
       prefix: the name of the block, such as ``"model.layers.3.mlp"``, or in files of Mixtral
         ``"model.layers.3.block_sparse_moe"``. Omit it if the state dict holds one block only.
 
     Returns:
-      Arguments of ``ma.moe`` by name, of numpy arrays, for H features and E experts of width I:
-      ``router``, a ``Router`` with a kernel [H, E], and ``experts``, which are ``Experts`` with
-      ``w_in`` [E, H, 2, I] (gate at index 0) and ``w_out`` [E, I, H]. Their ``choose`` and
-      ``activation`` are those of ``moe_config``. Some families also have the router's
-      ``select_bias`` [E]; a shared expert ``shared``, with an ``output_gate`` [H] in Qwen2-MoE and
-      Qwen3-Next; or, in GPT-OSS, the router's ``bias`` [E] and the experts' ``b_in`` [E, 2, I] and
-      ``b_out`` [E, H]. Arrays in bfloat16 have the dtype ``jax.numpy.bfloat16``. Weights in FP8 are
-      ``QuantizedExperts``. Scales in bfloat16 become float32.
+      Arguments of ``ma.moe`` by name, of numpy arrays, for H features and E experts of width I.
+      ``router`` is a ``Router`` with a kernel [H, E]. ``experts`` are ``Experts`` with ``w_in``
+      [E, H, 2, I] (gate at index 0) and ``w_out`` [E, I, H]. ``choose`` and ``activation`` are as
+      in ``moe_config``. Some families also have the router's ``select_bias`` [E], or a shared
+      expert ``shared``, with an ``output_gate`` [H] in Qwen2-MoE and Qwen3-Next. GPT-OSS has the
+      router's ``bias`` [E] and the experts' ``b_in`` [E, 2, I] and ``b_out`` [E, H]. Arrays in
+      bfloat16 have the dtype ``jax.numpy.bfloat16``. Weights in FP8 are ``QuantizedExperts``.
+      Scales in bfloat16 become float32.
 
     Raises:
       TypeError: if a tensor has an unexpected dtype, or if the tensors of one array have different
@@ -190,7 +190,7 @@ def from_state_dict(
 def to_state_dict(
     params: Mapping[str, object], config: Config, prefix: str = "", *, per_expert: bool = False
 ) -> dict[str, np.ndarray]:
-    """Return the tensors of one block by name, as transformers has them.
+    """Return the tensors of one block by name, in the format of transformers.
 
     This is the inverse of ``from_state_dict``: it returns the same names, bits and dtypes.
 
@@ -226,7 +226,7 @@ def to_state_dict(
 
 
 def to_torch(state_dict: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Return PyTorch tensors that share the memory of numpy arrays, bfloat16 and FP8 included.
+    """Return PyTorch tensors that share the memory of numpy arrays, also for bfloat16 and FP8.
 
     Args:
       state_dict: the result of ``to_state_dict``.
@@ -252,7 +252,7 @@ def to_torch(state_dict: Mapping[str, np.ndarray]) -> dict[str, Any]:
 def moe_config(config: Config) -> ma.MoEConfig:
     """Return sizes, router and activation of a model's block, for example for the Flax modules.
 
-    Noise on tokens, which Mixtral and MiniMax-M2 can have in training, is not included.
+    Mixtral and MiniMax-M2 can add noise to tokens in training. This noise is not included.
 
     Args:
       config: as in ``from_state_dict``.
@@ -360,7 +360,7 @@ class _Tensor(NamedTuple):
     param: str
     shape: tuple[int, ...]
     view: Callable[[np.ndarray], np.ndarray]
-    """Returns a view of the parameter. The tensor is this view with some axes merged."""
+    """A function that returns a view of the parameter. The tensor is this view with merged axes."""
 
 
 def _tensors(family: _Family, sizes: ma.MoEConfig, per_expert: bool) -> dict[str, _Tensor]:

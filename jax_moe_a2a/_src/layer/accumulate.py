@@ -22,22 +22,22 @@ def accumulate_grads(loss: Callable[..., Any], *, has_aux: bool = False) -> Call
 
     ``add(totals, params, *args)`` computes ``loss(params, *args)``, and returns new totals and the
     result of the loss. Call it for each micro-batch of a step, for example in ``lax.scan``, with
-    the totals as the carry. All transformations inside and around the call work.
+    the totals as the carry. JAX transformations work inside and around the call.
 
-    If the auxiliary result of the loss holds the totals that the layer returned, kernels add the
-    gradients of expert weights in the memory of their totals, without rounding. The layer returns
-    totals in ``MoEStatistics``, or in the second result of ``moe_mlp`` with ``return_totals``. Pass
-    these totals to a second use of the same experts with ``experts.replace(totals=...)``. All other
+    If the auxiliary result of the loss has the totals that the layer returned, kernels add the
+    gradients of expert weights directly to these totals, without rounding. The layer returns totals
+    in ``MoEStatistics``, or in the second result of ``moe_mlp`` with ``return_totals``. If the loss
+    uses the same experts again, pass these totals with ``experts.replace(totals=...)``. All other
     gradients are computed before they are added.
 
     Args:
-      loss: maps parameters, a pytree of float arrays, and other arguments to a scalar; or to a pair
-        of a scalar and an auxiliary result.
+      loss: a function of parameters (a pytree of float arrays) and other arguments. It returns a
+        scalar, or a pair of a scalar and an auxiliary result.
       has_aux: True if ``loss`` returns a pair.
 
     Returns:
-      A function of ``totals``, ``params`` and the other arguments. ``totals`` is like ``params``,
-      in float32. The auxiliary result has None in place of totals.
+      A function of ``totals``, ``params`` and the other arguments. ``totals`` has the structure and
+      shapes of ``params``, in float32. In the auxiliary result, None replaces totals.
 
     Example:
       ```python
@@ -70,13 +70,13 @@ def accumulate_grads(loss: Callable[..., Any], *, has_aux: bool = False) -> Call
             is_totals = lambda x: isinstance(x, Totals)
             found = [x for x in jax.tree.leaves(aux, is_leaf=is_totals) if is_totals(x)]
             aux = jax.tree.map(lambda x: None if is_totals(x) else x, aux, is_leaf=is_totals)
-            # Other totals belong to some of the experts, to a batch, or to weights that were cast.
+            # Skip totals that do not fit the weights, for example totals of cast weights.
             whole = (x for x in found if _types(x) == _types(x.of(given[int(x.name)])))
             return (value, {x.name: x for x in whole}), aux
 
         zeros = jax.tree.map(jnp.zeros_like, given)
         (value, returned), transpose, aux = jax.vjp(of, zeros, has_aux=True)
-        # The products add their gradients to these totals.
+        # Pass the totals as cotangents, because products add their gradients to them.
         ends = {name: x.of(given[int(name)]) for name, x in returned.items()}
         (found,) = transpose((jnp.ones_like(value), ends))
         sums = jax.tree.map(jnp.add, given, found)

@@ -10,10 +10,10 @@ from ..routing.checks import GroupOrAxes, axes_of
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """The mesh axes of a layer, and what each of them divides.
+    """The mesh axes of a layer, by the dimensions that they divide.
 
-    If a layer has no other axes, the name of the axis of experts, a tuple of names, or a ``Group``
-    may replace ``Axes``. Over axes that are not named, all devices repeat the work.
+    If only ``experts`` is needed, pass its value in place of an ``Axes``. Along axes that are not
+    named, all devices repeat the work.
     """
 
     experts: GroupOrAxes
@@ -25,9 +25,9 @@ class Axes:
     tensor: str | None = None
     """Name of the axis over which the I columns of each expert are divided, or None."""
     fsdp: str | tuple[str, ...] | None = None
-    """Name or names of axes over which weights are stored in parts of their H axis, usually those
-    of ``data``. Each call of ``moe`` then gathers the weights, and scatters their gradients. With
-    None, each device stores the whole H axis."""
+    """Name or names of axes that divide the H axis of stored weights, usually the axes of ``data``.
+    Each call of ``moe`` then gathers the weights, and scatters their gradients. With None, each
+    device stores the whole H axis."""
 
     def __post_init__(self) -> None:
         axes_of(self.experts, "axes")

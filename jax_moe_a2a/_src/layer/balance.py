@@ -33,45 +33,42 @@ def load_balancing_loss(
 ) -> jax.Array:
     """Return the load-balancing loss of a router: 1 if all experts have equal shares.
 
-    The loss is ``E * sum(f * P)`` over the E experts. ``f`` is the share of all choices that chose
-    the expert, and ``P`` is the mean of the expert's scores, where the scores of each token are
-    first divided by their sum. This is the loss of Switch Transformer (Fedus et al.,
-    arXiv:2101.03961, equations 4 to 6) with the choices of top-k counted as in Megatron. For
-    the sigmoid scores of one sequence, it is the sequence-wise loss of DeepSeek-V3
-    (arXiv:2412.19437, section 2.1.2). The loss of DeepSeek-V3 uses the choices of a router without
-    ``select_bias``.
+    The loss is ``E * sum(f * P)`` over the E experts. ``f`` is the expert's share of all choices.
+    ``P`` is the mean of the expert's scores, after the scores of each token are divided by their
+    sum. This is the loss of Switch Transformer (Fedus et al., arXiv:2101.03961, equations 4 to 6),
+    extended to top-k as in Megatron. With the sigmoid scores of one sequence, it is the
+    sequence-wise loss of DeepSeek-V3 (arXiv:2412.19437, section 2.1.2). For this loss, DeepSeek-V3
+    counts the choices of a router without ``select_bias``.
 
-    ``load_balancing_loss_func`` of Mixtral, Qwen3-MoE and GPT-OSS in transformers counts ``f`` per
-    token, and over the tokens of all layers together. It therefore returns ``top_k`` times this
-    loss of scores and ids with an axis of layers. Switch in transformers returns the
-    mean of this loss over sequences.
+    In transformers, ``load_balancing_loss_func`` of Mixtral, Qwen3-MoE and GPT-OSS counts ``f`` per
+    token, and over all layers together. The result is ``top_k`` times this loss for scores and ids
+    with an axis of layers. Switch in transformers returns the mean of this loss over sequences.
 
-    A token takes part if at least one of its ids is valid. If all scores of a token are 0, they are
-    treated as equal. Choices that a capacity drops are included. Three variants:
+    A token counts if at least one of its ids is valid. If all scores of a token are 0, they are
+    treated as equal. Choices that a capacity drops also count. The loss has three variants:
 
     - Each sequence by itself: ``jax.vmap(load_balancing_loss)(scores, ids).mean()``.
     - First choices only, as in Switch and GShard (arXiv:2006.16668): ``ids[..., :1]``, because
       ``TopK`` returns the best expert first.
-    - All micro-batches of a step (Qiu et al., arXiv:2501.11873): ``counts`` of the micro-batches
-      before this one. ``f`` then includes their choices, and ``P`` is the mean over this call only.
+    - All micro-batches of a step (Qiu et al., arXiv:2501.11873): pass ``counts`` of the earlier
+      micro-batches. ``f`` then includes their choices, but ``P`` is the mean over this call only.
 
     Args:
       scores: floats [..., E], not negative: the ``scores`` of ``TopK``, or other scores, such as
           sigmoids.
       ids: integers [..., K]: the ``ids`` of ``TopK``. Ids outside [0, E), such as -1, are
         not counted.
-      counts: integers or floats [E], or None: how many choices of all ranks chose each expert in
-          earlier micro-batches. They are added to the choices of ``ids``, and have no gradient.
+      counts: the number of choices of each expert on all ranks in earlier micro-batches, integers
+          or floats [E]; or None. They are added to the choices of ``ids``, and have no gradient.
           Start with zeros, and add ``statistics.load.wanted_per_expert`` after each micro-batch.
-      axis_name: names of the mesh axes that divide the tokens, such as ``("data", "ep")``; the
-        shares then include all tokens, and the loss is equal on these ranks. The axes must be in
-        scope. None means the tokens of this call only. The call sums 2E + 1 numbers by
-        ``lax.psum``, whose rules apply to derivatives: if ``jax.grad`` runs inside ``jax.vmap`` or
-        ``shard_map(check_vma=False)``, it differentiates the sum of the losses of all ranks.
+      axis_name: names of the mesh axes in scope that divide the tokens, such as ``("data", "ep")``.
+        The shares then include the tokens of all ranks, and the loss is equal on these ranks. None
+        means the tokens of this call only. The call sums 2E + 1 numbers with ``lax.psum``. If
+        ``jax.grad`` runs inside ``jax.vmap`` or ``shard_map(check_vma=False)``, it therefore
+        differentiates the sum of the losses of all ranks.
 
     Returns:
-      [] float32 (float64 for float64), differentiable in the scores. It is 0 if no token takes
-      part.
+      [] float32 (float64 for float64), differentiable in the scores. It is 0 if no token counts.
 
     Raises:
       TypeError: if an argument has the wrong type or dtype.
@@ -113,10 +110,10 @@ def load_balancing_loss(
 
 def shares_of(scores: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the scores [..., E], divided by their sum for each token, and booleans [...]: True for
-    tokens that take part. The scores of all other tokens become 0."""
+    tokens that count. The scores of all other tokens become 0."""
     is_token = ((ids >= 0) & (ids < scores.shape[-1])).any(axis=-1, keepdims=True)
-    # Scores are first divided by the largest score. Their sum is then at least 1, and its
-    # derivative cannot overflow.
+    # Divide by the largest score first. The sum is then at least 1, and its derivative cannot
+    # overflow.
     largest = lax.stop_gradient(scores.max(axis=-1, keepdims=True))
     has_scores = is_token & (largest != 0)
     ratios = jnp.where(has_scores, scores, 1) / jnp.where(has_scores, largest, 1)
@@ -143,13 +140,12 @@ def router_z_loss(
 
     Args:
       logits: floats [..., E] of 16 bits or more.
-      mask: booleans [...], False for tokens that do not take part, as in ``TopK``; or None.
+      mask: booleans [...], False for tokens that do not count, as in ``TopK``; or None.
       axis_name: names of the mesh axes that divide the tokens, as in ``load_balancing_loss``. The
         call makes one ``lax.psum`` of two numbers.
 
     Returns:
-      [] float32 (float64 for float64), differentiable in the logits. It is 0 if no token takes
-      part.
+      [] float32 (float64 for float64), differentiable in the logits. It is 0 if no token counts.
 
     Raises:
       TypeError: if an argument has the wrong type or dtype.
@@ -194,26 +190,25 @@ def sum_of_columns(
     counted: jax.Array | None = None,
     num_counted: int = 0,
 ) -> jax.Array:
-    """Return one array [E + n + ``num_counted``]: the sums of an array [..., E] and of n arrays
-    [...] over all leading axes, and how often ``counted`` [..., K] has each integer from 0 to
-    ``num_counted`` - 1.
+    """Return sums over all leading axes as one array [E + n + ``num_counted``].
 
-    XLA computes the columns while it adds them. If the columns were concatenated, XLA would write
-    them to an array.
+    The array holds the sums of ``first`` [..., E], the sums of the n arrays ``others`` [...], and
+    how often ``counted`` [..., K] has each integer below ``num_counted``. XLA computes the columns
+    while it adds them. If they were concatenated, XLA would first write them to an array.
     """
     size, num_leading = first.shape[-1], first.ndim - 1
-    start = size + len(others)  # of the counts
+    start = size + len(others)  # first column of the counts
     column = lax.iota(jnp.int32, start + num_counted).reshape(*(1,) * num_leading, -1)
     columns = jnp.pad(first, [(0, 0)] * num_leading + [(0, len(others) + num_counted)])
     for i, x in enumerate(others):
         columns = jnp.where(column == size + i, x[..., None].astype(first.dtype), columns)
     if counted is not None:
-        # XLA would compute a sum over K in a kernel of its own.
+        # XLA would compute a sum over the axis K in a separate kernel.
         of_k = (counted[..., k, None] == column - start for k in range(counted.shape[-1]))
         counts = functools.reduce(operator.add, (hit.astype(first.dtype) for hit in of_k))
         columns = jnp.where(column >= start, counts, columns)
     if num_leading > 1:
-        # XLA would merge both sums into one sum, which only few blocks of a GPU would compute.
+        # XLA would merge both sums into one sum, which uses only a few blocks of a GPU.
         columns = lax.optimization_barrier(columns.sum(axis=-2))
     return columns.sum(axis=tuple(range(columns.ndim - 1)))
 
@@ -232,27 +227,26 @@ def update_select_bias(
     recenter: bool = False,
     axis_name: AxisNames = None,
 ) -> jax.Array:
-    """Return the next ``select_bias``: higher for experts below the mean load, lower above it.
+    """Return the next ``select_bias``: higher for experts below the mean load, lower for others.
 
     The result is ``bias + rate * sign(mean(counts) - counts)``, which balances the load without a
     loss (DeepSeek-V3, arXiv:2412.19437, section 2.1.2; Wang et al., arXiv:2408.15664). Call it once
-    after each training step, and store the bias next to the parameters, but not among them: it has
-    no gradient.
+    after each training step. Store the bias next to the parameters, but not among them, because the
+    bias has no gradient.
 
-    The counts must be the choices that tokens *wanted*: they must include dropped rows, because
-    otherwise the bias of an overloaded expert rises.
+    The counts must include dropped rows, because otherwise the bias of an overloaded expert rises.
 
     Args:
       bias: floats [..., E] of 32 bits or more. Leading axes are for layers.
-      counts: integers or floats with the shape of ``bias``: how many choices of the batch chose
-        each expert, before any capacity dropped them. Integers are compared with their mean
-        exactly. Their sum must be below 2**31.
-      rate: the change of a bias in one step, above 0. DeepSeek-V3 used 0.001.
+      counts: integers or floats with the shape of ``bias``: the number of choices of each expert in
+        the batch, before a capacity drops any. Integers are compared with their mean exactly. Their
+        sum must be below 2**31.
+      rate: a number above 0 by which a bias changes in one step. DeepSeek-V3 used 0.001.
       recenter: True to subtract the mean of the new bias, which changes no choice. Otherwise the
           mean drifts, because the numbers of experts below and above the mean load differ.
       axis_name: names of mesh axes over which counts are first summed, such as ``"data"``, or None
-        if counts already cover the whole batch. Counts may already be the sums over some of these
-        axes, because only the sign of their differences matters.
+        if counts already cover the whole batch. Summing twice over an axis is harmless, because
+        only the sign of the differences matters.
 
     Returns:
       The new bias, with the shape and dtype of ``bias``.
@@ -291,21 +285,21 @@ def update_select_bias(
 def quantile_select_bias(
     bias: ArrayLike, histogram: ArrayLike, k: int, *, axis_name: AxisNames = None
 ) -> jax.Array:
-    """Return the next ``select_bias``, with which each expert would have had an equal load.
+    """Return the ``select_bias`` that would have given each expert an equal load.
 
     The method is quantile balancing (Su, https://kexue.fm/archives/11619), as in Kimi K3 (technical
     report, section 2.3.3, equations 13 and 14, and appendix D), Megatron-LM, TransformerEngine and
-    torchtitan. ``r[i, j]`` is the bias above which token i chooses expert j, and E experts share k
-    choices of each token:
+    torchtitan. Each token chooses k of E experts, and ``r[i, j]`` is the bias above which token i
+    chooses expert j:
 
     ```
-    r[i, j] = (the highest score + bias of token i after its k choices) - scores[i, j]
+    r[i, j] = ((k + 1)-th highest score + bias of token i) - scores[i, j]
     b[j] = quantile(r[:, j], k / E), over all tokens
     next bias = b - mean(b)
     ```
 
     ``TopK.bias_histogram`` counts ``r`` in bins, and the quantile is interpolated within its bin.
-    In contrast to ``update_select_bias``, there is no rate: a skewed router is balanced after a few
+    Unlike ``update_select_bias``, the method has no rate, and balances a skewed router after a few
     steps. Call it once after each training step. If small batches make the bias noisy, average it:
     ``0.9 * bias + 0.1 * next_bias``.
 
@@ -319,14 +313,15 @@ def quantile_select_bias(
           None if the histograms already cover the whole batch.
 
     Returns:
-      The new bias, with the shape and dtype of ``bias``. If no token was counted, it is ``bias``.
+      The new bias, with the shape and dtype of ``bias``. If no token was counted, the result is
+      ``bias``.
 
     Raises:
       TypeError: if an argument has the wrong type or dtype.
       ValueError: if an argument has the wrong shape or range, or an axis is not in scope.
 
     Example:
-      All four tokens prefer expert 0. After one step, each expert has two of them:
+      All four tokens prefer expert 0. After one step, each expert has two tokens:
 
       ```python
       import jax.numpy as jnp
@@ -357,8 +352,8 @@ def quantile_select_bias(
         raise ValueError(f"k must be below the number of experts, {num_experts}; got {k}")
     counts = sum_over(axes, histogram.astype(_sum_dtype(histogram.dtype)))
     num_tokens = counts.sum(axis=-1, dtype=counts.dtype)
-    # The number of tokens times k / E is ``rank`` - ``part``, with ``part`` in [0, 1). The product
-    # of all tokens and k may not fit into the dtype.
+    # num_tokens * k / E is ``rank`` - ``part``, with ``part`` in [0, 1). Divide first, because
+    # num_tokens * k may not fit into the dtype.
     whole, rest = jnp.divmod(num_tokens, num_experts)
     rank = whole * k - (-rest * k) // num_experts
     part = ((-rest * k) % num_experts).astype(bias.dtype) / num_experts
@@ -385,7 +380,7 @@ def _below_mean(counts: jax.Array) -> jax.Array:
     total = counts.sum(axis=-1, keepdims=True, dtype=counts.dtype)
     if not jnp.issubdtype(counts.dtype, jnp.integer):
         return jnp.sign(total - num_experts * counts)
-    # A product of a count and E may not fit into 32 bits.
+    # Divide first, because a product of a count and E may not fit into 32 bits.
     mean, rest = jnp.divmod(total, num_experts)
     return jnp.sign(mean - counts) + ((counts == mean) & (rest > 0)).astype(counts.dtype)
 
@@ -430,7 +425,7 @@ def _check_axes(axis_name: Any) -> tuple[str, ...]:
 
 
 def _check_scores(value: object) -> jax.Array:
-    """Return scores as an array. Raise an error if known scores are negative."""
+    """Return scores as an array. Raise an error if their values are known and negative."""
     scores = check_logits(value, "scores")
     if is_known(scores) and scores.size and (least := float(scores.min())) < 0:
         raise ValueError(

@@ -1,14 +1,13 @@
-"""Choose the experts of tokens from keys, by ``lax.top_k`` or, on NVIDIA GPUs, by a kernel that
-chooses the same experts.
+"""Choose the experts with the highest keys, with ``lax.top_k`` or a kernel for NVIDIA GPUs.
 
-``choose_p`` has the operands keys and values, floats [*B, E], and perhaps a mask, booleans [*B].
-Its results are ids, int32 [*B, K], weights [*B, K] and chosen values [*B, K]: the experts with the
-highest keys, their weights, and their values. Masked tokens have the ids -1 and zeros. The
-parameters are ``k``, ``groups`` and ``weighing``. The kernel only compares keys, and adds few of
-them in a fixed order, so its ids are equal to those of the composition, bit for bit.
+``choose_p`` has the operands keys and values, floats [*B, E], and an optional mask, booleans [*B].
+It returns the ids of the experts with the highest keys, int32 [*B, K], their weights [*B, K] and
+their values [*B, K]. Masked tokens have the ids -1, and zeros as weights and values. The parameters
+are ``k``, ``groups`` and ``weighing``. The kernel and ``lax.top_k`` choose equal ids, because the
+kernel only compares keys, and adds a few keys in a fixed order.
 
-Derivatives are those for given ids: weights are a function of the chosen values, and chosen values
-are linear in the values.
+Derivatives treat the ids as constants. The weights are a function of the chosen values, and the
+chosen values are linear in the values.
 """
 
 from __future__ import annotations
@@ -51,11 +50,11 @@ class Weighing(NamedTuple):
     """The function that computes weights from chosen values."""
 
     renormalizes: bool
-    """True if weights are the softmax of the values, or of the log-sigmoids of the values. False if
-    weights are the values."""
+    """True if weights are the softmax of the values (of their log-sigmoids if ``is_sigmoid``).
+    False if weights are the values."""
     is_sigmoid: bool
     scale: float
-    """Multiplies the weights."""
+    """The factor of the weights."""
 
     def __call__(self, chosen: jax.Array, counts: jax.Array | None = None) -> jax.Array:
         """Return the weights of values [..., K]. The softmax leaves out choices whose ``counts`` is
@@ -86,9 +85,9 @@ def choose(
     groups: Groups | None,
     weighing: Weighing,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the experts with the highest keys [..., E], as ids [..., K] with the best expert
-    first, and their weights [..., K]. ``weighing`` computes weights from the values [..., E]. Keys
-    have no gradient. The mask [...] is False for tokens that choose no expert."""
+    """Return the ids [..., K] of the experts with the highest keys [..., E], best first, and their
+    weights [..., K]. ``weighing`` computes weights from the values [..., E]. Keys have no gradient.
+    The mask [...] is False for tokens that choose no expert."""
     operands = (lax.stop_gradient(keys), values, *([] if mask is None else [mask]))
     ids, weights, _ = bind(choose_p, *operands, k=k, groups=groups, weighing=weighing)
     return ids, weights
@@ -97,16 +96,16 @@ def choose(
 def best(keys: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
     """Return the highest keys and their indices, from high to low. If keys are equal, the lower
     index is first."""
-    # XLA orders -0.0 before 0.0, and removes an addition of 0.0.
+    # XLA orders -0.0 before 0.0, so replace -0.0. XLA would remove an addition of 0.0.
     values, ids = lax.top_k(jnp.where(keys == 0, 0.0, keys), number)
-    # On GPUs and TPUs, a program over Auto axes whose only result is the ids would return zeros
-    # (https://github.com/openxla/xla/issues/49005). The minimum changes no id, and prevents it.
+    # The minimum changes no id. Without it, a program over Auto axes whose only result is the ids
+    # would return zeros on GPUs and TPUs (https://github.com/openxla/xla/issues/49005).
     return values, jnp.minimum(ids, keys.shape[-1] - 1)
 
 
 def at(values: jax.Array, ids: jax.Array) -> jax.Array:
-    """Return ``values[..., ids]`` [..., K], with 0 for ids outside [0, E). A sum replaces the
-    gather, whose transpose is a scatter, and which needs a sharding over Explicit axes."""
+    """Return ``values[..., ids]`` [..., K], with 0 for ids outside [0, E). Use a sum, because a
+    gather needs a sharding over Explicit axes, and its transpose is a scatter."""
     chosen = one_hot(ids, values.shape[-1])
     return jnp.where(chosen, values[..., None, :], 0).sum(axis=-1)
 
@@ -118,11 +117,11 @@ def one_hot(ids: jax.Array, num: int) -> jax.Array:
 
 
 def _only_best_groups(keys: jax.Array, groups: Groups) -> jax.Array:
-    """Return the keys of a token's best groups, and minus infinity for all other experts."""
+    """Return the keys, with minus infinity for experts outside a token's best groups."""
     num_groups, top_groups, top_in_group = groups
     grouped = keys.reshape(*keys.shape[:-1], num_groups, keys.shape[-1] // num_groups)
     highest = best(grouped, top_in_group)[0]
-    # The kernel also adds the keys from high to low.
+    # Add the keys from high to low, like the kernel.
     values = functools.reduce(operator.add, (highest[..., i] for i in range(top_in_group)))
     is_best = one_hot(best(values, top_groups)[1], num_groups).any(axis=-2)
     return jnp.where(is_best[..., None], grouped, -jnp.inf).reshape(keys.shape)
@@ -160,14 +159,14 @@ def _kernel(
 
 
 def why_no_kernel(keys: Any, groups: Groups | None = None) -> str:
-    """Return why no kernel chooses from such keys on the GPUs of this process, or ''."""
+    """Return why no kernel chooses from these keys on this process's GPUs, or ''."""
     if keys.dtype != jnp.float32:
         return f"the kernel compares float32 numbers; got {short(keys)}"
     if why := native.why_no_local_kernel():
         return why
     most = native.limit("MAX_CHOICE_EXPERTS")
     num_groups = 1 if groups is None else groups.num_groups
-    # Each group has the same number of lanes of a warp.
+    # The kernel uses an equal number of lanes of a warp for each group.
     padded = 1 << (num_groups - 1).bit_length()
     if padded > 32 or keys.shape[-1] // num_groups * padded > most:
         return (

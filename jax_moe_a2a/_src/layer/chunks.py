@@ -26,7 +26,7 @@ from .weights import Experts, Totals
 
 
 class Tokens(NamedTuple):
-    """The arrays [T, ...] of the tokens of a rank. None or a number may stand for an array."""
+    """The arrays [T, ...] of the tokens of a rank. None or a number may replace an array."""
 
     x: Any
     topk_ids: Any
@@ -101,7 +101,7 @@ def in_chunks(
         result, found = layer(tokens._replace(**chunk), own, totals)
         return found, result
 
-    # After a chunk, totals also vary over the mesh axes of the tokens.
+    # The carry must keep its type, but a chunk returns totals that vary over the axes of tokens.
     axes = frozenset().union(*map(compat.varying_axes, divided.values()))
     totals = jax.tree.map(lambda total: compat.align_varying([total], axes)[0], totals)
     # ``prevent_cse`` is not needed, because XLA does not merge computations of different loops.
@@ -109,7 +109,7 @@ def in_chunks(
 
 
 def _floats(w: Any) -> Any:
-    """Return the float array of weights, which has the gradients, or None."""
+    """Return the array with the gradients of weights, or None if weights have no gradients."""
     return w.source if isinstance(w, QuantizedExperts) else w
 
 

@@ -1,9 +1,8 @@
 """Move the weights of replicas from the ranks of their experts to the spare slots.
 
-An expert's weights are cut into pieces of equal size, which are the tokens of one dispatch. In this
-dispatch, the spare slots take the place of experts. All ranks know the placement, so each rank
-computes its routing alone. The transpose is a combine, which sums the gradients of replicas at the
-home rank.
+An expert's weights are cut into pieces of equal size. One dispatch sends the pieces as tokens, and
+the spare slots receive them as experts. All ranks know the placement, so each rank computes its
+routing alone. The transpose is a combine, which sums the gradients of replicas at the home rank.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ FETCHED_CHECKPOINT_NAME = "moe_a2a_fetched"
 If a policy of ``jax.checkpoint`` does not save this name, the backward pass fetches the weights
 again."""
 
-# The most elements of a piece. More pieces keep more SMs busy, but the arrays of the routing have
-# an entry for each piece, rank and replica.
+# The largest number of elements of a piece. More pieces keep more SMs busy, but need larger routing
+# arrays, with an entry for each piece, rank and replica.
 PIECE_ELEMENTS = 2**15
 
 
 def fetch_experts(w: PyTree, placement: Placement, *, group: GroupOrAxes) -> PyTree:
-    """Return the weights of this rank's spare slots, from the ranks of their experts.
+    """Fetch the weights of this rank's spare slots from the ranks of their experts.
 
-    All arrays travel in one exchange, bit for bit, and without a routing exchange. Call it on every
+    All arrays travel in one exchange, bit for bit. No routing exchange is needed. Call it on every
     rank, where the group's axes are in scope. The gradient of ``w`` is the sum of the gradients of
     all replicas in spare slots, computed in float32 (float64 for float64) in the order of ranks,
     and rounded once to the dtype of ``w``. Integers, and floats of 8 bits, have no gradient.
@@ -109,7 +108,7 @@ def fetch(arrays: list[jax.Array], placement: Placement, group: Group) -> list[j
     num_pieces = 1 << max(0, (max(sizes) // PIECE_ELEMENTS).bit_length() - 1)
     routing = _in_pieces(_routing_of_experts(placement, own_rank(group), num_ranks), num_pieces)
     tokens = [_pieces_of(x, num_pieces) for x in arrays]
-    # With replicas in several slots of a rank, the rank sends one sum of their gradients.
+    # If a rank has an expert in several slots, the rank sends one sum of their gradients.
     is_wide = any(x.dtype == jnp.float64 for x in tokens)
     options = Options(wire_dtype=None if is_wide else jnp.dtype(jnp.float32))
     params: dict[str, Any] = dict(num_leaves=len(tokens), num_choice_arrays=0, options=options)
@@ -155,7 +154,7 @@ def _routing_of_experts(placement: Placement, rank: jax.Array, num_ranks: int) -
 
 
 def _in_pieces(routing: RoutingArrays, num: int) -> RoutingArrays:
-    """Return the routing of pieces: token, slot or row t becomes ``num`` pieces, from t * num."""
+    """Return the routing of pieces: index t becomes the indices t * num to t * num + num - 1."""
 
     def numbered(x: jax.Array, axis: int) -> jax.Array:
         x = jnp.repeat(x, num, axis)

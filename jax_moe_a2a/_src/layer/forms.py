@@ -1,15 +1,15 @@
 """Define the forms in which a rank applies its experts to its rows.
 
-A form maps rows, weights, the sizes of their groups and totals of the weights to the outputs
-[C, H], which are unspecified after the last group, and to totals:
+A form is a function of rows, weights, group sizes and totals of the weights. It returns totals, and
+the outputs [C, H], which are unspecified after the last group. The forms are:
 
-- *fused*: kernels apply the activation and its derivative. With weights that are trained in FP8,
-  they also quantize.
-- *composed*: products around passes of the activation. Adapters add to the products.
+- *fused*: kernels apply the activation and its derivative. If weights are trained in FP8, the
+  kernels also quantize.
+- *composed*: separate passes apply the activation between two products. Adapters add to products.
 - *frozen*: products read rows and weights that are already in FP8. The weights have no gradient.
 
-With weights that are trained in FP8, the first product reads ``RowsInFp8`` as they are, and a
-product of other rows quantizes them.
+If weights are trained in FP8, the first product reads ``RowsInFp8`` directly. If it gets other
+rows, it quantizes them.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _composed(
     multiply: Callable[..., tuple[jax.Array, jax.Array | None]],
     activate: Callable[[jax.Array, Rows, jax.Array], Any],
 ) -> tuple[jax.Array, Totals]:
-    """Apply experts by two products. ``multiply`` is a function like ``_multiply``. ``activate``
+    """Apply experts with two products. ``multiply`` is a function like ``_multiply``. ``activate``
     maps first products, rows and sizes to rows for the second product."""
 
     def dot(rows: Any, w: Any) -> jax.Array:
@@ -143,8 +143,8 @@ def _multiply(
 
 def _frozen(activate: Callable[..., jax.Array], fused: FusedActivation | None, tail: Tail) -> Form:
     """Return the form for ``RowsInFp8`` and frozen weights. ``activate`` is ``_activate`` for one
-    activation. If ``fused`` is the same activation, one pass over the rows in use applies it and
-    quantizes the result."""
+    activation. With ``fused``, one pass over the rows in use applies this activation and quantizes
+    the result."""
 
     def multiply(rows: Any, w: Any, sizes: jax.Array, _: object) -> tuple[jax.Array, None]:
         return dot_of_frozen(rows, w, sizes, tail=tail), None
@@ -168,8 +168,8 @@ def _frozen(activate: Callable[..., jax.Array], fused: FusedActivation | None, t
 
 
 unfused_p = compat.Primitive("moe_a2a_unfused_activation")
-"""The identity, which marks separate passes of an activation. Its parameter says why the kernels do
-not apply the activation."""
+"""An identity that marks separate passes of an activation for ``explain``. Its parameter ``why``
+says why the kernels do not apply the activation."""
 
 register_fixed(unfused_p)
 
@@ -190,7 +190,7 @@ def _activate(
     row_weights: jax.Array,
     is_row: jax.Array,
 ) -> jax.Array:
-    """Return the activations of rows, times their weights: [C, I] like ``product``.
+    """Return the activations of rows times their weights, [C, I], in the dtype of ``product``.
 
     Rows without a token, and their weights, hold unspecified values. None of these values may reach
     a gradient. If the activation reads an array of the enclosing function, each row without a token
@@ -199,7 +199,7 @@ def _activate(
     gets the values of a row with a token before the activation, and becomes zero after it.
     """
     has_token = is_row[:, None]
-    # The first row holds a token if any row does. If none does, most functions are finite at 0.5.
+    # If any row holds a token, the first row does. Otherwise use 0.5: most functions are finite.
     first = jnp.where(has_token[:1], unfused_p.bind(product[:1], why=why), 0.5)
     act = activation(jnp.where(has_token, product, first))
     expected = (product.shape[0], intermediate)

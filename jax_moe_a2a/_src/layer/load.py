@@ -28,24 +28,24 @@ class ExpertLoad:
     """
 
     rows_per_expert: jax.Array
-    """[..., E]: rows with a token of each expert, without dropped rows."""
+    """[..., E]: number of rows of each expert, without padding and dropped rows."""
     rows_per_rank: jax.Array
-    """[..., R]: rows with a token on each rank."""
+    """[..., R]: number of rows of each rank, without padding and dropped rows."""
     dropped_per_rank: jax.Array
-    """[..., R]: rows that each rank dropped because its capacity was too small."""
+    """[..., R]: number of rows that each rank dropped because its capacity was too small."""
     wanted_per_expert: jax.Array
-    """[..., E]: choices of each expert on all ranks, dropped or not. Use it to update the bias of a
-    router, because an expert whose rows were dropped looks idle in ``rows_per_expert``."""
+    """[..., E]: number of choices of each expert on all ranks, dropped or not. Update a router's
+    bias with this array, because experts with dropped rows look idle in ``rows_per_expert``."""
     invalid_per_rank: jax.Array
-    """[..., R]: ids of each rank's tokens outside [-1, E), which no expert receives. If all ranks
-    hold the same tokens, rank 0 counts them."""
+    """[..., R]: number of ids outside [-1, E) of each rank's tokens. No expert receives them. If
+    all ranks hold the same tokens, rank 0 counts these ids."""
 
     @property
     def max_over_mean(self) -> jax.Array:
         """Return the load of the busiest rank as a multiple of the mean load, [...] float32.
 
-        Dropped rows are part of the load. The result is 1 if all ranks have the same load, and 0
-        without any load. A capacity factor of ``max_over_mean`` would have dropped nothing.
+        Dropped rows count as load. The result is 1 if all ranks have the same load, and 0 if there
+        is no load. A capacity factor of ``max_over_mean`` would have dropped nothing.
         """
         return _max_over_mean(self.rows_per_rank + self.dropped_per_rank)
 
@@ -60,8 +60,8 @@ class ExpertLoad:
     @property
     def entropy(self) -> jax.Array:
         """Return the entropy of the experts' shares of the choices, divided by ``log(E)``, [...]
-        float32: 1 if all experts have equal shares, and 0 if one expert has all. Dropped rows count
-        as load."""
+        float32. It is 1 if all experts have equal shares, and 0 if one expert has all choices.
+        Dropped rows count as load."""
         wanted = jnp.asarray(self.wanted_per_expert, jnp.float32)
         shares = wanted / jnp.maximum(wanted.sum(axis=-1, keepdims=True), jnp.float32(1))
         return jax.scipy.special.entr(shares).sum(axis=-1) / math.log(max(shares.shape[-1], 2))
@@ -90,14 +90,14 @@ jax.tree_util.register_dataclass(
 def expert_load(recv: Recv | AnyRouting, *, placement: Placement | None = None) -> ExpertLoad:
     """Count the rows of all experts and ranks after a ``dispatch``, on every rank.
 
-    Call ``expert_load`` on every rank, where the group's axes are in scope. It sums E + R counts
-    over the ranks with one ``lax.psum``, and 2E + 3R if rows may be dropped.
+    Call ``expert_load`` on every rank, where the group's axes are in scope. One ``lax.psum`` sums
+    E + R counts over the ranks, or 2E + 3R counts if rows may be dropped.
 
     Args:
       recv: the result of ``dispatch`` or ``dispatch_done``; or a ``Routing``, for example the
         routing that ``moe_mlp`` received.
-      placement: the placement whose slots were routed, or None. The counts of experts are then the
-        sums over their slots, so E is the number of experts of the placement.
+      placement: the placement whose slots were routed, or None. With a placement, E is its number
+        of experts, and the counts of an expert are summed over the expert's slots.
 
     Returns:
       An ``ExpertLoad`` with arrays [E], [R], [R], [E] and [R]. It may be a result of ``jax.jit``,
@@ -150,24 +150,23 @@ def expert_load(recv: Recv | AnyRouting, *, placement: Placement | None = None) 
 
 
 def most_choices(axes: tuple[str, ...], ids: jax.Array) -> int:
-    """Return the largest possible sum over mesh axes of a number of choices, rows or drops."""
+    """Return a number that no count of choices, rows or drops of all ranks can exceed."""
     return math.prod(map(lax.axis_size, axes)) * ids.shape[0] * (ids.shape[1] + 1)
 
 
 def sum_choices(
     axes: tuple[str, ...], columns: jax.Array, rows: jax.Array, num_columns: int
 ) -> jax.Array:
-    """Return the sums over mesh axes of the number of choices of each column [num_columns] and of
-    ``rows``, as one int32 array. The arrays are those of ``columns_of`` and ``rows_of``."""
+    """Return sums over mesh axes as one int32 array: the choices of each column [num_columns], and
+    ``rows``. The arguments are results of ``columns_of`` and ``rows_of``."""
     own = one_hot(columns, num_columns).sum(axis=(0, 1), dtype=jnp.int32)
     return sum_counts(axes, jnp.concatenate([own, rows]), most_choices(axes, columns))
 
 
 @scopes.load
 def columns_of(routing: AnyRouting) -> jax.Array:
-    """Return what each choice counts for, int32 [T, K]: e for a choice of the expert e, E + r for
-    an invalid id of a token of the rank r, and -1 for nothing. The sums over ranks of these counts
-    include each choice once."""
+    """Return the column that counts each choice, int32 [T, K]: e for the expert e, E + r for an
+    invalid id on the rank r, and -1 for no column. Over all ranks, each choice is counted once."""
     rank, ids, num_experts = own_rank(routing.group), routing.topk_ids, routing.num_experts
     is_valid = (ids >= 0) & (ids < num_experts)
     columns = jnp.where(is_valid, ids, jnp.where(ids == -1, -1, num_experts + rank))
@@ -180,8 +179,8 @@ def columns_of(routing: AnyRouting) -> jax.Array:
 
 @scopes.load
 def rows_of(routing: AnyRouting) -> jax.Array:
-    """Return this rank's terms of the sums over ranks of rows, int32 [R * (L + 2)]: for each rank
-    the rows of its L experts, all its rows, and its dropped rows. Other ranks have zeros.
+    """Return the counts of this rank's rows, with zeros for other ranks, int32 [R * (L + 2)]. Each
+    rank has L + 2 counts: the rows of its L experts, all its rows, and its dropped rows.
 
     If no row can be dropped, the array is empty, because each choice then has exactly one row.
     """
@@ -189,7 +188,7 @@ def rows_of(routing: AnyRouting) -> jax.Array:
         return jnp.zeros(0, jnp.int32)
     here = routing.group_sizes
     if routing.alignment > 1:
-        # Rows with a token come first in each group. Group sizes include padding.
+        # Padding follows the rows with a token in each group, and group sizes include padding.
         row = jnp.arange(routing.capacity, dtype=jnp.int32)[:, None]
         ends = jnp.cumsum(here, dtype=jnp.int32)[None]
         is_row = (routing.row_rank >= 0)[:, None] & (row >= ends - here[None]) & (row < ends)
@@ -201,7 +200,7 @@ def rows_of(routing: AnyRouting) -> jax.Array:
 
 @scopes.load
 def load_of(counts: jax.Array, sizes: tuple[int, int], placement: Placement | None) -> ExpertLoad:
-    """Return the load from the result of ``sum_choices``. ``sizes`` are R and E."""
+    """Return the load from the result of ``sum_choices``. ``sizes`` are R, and E or P."""
     num_ranks, num_experts = sizes
     wanted, invalid, rows = jnp.split(counts, (num_experts, num_experts + num_ranks))
     if rows.size:

@@ -1,10 +1,10 @@
 """Multiply tokens by the router with the precision of float32.
 
-GPUs and TPUs compute a float32 product in fewer bits by default (TF32 on NVIDIA GPUs), and a token
-whose logits are almost equal would then choose other experts than on a CPU. ``router_dot_p`` sums
-exact products of float32 numbers. The primitive is bilinear, and its transposes are the same
-primitive. Therefore its derivatives of any order are as precise, and they read bfloat16 tokens
-without a float32 copy.
+By default, GPUs and TPUs compute a float32 product in fewer bits (TF32 on NVIDIA GPUs). If two
+logits of a token are almost equal, the token could then choose other experts than on a CPU.
+``router_dot_p`` sums exact products of float32 numbers. The primitive is bilinear, and its
+transposes are the same primitive. Therefore derivatives of any order have the same precision, and
+they read bfloat16 tokens without a float32 copy.
 
 A float32 number is the sum of three bfloat16 numbers, its *pieces*. On GPUs, a product of bfloat16
 and float32 arrays is one product of bfloat16 arrays, which hold the pieces side by side. This
@@ -58,7 +58,7 @@ def _dot_on_gpu(a: jax.Array, b: jax.Array, *, dtype: jnp.dtype) -> jax.Array:
         return _dot_of_pieces(a, b, dtype)
     if b.dtype == jnp.bfloat16:
         return _dot_of_pieces(b.mT, a.mT, dtype).mT
-    if dtype == jnp.bfloat16:  # the smallest products do not change the result
+    if dtype == jnp.bfloat16:  # the smallest pieces would not change the result
         (a_0, a_1, _), (b_0, b_1, _) = _pieces(a), _pieces(b)
         a, b = jnp.concatenate((a_1, a_0, a_0), -1), jnp.concatenate((b_0, b_1, b_0), -2)
         return _matmul(a, b, dtype)
@@ -89,7 +89,7 @@ def _pieces(x: jax.Array) -> list[jax.Array]:
 def _matmul(a: jax.Array, b: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Multiply arrays of 16 bits. Sums are in float32."""
     result = dtype if dtype == a.dtype else jnp.float32
-    precision = lax.Precision.DEFAULT  # does not depend on the caller's default
+    precision = lax.Precision.DEFAULT  # ignores the caller's default precision
     return jnp.matmul(a, b, precision=precision, preferred_element_type=result).astype(dtype)
 
 

@@ -31,7 +31,7 @@ class LoRA:
     a: Any
     """[E, K, r], where K is H for ``lora_in``, and I for ``lora_out``."""
     b: Any
-    """The weights' shape with r in place of K, such as [E, r, 2, I] for ``lora_in``."""
+    """The shape of the weights with r in place of K, such as [E, r, 2, I] for ``lora_in``."""
     _: dataclasses.KW_ONLY
     scale: float = dataclasses.field(default=1.0, metadata=dict(static=True))
     """A number above 0: alpha / r in the paper."""

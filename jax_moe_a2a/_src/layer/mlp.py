@@ -1,10 +1,9 @@
 """Define the expert layer: dispatch, two grouped products around an activation, and combine.
 
 Router weights w multiply the activations a before the second product, because w (a W) = (w a) W.
-The combine then sums rows without weights. The backward pass then does not need the result of the
-second product, which is neither kept nor computed again. Let D be the dispatched gradient of the
-output, and P = D W^T. The gradient of a is w P, the gradient of w is <a, P>, and the gradient of W
-is (w a)^T D.
+The combine then sums rows without weights, and the backward pass does not need the result of the
+second product. Let D be the dispatched gradient of the output, and P = D W^T. The gradient of a is
+w P, the gradient of w is <a, P>, and the gradient of W is (w a)^T D.
 
 With ``weigh_input``, the weights multiply the rows before the first product instead.
 """
@@ -73,49 +72,47 @@ def moe_mlp(
 ) -> jax.Array | tuple[jax.Array, Totals | None]:
     """Send tokens to their experts, apply the experts, and return the weighted sums.
 
-    ``Experts`` says what an expert computes. The call is equivalent to ``dispatch``,
+    ``Experts`` defines what an expert computes. The call is equivalent to ``dispatch``,
     ``grouped_dot``, the activation, ``grouped_dot`` and ``combine`` in this order. It makes two
     exchanges in the forward pass and two in the backward pass. All JAX transformations work as for
     ``dispatch``, with derivatives of any order.
 
-    For the backward pass, the call keeps the rows [C, H] and the first products [C, I']. If no
-    kernel applies the activation (``explain`` says why), it also keeps the weighted activations
-    [C, I]. The backward pass computes the activation again, and never needs the second products.
-    Policies of ``jax.checkpoint`` can save the names ``ROWS_CHECKPOINT_NAME``,
-    ``ROUTING_CHECKPOINT_NAME`` and ``PRODUCTS_CHECKPOINT_NAME``. With ``QuantizedExperts``,
-    products are in FP8 (docs/fp8.md).
+    For the backward pass, the call keeps the rows [C, H] and the results of the first product. If
+    no kernel applies the activation (``explain`` says why), the call also keeps the weighted
+    activations [C, I]. The backward pass computes the activation again, and never needs the results
+    of the second product. Policies of ``jax.checkpoint`` can save the names
+    ``ROWS_CHECKPOINT_NAME``, ``ROUTING_CHECKPOINT_NAME`` and ``PRODUCTS_CHECKPOINT_NAME``. With
+    ``QuantizedExperts``, products are in FP8 (docs/fp8.md).
 
-    To read how many rows were dropped, pass a ``Routing`` in place of the ids, and read its
-    ``num_dropped``, or call ``expert_load``.
+    To read how many rows were dropped, pass a ``Routing`` in place of the ids. Read its
+    ``num_dropped``, or pass it to ``expert_load``.
 
     Args:
       x: tokens, floats [T, H] of 16 bits or more.
-      choices: ``RouterChoices``, which ``TopK`` returns. Its ids are integers [T, K], the
-        ``topk_ids`` of ``route``; or a ``Routing``. With a ``Routing``, omit the arguments of
-        ``route``, or pass equal values. Its weights are floats [T, K], the ``topk_weights`` of
-        ``dispatch``; or None for an unweighted sum. They multiply the activations in float32, and
-        the result is rounded to the dtype of ``x``. With ``experts.weigh_input``, they multiply the
-        rows instead. Scores are not read.
+      choices: ``RouterChoices``, as ``TopK`` returns them. The ids are integers [T, K] as in
+        ``route``, or a ``Routing``. With a ``Routing``, omit the arguments of ``route``, or pass
+        equal values. The weights are floats [T, K], or None for an unweighted sum. The weights
+        multiply the activations in float32, and the products are rounded to the dtype of ``x``.
+        With ``experts.weigh_input``, the weights multiply the rows instead. Scores are not read.
       experts: the weights of this rank's L experts. L is ``num_experts // group.size``.
       group: the ranks, as in ``route``.
       num_experts: number of experts of all ranks together, as in ``route``.
       exchange: how tokens travel, an ``Exchange``. With ``replicated``, the result is this rank's
         partial sum; add the partial sums of all ranks with ``lax.psum``.
-      placement: a ``Placement`` of replicas of experts, without leading axes and equal on all
-        ranks, or None. Each choice then goes to one of the replicas of its expert
-        (``choose_slots``). If ``experts`` are the E / R home experts, the placement
-        must have the home form. The weights of spare slots are fetched in one exchange
-        (``fetch_experts``). By default, they are fetched again in the backward pass. With
-        ``num_chunks``, they are fetched once for all chunks, and kept. If ``experts`` are the
-        experts of all P / R slots of this rank (``move_experts``), nothing is fetched. Weights to
-        train in FP8 must not be quantized yet (``Experts.in_fp8``). A ``Routing`` must be a routing
-        of slots. For a replica, ``activation`` reads the arrays of the replica's rank, so keep
-        these arrays equal on all ranks.
+      placement: a ``Placement`` with replicas of experts, or None. It has no leading axes, and is
+        equal on all ranks. Each choice goes to one replica of its expert (``choose_slots``). If
+        ``experts`` are the E / R home experts, the placement must have the home form. The weights
+        of spare slots are then fetched in one exchange (``fetch_experts``), and fetched again in
+        the backward pass. With ``num_chunks``, they are fetched once for all chunks, and kept. If
+        ``experts`` are the experts of all P / R slots of this rank (``move_experts``), nothing is
+        fetched. Weights to train in FP8 must not be quantized before the call (``Experts.in_fp8``).
+        A ``Routing`` must be a routing of slots. If ``activation`` reads arrays, keep them equal on
+        all ranks, because a replica reads the arrays of its own rank.
       return_totals: True to also return the totals that ``accumulate_grads`` reads.
 
     Returns:
       [T, H] with the dtype of ``x``. Dropped choices add nothing. With ``return_totals``, a pair of
-      this array and ``experts.totals`` for the next use of the experts, or None without totals.
+      this array and totals: ``experts.totals`` for the next use of the experts, or None.
 
     Raises:
       TypeError: if an argument has the wrong type or dtype.
@@ -199,8 +196,8 @@ def quantized_once(
     weights: LayerWeights,
     totals: Totals,
 ) -> tuple[Totals, Any]:
-    """Return the result of ``in_chunks``. Each of the two passes quantizes weights to train in FP8
-    once for all chunks."""
+    """Return the result of ``in_chunks``. For training in FP8, the forward pass and the backward
+    pass each quantize the weights once for all chunks."""
     experts = weights.experts
     is_done = not experts.is_trained_in_fp8 or experts.w_in.values is not None
     if is_done or weights.fetched is not None:
@@ -225,7 +222,7 @@ def mlp_and_routing(
     totals: Totals,
 ) -> tuple[jax.Array, AnyRouting, Totals]:
     """Return the result of ``moe_mlp``, the routing of its tokens, and the totals of the weights.
-    With a placement, the routing is a routing of slots."""
+    With a placement, the routing has slots in place of experts."""
     activation, placement, weigh_input = layer_options
     x, topk_ids, topk_weights = tokens[:3]
     given, hidden = weights.experts, x.shape[1]
@@ -233,7 +230,7 @@ def mlp_and_routing(
     is_frozen = in_fp8 and not given.is_trained_in_fp8
     exchange = route_arguments.exchange
     if in_fp8:
-        if given.w_in.k > hidden:  # pad tokens here, because there are more rows than tokens
+        if given.w_in.k > hidden:  # pad tokens, because there are fewer tokens than rows
             x = jnp.pad(x, ((0, 0), (0, given.w_in.k - hidden)))
         group = topk_ids.group if isinstance(topk_ids, AnyRouting) else route_arguments.group
         travels = group is None or check_scope(group).size > 1
@@ -251,12 +248,12 @@ def mlp_and_routing(
     decode = exchange.token_format is not None and not is_frozen
     arguments = check_dispatch(*arrays, route_arguments, decode=decode, tail="unspecified")
     if decode and given.is_trained_in_fp8 and isinstance(exchange.token_format, BlockwiseFp8):
-        # The first product reads rows in FP8. The gradient of w_in reads the same rows as floats.
+        # The first product reads rows in FP8. The gradient of w_in reads the decoded rows.
         kept = arguments.options._replace(keeps_encoded=True)
         arguments = arguments._replace(options=kept)
     options, tail = arguments.route_options, arguments.options.tail
     _warn_of_few_rows(exchange, options, x.shape[0])
-    num_given, spare = given.w_in.shape[0], 0  # slots whose weights are not given
+    num_given, spare = given.w_in.shape[0], 0  # number of slots whose weights are fetched
     if placement is not None and num_given == placement.num_experts // options.group.size:
         spare = options.num_local_experts - num_given
     _check_num_experts(given, options, options.num_local_experts - spare)
@@ -273,16 +270,16 @@ def mlp_and_routing(
         y, totals = form(rows, given, recv.group_sizes, totals)
     routing = recv.routing
     back = check_combine(y, routing, None, exchange.wire_dtype)
-    # The tail is also unspecified, because only grouped products read the gradient of y, and
-    # grouped products ignore rows after the last group.
+    # The gradient of y may hold any values after the last group, because only grouped products read
+    # this gradient, and grouped products ignore these rows.
     back = back._replace(options=arguments.options.unencoded)
     sums = back.sums(bind(COMBINE, back.payload, routing, **back.params))
     return sums if y.shape[1] == hidden else sums[:, :hidden], routing, totals
 
 
 def format_in_fp8(fmt: TokenFormat | None, *, is_frozen: bool, travels: bool) -> TokenFormat | None:
-    """Return the format of tokens for products in FP8, or raise an error. Tokens that do not travel
-    to another rank may stay floats, which the products quantize."""
+    """Return the format of tokens for products in FP8, or raise an error. Tokens that stay on their
+    rank may stay floats; the products then quantize them."""
     if not is_frozen:
         return BlockwiseFp8() if fmt is None and travels else fmt
     if not isinstance(fmt, BlockwiseFp8 | None):
@@ -309,7 +306,7 @@ def _check_num_experts(experts: Experts, options: RouteOptions, expected: int) -
 
 
 def _warn_of_few_rows(given: Exchange, options: RouteOptions, num_tokens: int) -> None:
-    """Warn if an argument limits the rows of all ranks to less than one for each token."""
+    """Warn if a capacity leaves less than one row for each token, counted over all ranks."""
     size, replicated = options.group.size, options.replicated
     if given.capacity is None and given.capacity_factor is None:
         return
@@ -327,7 +324,7 @@ def _warn_of_few_rows(given: Exchange, options: RouteOptions, num_tokens: int) -
 
 def _weighted_rows(recv: Recv, dtype: jnp.dtype) -> Rows:
     """Return the rows of a rank with their weights. Without router weights, rows with a token have
-    the weight 1. Padding has the weight 0. Rows after the last group have any weight."""
+    the weight 1. Padding has the weight 0. Rows after the last group may have any weight."""
     has_token = recv.routing.row_rank >= 0
     weights = has_token if recv.weights is None else recv.weights
     return Rows(recv.rows, weights.astype(dtype), has_token)

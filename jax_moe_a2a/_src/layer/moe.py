@@ -50,7 +50,7 @@ from .weights import (
 )
 
 OUTPUTS = "logits", "choices"
-# The terms of losses are first added for this many tokens each, and then for all tokens.
+# Terms of losses are first added in groups of this many tokens, and then the sums are added.
 TOKENS_PER_SUM = 64
 
 
@@ -58,13 +58,13 @@ class MoEStatistics(NamedTuple):
     """The second result of ``moe``: losses and load over the tokens of the whole batch."""
 
     balance_loss: jax.Array
-    """[] float32: the ``load_balancing_loss``, without a coefficient; 0 for choices without
+    """[] float32: the ``load_balancing_loss``, without a coefficient; 0 if choices have no
     scores."""
     z_loss: jax.Array
-    """[] float32: the ``router_z_loss``, without a coefficient; 0 without a router."""
+    """[] float32: the ``router_z_loss``, without a coefficient; 0 if there is no router."""
     load: ExpertLoad
-    """Rows of experts and ranks, summed over data axes and chunks. ``load.wanted_per_expert`` [E]
-    is the argument of ``update_select_bias``."""
+    """Rows of experts and ranks, summed over data axes and chunks. Pass ``load.wanted_per_expert``
+    [E] to ``update_select_bias``."""
     logits: jax.Array | None = None
     """[..., E] floats with the leading axes of the tokens, if ``outputs`` has ``"logits"``."""
     choices: RouterChoices | None = None
@@ -85,21 +85,20 @@ class MoEStatistics(NamedTuple):
         return self.load.invalid_per_rank.sum(axis=-1)
 
     def summary(self) -> dict[str, jax.Array]:
-        """Return scalars for a training log, by name, for example to show them in Weights & Biases
-        or TensorBoard, or to print them.
+        """Return scalars by name for a training log, such as Weights & Biases or TensorBoard.
 
-        The method works in ``jax.jit`` and on arrays of numpy. Statistics with leading axes, for
-        example of layers or steps, have a summary of arrays with these axes.
+        The method works in ``jax.jit`` and on arrays of numpy. If the statistics have leading axes,
+        for example for layers or steps, the results are arrays with these axes.
 
         | name | meaning |
         | --- | --- |
         | ``balance_loss``, ``z_loss`` | the losses, without a coefficient |
-        | ``max_over_mean`` | load of the busiest rank over the mean; 1 is balanced |
-        | ``expert_max_over_mean`` | choices of the busiest expert over the mean; 1 is balanced |
-        | ``entropy`` | of the experts' shares of the choices, from 0 to 1; 1 is balanced |
+        | ``max_over_mean`` | load of the busiest rank / the mean; 1 is balanced |
+        | ``expert_max_over_mean`` | choices of the busiest expert / the mean; 1 is balanced |
+        | ``entropy`` | entropy of the experts' shares of the choices, 0 to 1; 1 is balanced |
         | ``num_idle`` | experts that no token chose |
         | ``num_dropped``, ``dropped_share`` | dropped rows, and their share of all rows |
-        | ``num_invalid`` | ids that are no experts |
+        | ``num_invalid`` | ids outside [-1, E) |
         """
         of_load = "max_over_mean", "expert_max_over_mean", "entropy", "num_idle", "dropped_share"
         own = "balance_loss", "z_loss", "num_dropped", "num_invalid"
@@ -123,46 +122,46 @@ def moe(
     """Apply a whole mixture-of-experts layer to the arrays of all ranks, outside ``shard_map``.
 
     The router computes logits with the precision of float32, and chooses experts, which ``moe_mlp``
-    then applies. The result does not depend on the mesh, except for rounding, and for drops if the
-    rows have a capacity. Call ``moe`` inside ``jax.jit``, because JAX otherwise compiles each
-    operation alone.
+    then applies. Apart from rounding, and from dropped rows if the rows have a capacity, the result
+    does not depend on the mesh. Call ``moe`` inside ``jax.jit``, because JAX otherwise compiles
+    each operation separately.
 
-    The call makes the group, enters ``jax.shard_map``, and places its arrays as follows. Axes may
-    be Auto or Explicit; over Explicit axes, arrays are resharded, and the result has the placement
-    of ``x``. ``moe_partition_specs`` returns the placements in which the weights are best stored.
+    The call makes the group, enters ``jax.shard_map``, and places its arrays as follows. Mesh axes
+    may be Auto or Explicit. Over Explicit axes, arrays are resharded, and the result has the
+    placement of ``x``. Store the weights in the placements that ``moe_partition_specs`` returns.
 
-    - Tokens are divided over the axes of data and of experts: the first axis of ``x``, or its
-      first two axes if that needs less padding. If the axes do not divide these sizes, tokens are
-      padded. Padding chooses no expert and is not included in any statistics. If all axes are
-      Explicit and ``x`` is already divided over exactly these axes, its placement is kept.
+    - The data axes and the expert axes divide the tokens along the first axis of ``x``, or along
+      its first two axes if that needs less padding. If the mesh axes do not divide these sizes,
+      tokens are padded. Padding chooses no expert, and statistics do not include it. If all axes
+      are Explicit and ``x`` is already divided over exactly these axes, its placement is kept.
     - If there are fewer tokens than ranks, the ranks of a group hold the same tokens
-      (``replicated`` as in ``route``). If there are also fewer tokens than indices of the axes of
-      data, all devices hold the same tokens.
-    - Experts are divided over their axes. Over the tensor axis, the I columns of each expert
-      are divided, and partial sums are added in the dtype of ``x``. All other axes of the mesh
-      repeat the work. If these axes divide ``x``, or may divide it, a ``UserWarning`` names them
-      once. (JAX does not know how Auto axes divide an array in ``jax.jit``.)
+      (``replicated`` as in ``route``). If there are also fewer tokens than indices of the
+      data axes, all devices hold the same tokens.
+    - The expert axes divide the experts. The tensor axis divides the I columns of each expert, and
+      partial sums are added in the dtype of ``x``. Along all other mesh axes, devices repeat the
+      work. If such an axis divides ``x``, a ``UserWarning`` names it once. Inside ``jax.jit``, the
+      warning names Auto axes that may divide ``x``, because JAX does not know if they do.
 
     Args:
       x: tokens, floats [..., H] of 16 bits or more.
-      router: what chooses the experts: a ``Router``; or ``router.replay(ids)`` to use given experts
-        with the router's weights; or ``RouterChoices`` with the leading axes of ``x``, which are
-        divided over the ranks like the tokens. The kernel of a ``TopK`` has E columns.
+      router: a ``Router``, ``router.replay(ids)``, or ``RouterChoices``. A replay uses its ids with
+        the router's weights. ``RouterChoices`` have the leading axes of ``x``, and are divided over
+        the ranks like the tokens. With a ``TopK``, the kernel of the router has E columns.
       experts: the weights of all E experts, with the dtype of ``x`` or in FP8.
-      axes: the mesh axes of experts, data and tensor as ``Axes``; or what ``Axes(...)`` accepts as
-        its first argument, such as ``"ep"``. The mesh is that of ``jax.set_mesh``, or the mesh of a
-        ``Group``. If one axis of experts is on 2 to 32 hosts, and all axes of the mesh are Auto,
-        tokens travel in two levels, as in a ``Group`` with ``two_level=True``.
-      shared: a shared expert, which all tokens have in addition: ``Experts`` without the axis E,
-        with any width and the dtype of ``x``. None means no shared expert.
+      axes: an ``Axes``, or the first argument of ``Axes``, such as ``"ep"``. The mesh is the mesh
+        of ``jax.set_mesh``, or the mesh of a ``Group`` in ``axes``. If experts are divided over one
+        axis that spans 2 to 32 hosts, and all axes of the mesh are Auto, tokens travel in two
+        levels, as in a ``Group`` with ``two_level=True``.
+      shared: a shared expert, which is applied to all tokens, or None: ``Experts`` without the axis
+        E, with any width and the dtype of ``x``.
       mask: booleans [...], False for tokens that choose no expert, such as padding; or None. Masked
         tokens may hold any value. They have zero output and zero gradients.
-      router_input: floats [..., H'] that the router reads in place of ``x``, or None. For example,
-        the router reads the token, and the experts read a projection of it.
+      router_input: floats [..., H'] that the router reads in place of ``x``, or None. Use it, for
+        example, if the experts read a projection of the token.
       exchange: how tokens travel, an ``Exchange``.
-      placement: as in ``moe_mlp``: replicas of experts, or None. Pass the router's E ``experts``,
-        or, if they are already placed, the experts in the P slots of all ranks. The router and the
-        statistics have E experts.
+      placement: replicas of experts as in ``moe_mlp``, or None. ``experts`` are then the router's E
+        experts, or the already placed experts in the P slots of all ranks. The router and the
+        statistics always have E experts.
       outputs: names of arrays to return in the statistics: ``"logits"``, ``"choices"``, both, or
         none. Results of a jitted function stay in memory, so return only what you need.
 
@@ -177,8 +176,8 @@ def moe(
         axis does not exist or is already manual.
 
     Example:
-      Eight devices form two domains of four ranks. ``init_moe`` draws the parameters where they
-      belong:
+      Eight devices form two domains of four ranks. ``init_moe`` draws each parameter on its own
+      devices:
 
       ```python
       import jax
@@ -271,7 +270,7 @@ def moe(
                 kept = kept * _open_gates(flat_x, of_all.output_gate).astype(kept.dtype)
             if mask is not None:  # masked tokens have zero output
                 kept = jnp.where(mask, kept, 0)
-            if tokens.replicated:  # the ranks' results are added
+            if tokens.replicated:  # keep one result, because the ranks' results are added
                 kept = jnp.where(lax.axis_index(scope.group.axes) == 0, kept, 0)
         totals, y, counts = _experts(
             Tokens(flat_x, choices.ids, choices.weights, kept),
@@ -330,15 +329,15 @@ def _statistics(
     sizes: tuple[int, int],
     placement: Placement | None,
 ) -> tuple[tuple[jax.Array, jax.Array], ExpertLoad]:
-    """Return the balance loss, the z-loss and the load. A loss that does not exist is 0.
+    """Return the balance loss, the z-loss and the load. A loss is 0 if its inputs are missing.
 
-    All sums over the tokens of a rank are one array, which one all-reduce sums over ranks.
+    The sums over a rank's tokens form one array, so that one all-reduce adds them over ranks.
 
     Args:
       axes: the mesh axes that divide the tokens.
-      all_axes: these axes and those of the group.
-      counts: ``columns_of`` and ``rows_of`` a rank's routing.
-      sizes: the number of ranks, and of experts that the routing knows.
+      all_axes: ``axes`` and the axes of the group.
+      counts: the results of ``columns_of`` and ``rows_of`` on this rank.
+      sizes: the number of ranks, and the number of experts (or slots) of the routing.
     """
     found = [jnp.zeros((), jnp.float32)] * 2
     others = () if logits is None else z_columns(logits, mask)
@@ -346,7 +345,7 @@ def _statistics(
     if choices.scores is not None:
         shares = check_logits(choices.scores, "scores")
         if is_top_k:
-            # The shares of a TopK, 0 in masked tokens. All other tokens have valid ids.
+            # Shares of a TopK are 0 in masked tokens, and all other tokens have valid ids.
             is_token = jnp.ones_like(shares[:, 0], bool) if mask is None else mask
         else:
             shares, is_token = shares_of(shares, choices.ids)
@@ -370,7 +369,7 @@ def _statistics(
     if logits is not None:
         found[1] = z_loss_of(sums[num_sums - 2], sums[num_sums - 1])
     if choices.scores is not None:
-        # Some scores may belong to no expert.
+        # The router may have more scores than there are experts.
         wanted = jnp.pad(load.wanted_per_expert, (0, num_scores - load.wanted_per_expert.size))
         found[0] = balance_loss_of(sums[:num_scores], sums[num_scores], wanted)
     return (found[0], found[1]), load
@@ -378,13 +377,13 @@ def _statistics(
 
 @scopes.shared_expert
 def _open_gates(x: jax.Array, output_gate: jax.Array) -> jax.Array:
-    """Return the weights [T] by which the gate of a shared expert multiplies its outputs."""
+    """Return the gate values [T], which multiply the outputs of a shared expert."""
     return jax.nn.sigmoid(router_logits(x, output_gate[:, None], None)[:, 0])
 
 
 def _biased_once(experts: Experts, tensor: str | None) -> Experts:
-    """Return experts with ``b_out`` on one index of the tensor axis only, because partial sums are
-    added over this axis."""
+    """Return experts with zeros as ``b_out``, except on index 0 of the tensor axis, because partial
+    sums are added over this axis."""
     if experts.b_out is None or tensor is None:
         return experts
     return experts.replace(b_out=jnp.where(lax.axis_index(tensor) == 0, experts.b_out, 0))
@@ -398,8 +397,8 @@ def _experts(
     options: LayerOptions,
     shared_activation: Activation | None,
 ) -> tuple[Totals, jax.Array, tuple[jax.Array, jax.Array]]:
-    """Return the totals, the outputs of a rank's tokens [T, H], ``columns_of`` these tokens, and
-    the sum of ``rows_of`` over all chunks."""
+    """Return the totals, the outputs [T, H] of a rank, the result of ``columns_of`` for its tokens,
+    and the sum of ``rows_of`` over all chunks."""
     num_chunks = route_arguments.exchange.num_chunks or 1
 
     @scopes.shared_expert
@@ -444,7 +443,7 @@ def _experts(
 
 
 def _warn_of_repeated_work(scope: _Scope, x: jax.Array) -> None:
-    """Warn if tokens [..., H] are divided, or may be divided, over axes that no argument names."""
+    """Warn if an axis that no argument names may divide the tokens [..., H]."""
     named = (*scope.data, *scope.group.axes)
     if math.prod(x.shape[:-1]) < 2 * scope.size(named):
         return  # there are too few tokens to divide them over one more axis
@@ -488,7 +487,7 @@ class _Tokens(NamedTuple):
 
     @property
     def unpadded(self) -> P:
-        """Return the placement in which padding is added and removed: padded axes are whole."""
+        """Return the placement for adding and removing padding: no axis divides padded axes."""
         spec = (*self.spec, *(None,) * (len(self.padding) - len(self.spec)))
         return P(*(None if more else axes for axes, more in zip(spec, self.padding)))
 
@@ -551,7 +550,7 @@ class _Scope:
 
     @property
     def data(self) -> tuple[str, ...]:
-        """Return the further axes over which tokens are divided."""
+        """Return the mesh axes that divide tokens, apart from the axes of the group."""
         return names_of(self.axes.data)
 
     def size(self, axes: tuple[str, ...]) -> int:
@@ -577,7 +576,7 @@ class _Scope:
         return is_explicit and set(used) == set(axes) and not names_of(spec[-1])
 
     def shard_map(self, layer: Any, **specs: Any) -> Any:
-        """Return a function of one rank's arrays as a function of all ranks' arrays."""
+        """Turn a function of one rank's arrays into a function of all ranks' arrays."""
         axes = self.axes_of_type(AxisType.Explicit, AxisType.Auto)
         if self.in_context:
             return jax.shard_map(layer, axis_names=axes, **specs)
@@ -630,7 +629,7 @@ def _check_scope(axes: Axes) -> _Scope:
         raise _no_devices(f"the abstract mesh {dict(here.shape)}", group)
     if not isinstance(group, Group):
         # JAX may use the traced program again with other devices, so the group must not hold
-        # devices. Only the choice of two levels reads the devices.
+        # devices. Only ``two_level`` depends on them.
         two_level = Group(of_devices, group).two_level
         group = Group(here, group, two_level=two_level)
     levels = group.divided_by_hosts(of_devices)

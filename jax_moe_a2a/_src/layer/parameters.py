@@ -23,8 +23,8 @@ from .weights import Activation, Experts, Names, check_type, specs_of
 
 
 def shortest(spec: P) -> P:
-    """Return a placement without trailing entries of None, as XLA returns it over Auto axes. A
-    jitted function is compiled again for an equal placement in another form."""
+    """Return a placement without trailing entries of None. XLA returns this form over Auto axes,
+    and JAX compiles a jitted function again for an equal placement in another form."""
     entries = list(spec)
     while entries and entries[-1] is None:
         entries.pop()
@@ -37,16 +37,16 @@ def moe_partition_specs(params: Mapping[str, Any], axes: AxesLike) -> dict[str, 
     Args:
       params: arguments of ``moe`` by name: ``router``, ``experts`` and ``shared``, or some of these
         parameters. Only their shapes matter, so the result of ``jax.eval_shape`` is enough.
-      axes: as in ``moe``. Over the axes of ``fsdp``, parts of the H axis are stored.
+      axes: as in ``moe``. The axes of ``fsdp`` divide the H axis.
 
     Returns:
-      A dict with a ``PartitionSpec`` in place of each array. There are no entries for last axes
-      that are not divided, as in the placements that XLA returns over Auto axes.
+      A dict with a ``PartitionSpec`` in place of each array. The specs have no trailing entries of
+      None, like the placements that XLA returns over Auto axes.
 
     Raises:
       TypeError: if ``moe`` does not accept the type of ``axes``, or a parameter is not a ``Router``
         or ``Experts``.
-      ValueError: if a name is unknown, or an array does not have the axes of one layer.
+      ValueError: if a name is unknown, or an array has the wrong number of axes.
 
     Example:
       ```python
@@ -75,7 +75,7 @@ def moe_partition_specs(params: Mapping[str, Any], axes: AxesLike) -> dict[str, 
         check_type(value, name)
         lead = leads[name]
         if name == "shared" and isinstance(value.w_in, QuantizedExperts):
-            lead = (None,)  # weights of one expert
+            lead = (None,)  # the axis E, of size 1
         if len(value.w_out.shape) != len(lead) + 2:
             raise ValueError(
                 f"params must be those of one layer of moe by name; got {name}.w_out="
@@ -110,7 +110,7 @@ class MoEConfig:
     bias: bool = False
     """True to add biases, which are zeros, to the router and to the experts."""
     shared_hidden: int | None = None
-    """J, width of a shared expert, or None without one."""
+    """J, width of a shared expert, or None for no shared expert."""
     shared_gate: bool = False
     """True for a shared expert with an ``output_gate``."""
     weigh_input: bool = False
@@ -120,9 +120,8 @@ class MoEConfig:
     router_dtype: DTypeLike = jnp.float32
     """dtype of the router."""
     initializer: Callable[..., jax.Array] | None = None
-    """A function ``(key, shape, dtype)`` that draws one matrix [inputs, outputs]. It is applied to
-    the router and to each matrix of each expert. None means ``jax.nn.initializers.lecun_normal()``.
-    """
+    """A function ``(key, shape, dtype)`` that draws one matrix [inputs, outputs]. It draws the
+    router and each matrix of each expert. None means ``jax.nn.initializers.lecun_normal()``."""
 
     def __post_init__(self) -> None:
         sizes = ["hidden", "expert_hidden", "num_experts"]
@@ -145,15 +144,14 @@ def init_moe(key: jax.Array, config: MoEConfig, axes: AxesLike | None = None) ->
     Args:
       key: a key of ``jax.random``.
       config: which parameters to draw.
-      axes: as in ``moe``. The parameters are then drawn where ``moe_partition_specs`` says, and the
-        call must be under ``jax.set_mesh``. None leaves the placement to JAX.
+      axes: as in ``moe``, or None to leave the placement to JAX. With axes, the parameters are
+        drawn where ``moe_partition_specs`` says, and the call must be under ``jax.set_mesh``.
 
     Returns:
-      A dict with ``router``, a ``Router`` with a kernel [H, E], and ``experts``, which are
-      ``Experts`` with ``w_in`` [E, H, 2, I] and ``w_out`` [E, I, H]. If the config has
-      ``shared_hidden``, the dict also has ``shared``, which are ``Experts`` with ``w_in`` [H, 2, J]
-      and ``w_out`` [J, H], without biases; they have an ``output_gate`` [H] if the config has
-      ``shared_gate``.
+      A dict. ``router`` is a ``Router`` with a kernel [H, E]. ``experts`` are ``Experts`` with
+      ``w_in`` [E, H, 2, I] and ``w_out`` [E, I, H]. If the config has ``shared_hidden``, the dict
+      also has ``shared``: ``Experts`` with ``w_in`` [H, 2, J] and ``w_out`` [J, H], without biases.
+      If the config has ``shared_gate``, the shared expert has an ``output_gate`` [H].
 
     Raises:
       TypeError: if ``config`` is not a ``MoEConfig``.
@@ -174,19 +172,18 @@ def init_moe(key: jax.Array, config: MoEConfig, axes: AxesLike | None = None) ->
     if not isinstance(config, MoEConfig):
         raise TypeError(f"config must be a MoEConfig; got {config!r}")
     fields = (getattr(config, field.name) for field in dataclasses.fields(config))
-    is_hashable = all(isinstance(value, Hashable) for value in fields)  # some dataclasses are not
+    is_hashable = all(isinstance(value, Hashable) for value in fields)  # not all functions are
     compiled = _compiled if is_hashable else _compiled.__wrapped__
     if axes is None:
         return compiled(config, None)(key)
     params = compiled(config, as_axes(axes))(key)
-    # While an outer program is traced, the types of an inner program's results have no placement.
+    # Inside an outer ``jit``, the results of an inner ``jit`` have types without a placement.
     return jax.tree.map(place, params, moe_partition_specs(params, axes))
 
 
 def place(array: jax.Array, spec: P) -> jax.Array:
-    """Return an array with a placement over the Explicit axes of the mesh in scope, because
-    ``shard_map`` refuses any other placement over these axes. Over Auto axes, the compiler moves
-    arrays."""
+    """Reshard an array over the Explicit axes of the mesh in scope, because ``shard_map`` refuses
+    any other placement over these axes. Over Auto axes, the compiler moves arrays."""
     mesh = jax.sharding.get_abstract_mesh()
     every = zip(mesh.axis_names, mesh.axis_types, strict=True)
     explicit = {name for name, of_axis in every if of_axis is AxisType.Explicit}
@@ -245,7 +242,7 @@ def _draw(config: MoEConfig, key: jax.Array) -> dict[str, Any]:
         w_in = jnp.stack([gate, up], axis=1)
         params["shared"] = Experts(w_in, w_out, activation=config.activation)
         if config.shared_gate:
-            # To split ``key`` into 8 keys would change all other parameters.
+            # Splitting ``key`` into 8 keys would change all other parameters.
             column = draw_matrix(jax.random.fold_in(keys[6], 0), (hidden, 1), dtype)
             params["shared"] = params["shared"].replace(output_gate=column[:, 0])
     return params

@@ -1,9 +1,8 @@
-"""Apply experts with replicas: a rank's home experts, and the experts in its spare slots, whose
-weights are fetched.
+"""Apply a rank's home experts, and the replicas in its spare slots, whose weights are fetched.
 
-Products read home weights and spare weights as two arrays. Products that quantize the weights read
-only one array. In this case, the experts are applied twice: first the home experts, then the
-experts in the spare slots.
+Most products read home weights and spare weights as two arrays. Products that quantize weights read
+only one array, so the experts are then applied twice: first the home experts, then the experts in
+the spare slots.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ def apply_to_both(
     fetched: Experts | None,
 ) -> jax.Array:
     """Fetch the weights of spare slots unless they are ``fetched``, and return the outputs of all
-    rows. The groups of ``recv`` are the home experts and then the spare slots."""
+    rows. The groups of ``recv`` are the home experts, followed by the spare slots."""
     sizes, group = recv.group_sizes, recv.routing.group
 
     def with_spare(rows: Rows, home: Experts, spare: Experts, sizes: jax.Array) -> jax.Array:
@@ -109,7 +108,7 @@ def apply_to_both(
 
 
 def fetch_all(home: Experts, placement: Placement, group: Group) -> Experts:
-    """Return the weights of spare slots, from the weights of home experts. Transposed values do not
+    """Fetch the weights of spare slots from the home experts of all ranks. Transposed values do not
     travel, because the backward pass can transpose the values."""
     in_fp8 = lambda w: isinstance(w, QuantizedExperts)
     cut = lambda w: dataclasses.replace(w, transposed=None) if in_fp8(w) else w
@@ -117,8 +116,8 @@ def fetch_all(home: Experts, placement: Placement, group: Group) -> Experts:
     return jax.tree.unflatten(treedef, fetch(given, placement, group))
 
 
-# The primitives that only move or rearrange fetched weights. The backward pass must keep neither
-# their results nor weights that are quantized after they were fetched (``named``).
+# These primitives move, rearrange, name or quantize fetched weights. The backward pass must not
+# keep their results.
 _OF_FETCHED = {DISPATCH.primitive, compat.name_p, lax.reshape_p, lax.slice_p}
 _OF_FETCHED |= {encode_squares_p, lax.bitcast_convert_type_p}
 
@@ -128,7 +127,7 @@ def _keeps_all_but_fetched(primitive: compat.Primitive, *_: object, **__: object
 
 
 def _only(rows: Rows, is_kept: jax.Array) -> Rows:
-    """Return rows of which only the kept ones are used. All other rows have zero gradients."""
+    """Return rows that have a token, a weight and gradients only where ``is_kept`` is True."""
     floats = _with_gradients_of(floats_of(rows.rows), is_kept)
     in_fp8 = isinstance(rows.rows, RowsInFp8)
     return Rows(

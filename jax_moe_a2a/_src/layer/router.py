@@ -1,4 +1,4 @@
-"""Define what chooses experts in ``moe``: a router, the replay of a router, or choices."""
+"""Define the routers that ``moe`` accepts: ``Router``, ``Replay``, and choices without a router."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ Choose: TypeAlias = TopK | Callable[[jax.Array, jax.Array, Any, Any], RouterChoi
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Router:
-    """The router of a layer: a product with the tokens, and the choice of experts from it.
+    """The router of a layer: it computes logits of tokens, and chooses experts from the logits.
 
-    Logits are ``tokens @ kernel + bias``, with the precision of float32. A router is a pytree:
-    ``choose`` is static, and all other fields are arrays, or pytrees of arrays or of placements.
+    Logits are ``tokens @ kernel + bias``, with the precision of float32. A router is a pytree. The
+    field ``choose`` is static; other fields are pytrees of arrays or of ``PartitionSpec``.
 
     ``choose`` may be a function ``choose(tokens, logits, per_token, whole)``. ``moe`` calls it on
-    each rank with the rank's T tokens [T, H] and logits [T, E], and with the router's own arrays:
-    arrays in ``per_token`` have the axis T in place of the leading axes, and arrays in ``whole``
-    are passed unchanged. The function returns ``RouterChoices`` with ids [T, K], and either scores
+    each rank with the rank's T tokens [T, H] and logits [T, E], and with the router's arrays.
+    Arrays in ``per_token`` then have the axis T in place of the leading axes. Arrays in ``whole``
+    are passed unchanged. The function returns ``RouterChoices`` with ids [T, K], and with scores
     [T, E] or None. Ids outside [-1, E) choose nothing, and the statistics count them as
     ``num_invalid``. Masked tokens choose nothing, whatever the function returns. Pass traced arrays
-    in ``per_token`` and ``whole``, because over Explicit axes, JAX refuses arrays of the enclosing
-    function. Define the function once, at the top of a module, because JAX traces a program again
-    for each new function.
+    in ``per_token`` and ``whole``, because JAX refuses arrays of the enclosing function over
+    Explicit axes. Define the function once, at the top of a module, because JAX traces a program
+    again for each new function.
 
     Example:
-      A hash layer chooses the expert from a token's id. Its weight is the sigmoid of the logit:
+      A hash layer chooses the expert from a token's id. The weight is the sigmoid of the logit:
 
       ```python
       import jax
@@ -64,21 +64,21 @@ class Router:
     """
 
     kernel: Any
-    """[H, E] floats. If the dtypes of kernel and tokens differ, both are first cast to float32, so
-    keep the kernel in float32 for exact logits. A function may choose from another number of
-    logits than there are experts."""
+    """[H, E] floats. Keep the kernel in float32 for exact logits. If the dtypes of kernel and
+    tokens differ, both are first cast to float32. If ``choose`` is a function, the number of
+    columns may differ from the number of experts."""
     bias: Any = None
     """[E] floats, added to the logits, or None."""
     select_bias: Any = None
-    """[E] floats, which ``TopK`` adds to the scores for the choice only; or None."""
+    """[E] floats or None. ``TopK`` adds them to the scores only to choose experts."""
     _: dataclasses.KW_ONLY
     choose: Choose = dataclasses.field(metadata=dict(static=True))
     """A ``TopK``, or a function."""
     per_token: Any = None
-    """A pytree of arrays for a function, with the leading axes of the tokens. They are divided over
-    the ranks, padded with zeros, and 0 in masked tokens if they hold floats."""
+    """A pytree of arrays for the function ``choose``, with the leading axes of the tokens. They are
+    divided over the ranks and padded with zeros. Floats are 0 in masked tokens."""
     whole: Any = None
-    """A pytree of arrays for a function, which each rank receives as they are."""
+    """A pytree of arrays for the function ``choose``. Each rank receives them unchanged."""
 
     def replace(self, **fields: Any) -> Router:
         """Return the router with other fields, for example another ``select_bias``."""
@@ -88,8 +88,8 @@ class Router:
         """Return a router for ``moe`` whose experts are already chosen.
 
         The router computes weights and scores for these experts, so that gradients reach the
-        kernel. In reinforcement learning, for example, the trainer uses the experts that the
-        sampler has chosen: ``statistics.choices.ids``.
+        kernel. For example, a trainer in reinforcement learning replays the experts that the
+        sampler chose (``statistics.choices.ids``).
 
         Args:
           ids: integers [..., K] with the leading axes of the tokens. Ids outside [0, E), such as
@@ -124,7 +124,7 @@ def map_arrays(router: Any, per_token: Callable[[Any], Any], whole: Callable[[An
 
 def num_outputs(router: Any, tokens: Any) -> int | None:
     """Return the number of experts that a ``RouterLike`` requires, or None. Raise an error if
-    ``router`` is something else, or if it does not fit the tokens [..., H]."""
+    ``router`` is no ``RouterLike``, or does not fit the tokens [..., H]."""
     own = router.router if isinstance(router, Replay) else router
     if isinstance(own, RouterChoices):
         return None

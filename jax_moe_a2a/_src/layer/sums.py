@@ -17,20 +17,20 @@ def sum_over(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
     return lax.psum(aligned, axes) if axes else x
 
 
-DIGITS = 24  # of float32
+DIGITS = 24  # bits of a float32 mantissa
 
 
 def exact_in_float32(most: int) -> bool:
-    """Return True if float32 sums of counts are exact, whose largest sum is ``most``."""
+    """Return True if float32 holds every integer from 0 to ``most`` exactly."""
     return most <= 2**DIGITS
 
 
 def sum_counts(axes: tuple[str, ...], counts: jax.Array, most: int) -> jax.Array:
     """Return the sums of counts [N] over mesh axes, int32 [N].
 
-    Counts travel as float32, because XLA makes one all-reduce of all sums of one dtype, and losses
-    and gradients are float32. The sums are exact: a count that may be large travels in pieces of a
-    few bits.
+    Counts travel as float32 together with losses and gradients, because XLA merges sums of one
+    dtype into one all-reduce. The sums are exact, because counts that may be large are split into
+    groups of a few bits.
 
     Args:
       counts: int32, or float32 below 2**24; not negative.

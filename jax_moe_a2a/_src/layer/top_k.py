@@ -28,12 +28,12 @@ class TopK:
     """The choice of the ``k`` best experts of each token from router logits, and their weights.
 
     The scores of a token are the softmax or the sigmoid of its logits, in float32. The token
-    chooses the experts with the highest ``scores + select_bias``. The weights are the scores of
+    chooses the experts with the highest select_bias``. The weights are the scores of
     these experts, divided by their sum if ``renormalize``, times ``scale``. If two experts are
     equally good, the expert with the lower id comes first. Logits of 0.0 and -0.0 are equally good.
 
-    A ``TopK`` is the ``choose`` of a ``Router``, and a function of logits. A ``TopK`` holds no
-    arrays, and communicates nothing. The routers of published models:
+    A ``TopK`` is a function of logits, and the field ``choose`` of a ``Router`` can hold it. A
+    ``TopK`` holds no arrays, and communicates nothing. The routers of published models:
 
     | model | ``TopK`` |
     | --- | --- |
@@ -46,23 +46,22 @@ class TopK:
       scale=2.5)``, with ``select_bias`` |
     | Llama 4 | ``TopK(1, score="sigmoid")``, with ``weigh_input`` of ``Experts`` |
 
-    Tests compare these routers and their gradients, without random noise, with those of
-    transformers. GPT-OSS adds a bias to its logits first, and applies the softmax to the logits of
-    the chosen experts only, which is equal to the renormalized softmax. DeepSeek-V3 adds 1e-20 to
-    the sum of the chosen scores. This class subtracts logarithms instead, so weights differ by 1e-6
-    at most if a chosen score is above 1e-14.
+    Tests compare these routers and their gradients with the routers of transformers, without random
+    noise. GPT-OSS adds a bias to its logits, and applies the softmax only to the logits of the
+    chosen experts. This is equal to the renormalized softmax. DeepSeek-V3 adds 1e-20 to the sum of
+    the chosen scores. This class subtracts logarithms instead; the weights differ by at most 1e-6
+    if a chosen score is above 1e-14.
 
     Args:
       k: K, the number of experts of each token, 1 to 32 and at most E.
       score: ``"softmax"`` over all experts, or ``"sigmoid"`` of each logit.
-      num_groups: divides the experts into this many groups of consecutive experts. A token then
-        chooses from its best groups only. None means that a token may choose all experts.
+      num_groups: number of groups of consecutive experts, or None for no groups. A token chooses
+        only from its best groups.
       top_groups: number of groups that a token may choose from. Needs ``num_groups``.
-      top_in_group: the value of a group is the sum of this many of its highest
-          ``scores + select_bias``: 2 in DeepSeek-V3, 1 in DeepSeek-V2.
-      renormalize: True if the weights of a token sum to ``scale``. None means True if ``k`` is
-        above 1. With a single choice, a renormalized weight is constant. The output then does not
-        depend on the logits, so the router is not trained.
+      top_in_group: the value of a group is the sum of its ``top_in_group`` highest
+          ``scores + select_bias``. DeepSeek-V3 uses 2, and DeepSeek-V2 uses 1.
+      renormalize: True if the weights of a token sum to ``scale``. None means ``k > 1``. With
+        ``k=1``, a renormalized weight is constant, so the router is not trained.
       scale: a number above 0 that multiplies the weights.
 
     Raises:
@@ -118,7 +117,7 @@ class TopK:
         if self.renormalize is not None:
             check_bool("renormalize", self.renormalize)
         own["scale"] = check_factor("scale", self.scale)
-        for name, value in own.items():  # for example an int in place of a numpy integer
+        for name, value in own.items():  # converts numpy integers to int
             object.__setattr__(self, name, value)
 
     @scopes.router
@@ -133,17 +132,17 @@ class TopK:
 
         Args:
           logits: floats [..., E] of 16 bits or more: the logits of the E experts for each token.
-          select_bias: floats [E], which are added to the scores for the choice of experts only, or
-            None. It has no gradient: ``update_select_bias`` adjusts it.
+          select_bias: floats [E], or None. The bias is added to the scores when experts are chosen,
+            but not to the weights. It has no gradient: ``update_select_bias`` adjusts it.
           mask: booleans [...], False for tokens that choose no expert, such as padding; or None.
             The logits of masked tokens may hold any value, and have zero gradients.
 
         Returns:
-          A ``RouterChoices`` with ids [..., K], the best expert first, weights [..., K] and scores
+          A ``RouterChoices`` with ids [..., K] (best expert first), weights [..., K] and scores
           [..., E]. The scores of each token are divided by their sum, so that a balance loss
-          includes even sigmoids that are too small for float32. Masked tokens have the ids -1 and
-          zeros. Weights and scores are differentiable in the logits, and are float32, or float64
-          for float64 logits.
+          includes sigmoids that are too small for float32. Masked tokens have the ids -1, and zeros
+          as weights and scores. Weights and scores are differentiable in the logits. Their dtype is
+          float32, or float64 for float64 logits.
 
         Raises:
           TypeError: if an argument has the wrong type or dtype.
@@ -156,8 +155,8 @@ class TopK:
         groups = None
         if self.num_groups is not None and self.top_groups is not None:
             groups = Groups(self.num_groups, self.top_groups, self.top_in_group)
-        # Logits have the same order as their scores, and still differ where scores round to one
-        # number.
+        # Logits have the same order as their scores, and differ even if their scores are rounded to
+        # equal numbers.
         keys = logits if select_bias is None and groups is None else scores
         if select_bias is not None:
             keys = lax.stop_gradient(keys) + _for_tokens(select_bias, keys)
@@ -169,7 +168,7 @@ class TopK:
     def replay(
         self, logits: ArrayLike, ids: ArrayLike, *, mask: ArrayLike | None = None
     ) -> RouterChoices:
-        """Return the choices with given ids, whose weights are computed as in a call.
+        """Return choices with these ids, and compute their weights as in a call.
 
         Args:
           logits: as in a call.
@@ -178,8 +177,8 @@ class TopK:
           mask: as in a call.
 
         Returns:
-          A ``RouterChoices`` with the ids, weights [..., K'], and scores as in a call. For the ids
-          that a call chose, the weights are the call's weights.
+          A ``RouterChoices`` with the ids, weights [..., K'], and scores as in a call. For ids
+          that a call chose, the weights equal the weights of this call.
 
         Raises:
           TypeError: if an argument has the wrong type or dtype.
@@ -190,7 +189,7 @@ class TopK:
         scores, probs = self._scores(logits)
         ids = _kept(mask, ids, -1)
         is_choice = (ids >= 0) & (ids < logits.shape[-1])
-        # If a token has no choice, count all its ids: a sum of no exponentials would be 0.
+        # If a token has no choice, count all its ids, because a softmax of no logits is NaN.
         counts = is_choice | ~is_choice.any(axis=-1, keepdims=True)
         values = logits if self._weighing.renormalizes else scores
         weights = self._weighing(at(values, ids), counts)
@@ -205,22 +204,21 @@ class TopK:
         mask: ArrayLike | None = None,
         num_bins: int = 1000,
     ) -> jax.Array:
-        """Count, in bins, the biases above which tokens choose each expert.
+        """Return a histogram for each expert: the biases above which tokens choose the expert.
 
-        ``quantile_select_bias`` has the formula, and computes the next bias from the histogram. Add
-        the histograms of micro-batches.
+        ``quantile_select_bias`` computes the next bias from the histogram, and shows the formula.
+        For several micro-batches, add their histograms.
 
         Args:
           logits: as in a call, for example the ``logits`` of ``MoEStatistics``.
           select_bias: floats [E], as in a call.
           mask: as in a call. Masked tokens are not counted.
-          num_bins: N. Bins of equal width reach from ``min(select_bias) - 1`` to
-            ``max(select_bias) + 1``, which includes all of these biases, because scores are in
-            [0, 1]. Pass more bins if scores are small, like the scores of a softmax over many
-            experts.
+          num_bins: N. The bins have equal width, from ``min(select_bias) - 1`` to
+            ``max(select_bias) + 1``. All counted biases are in this range, because scores are in
+            [0, 1]. Use more bins if scores are small, as in a softmax over many experts.
 
         Returns:
-          [E, N] int32: numbers of tokens.
+          [E, N] int32: number of tokens in each bin.
 
         Raises:
           TypeError: if an argument has the wrong type or dtype.
@@ -241,7 +239,7 @@ class TopK:
         bins = jnp.floor((least - (bias.min() - 1)) / bin_width(bias, num_bins)[0])
         bins = jnp.clip(bins, 0, num_bins - 1).astype(jnp.int32)
         if mask is not None:
-            bins = jnp.where(mask[..., None], bins, num_bins)  # dropped
+            bins = jnp.where(mask[..., None], bins, num_bins)  # not counted
         expert = lax.broadcasted_iota(jnp.int32, bins.shape, bins.ndim - 1)
         counts = jnp.zeros((num_experts, num_bins), jnp.int32).at[expert, bins]
         mesh = jax.typeof(bins).sharding.mesh
@@ -279,7 +277,7 @@ class TopK:
         return logits, mask
 
     def _scores(self, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return scores, and scores that are divided by their sum for each token."""
+        """Return the scores, and the scores divided by their sum for each token."""
         if self.score == "softmax":
             scores = jax.nn.softmax(logits)
             return scores, scores
@@ -316,12 +314,12 @@ def check_logits(value: object, name: str = "logits") -> jax.Array:
             f"{name} must be an array [..., num_experts] with at least one expert; got "
             f"{short(array)}"
         )
-    array = jnp.asarray(array)  # unlike astype, it does not warn of float64 that is not enabled
+    array = jnp.asarray(array)  # unlike astype, does not warn if float64 is not enabled
     return array.astype(accumulation_dtype(array.dtype))
 
 
 def check_mask(value: object, logits: jax.Array) -> jax.Array:
-    """Return booleans with the leading axes of ``logits`` as an array, or raise an error."""
+    """Return a mask as booleans with the leading axes of ``logits``, or raise an error."""
     mask = as_array(value)
     if mask.dtype != jnp.bool_:
         raise TypeError(
@@ -337,7 +335,7 @@ def check_mask(value: object, logits: jax.Array) -> jax.Array:
 
 
 def check_bias(name: str, value: object, num_experts: int) -> jax.Array:
-    """Return floats [num_experts] as an array, or raise an error."""
+    """Return a bias as floats [num_experts], or raise an error."""
     bias = as_array(value)
     if not jnp.issubdtype(bias.dtype, jnp.floating):
         raise TypeError(f"{name} must hold floats; got {short(bias)}. Cast it")
@@ -350,7 +348,7 @@ def check_bias(name: str, value: object, num_experts: int) -> jax.Array:
 
 
 def check_ids(name: str, value: object, leading: tuple[int, ...], num_experts: int) -> jax.Array:
-    """Return integers [..., K] with these leading axes as int32, or raise an error."""
+    """Return ids [*leading, K] as int32, or raise an error."""
     ids = as_array(value)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"{name} must hold integers; got {short(ids)}")

@@ -44,10 +44,10 @@ class Totals:
     w_in: Any = None
     w_out: Any = None
     name: str = dataclasses.field(default="", metadata=dict(static=True))
-    """Names the parameters whose gradients the totals add."""
+    """The name of the parameters whose gradients are added to the totals."""
 
     def of(self, experts: Experts) -> Totals:
-        """Return the totals with the weights of experts in place of the sums."""
+        """Return totals of the same name that hold the weights of experts in place of the sums."""
         return dataclasses.replace(self, w_in=experts.w_in, w_out=experts.w_out)
 
     def like(self, others: Totals) -> Totals:
@@ -61,48 +61,49 @@ class Experts:
     """The weights of experts. Each expert is a network of two products.
 
     Expert e maps a token to ``activation(x @ w_in[e] + b_in[e]) @ w_out[e] + b_out[e]``. The arrays
-    are leaves of a pytree, and the activation is static. The arrays of a shared expert, which all
-    tokens have, lack the axis E. In ``jax.shard_map``, E is the number L of experts of the rank.
+    are leaves of a pytree, and the activation is static. A shared expert, which is applied to all
+    tokens, has arrays without the axis E. Inside ``jax.shard_map``, E is the number L of experts of
+    the rank.
 
-    The weights of both products are either arrays with the dtype of the tokens, or
-    ``QuantizedExperts``, whose products are in FP8 (docs/fp8.md). Tokens are then bfloat16 or
-    float32, and sizes of weights are multiples of 128 (``padded``). Quantized weights of a shared
-    expert have the axis E, of size 1, and are decoded to the dtype of the tokens.
+    Both weights are either arrays with the dtype of the tokens, or ``QuantizedExperts``. With
+    ``QuantizedExperts``, products are in FP8 (docs/fp8.md), tokens are bfloat16 or float32, and
+    sizes of weights are multiples of 128 (``padded``). Quantized weights of a shared expert keep
+    the axis E, of size 1, and are decoded to the dtype of the tokens.
     """
 
     w_in: Any
     """The first weights: [E, H, 2, I] with the gate at index 0 and up at index 1, or [E, H, I] for
-    experts without a gate; or ``QuantizedExperts`` of such an array."""
+    experts without a gate; or ``QuantizedExperts`` of one of these shapes."""
     w_out: Any
-    """[E, I, H]: the second weights, or ``QuantizedExperts`` of them."""
+    """The second weights: [E, I, H], or ``QuantizedExperts`` of this shape."""
     b_in: Any = None
     """Biases of the first product, [E, 2, I], or [E, I] without a gate; or None."""
     b_out: Any = None
-    """Biases of the second product, [E, H], or None. The weights of choices multiply them."""
+    """Biases of the second product, [E, H], or None. The weights of choices multiply the biases."""
     output_gate: Any = None
-    """[H], only of a shared expert of ``moe``: ``sigmoid(x @ output_gate)`` multiplies its outputs,
-    as in Qwen2-MoE. None means that the expert has no gate."""
+    """[H] or None, only for a shared expert of ``moe``. ``sigmoid(x @ output_gate)`` multiplies the
+    expert's outputs, as in Qwen2-MoE."""
     _: dataclasses.KW_ONLY
     activation: Activation | None = dataclasses.field(default=None, metadata=dict(static=True))
-    """A function that maps floats [C, 2I], with gate and up side by side, to [C, I], each row
-    independently, such as ``gated(jax.nn.gelu)``; or without a gate [C, I] to [C, I], such as
-    ``jax.nn.gelu``. None means ``gated(jax.nn.silu)``, and is an error without a gate. In
-    ``moe_mlp``, it may read arrays of the enclosing function, which have gradients, too. Rows
-    without a token have the values of a row with a token, or 0.5 if no row has a token. With a
-    tensor axis, I is the size of a part, so the function must be the same for each column. JAX
-    traces a program again for another function, so define it once."""
+    """A function that maps floats [C, 2I], with gate and up side by side, to [C, I], such as
+    ``gated(jax.nn.gelu)``. Without a gate, it maps [C, I] to [C, I], such as ``jax.nn.gelu``. It
+    treats each row independently. None means ``gated(jax.nn.silu)``, and is an error without a
+    gate. In ``moe_mlp``, the function may read arrays of the enclosing function, which then have
+    gradients. Rows without a token get the values of a row with a token, or 0.5 if no row has a
+    token. With a tensor axis, I is the size of a part, so the function must treat all columns
+    equally. JAX traces a program again for a new function, so define the function once."""
     weigh_input: bool = dataclasses.field(default=False, metadata=dict(static=True))
     """True if weights of choices multiply the inputs of experts and not their outputs, as in Llama
-    4: the layer computes the sum of ``f_e(weight_e * x)``, where ``f_e`` is expert e. Each product
-    ``weight_e * x`` is rounded to the dtype of ``x``, and kept for the backward pass. If tokens
-    arrive in FP8 for products in FP8, the weights also multiply the scales of the rows."""
+    4. The layer then computes the sum of ``f_e(weight_e * x)``, where ``f_e`` is expert e. Each
+    product ``weight_e * x`` is rounded to the dtype of ``x``, and kept for the backward pass. If
+    tokens arrive in FP8 for products in FP8, the weights also multiply the scales of the rows."""
     lora_in: LoRA | None = None
-    """An adapter of ``w_in``, or None. With an adapter, both weights are frozen: their gradients
-    are zeros, which cost no product. Biases keep their gradients."""
+    """An adapter of ``w_in``, or None. With an adapter, ``w_in`` and ``w_out`` are frozen: their
+    gradients are zeros, and no product computes them. Biases keep their gradients."""
     lora_out: LoRA | None = None
     """An adapter of ``w_out``, or None."""
     totals: Totals | None = None
-    """Set by ``accumulate_grads``, and valid only while the weights stay unchanged."""
+    """Totals that ``accumulate_grads`` sets. They are valid until the weights change."""
 
     def replace(self, **fields: Any) -> Experts:
         """Return the experts with other fields. If weights are replaced, the experts have no
@@ -115,21 +116,21 @@ class Experts:
         """Return the experts with products in FP8, for training.
 
         Each call of a layer quantizes the weights once, and keeps a byte for each weight for its
-        backward pass. Weights keep their gradients: quantization counts as the identity. To
-        quantize only once for several micro-batches, call ``quantize_experts(experts,
-        trainable=True)`` instead. Both calls return ``padded`` experts.
+        backward pass. Derivatives treat quantization as the identity, so weights keep their
+        gradients. To quantize only once for several micro-batches, call
+        ``quantize_experts(experts, trainable=True)`` instead. Both return ``padded`` experts.
         """
         return self.padded().map_weights(lambda w: QuantizedExperts(source=w))
 
     def padded(self, *, outputs: bool = True) -> Experts:
-        """Return the experts with zeros up to multiples of 128 on the axes H and I.
+        """Return the experts, padded with zeros to multiples of 128 on the axes H and I.
 
-        Layers in FP8 accept them for tokens of H features. If the activation maps zeros to zeros,
-        results and gradients keep their values, and the gradients of the added zeros are zeros.
+        Layers in FP8 accept padded experts for tokens of H features. If the activation maps zeros
+        to zeros, results and gradients keep their values, and gradients of padding are zeros.
 
         Args:
-          outputs: False to leave the last axis of ``w_out`` and ``b_out`` as it is, because only
-            products of gradients sum over it.
+          outputs: False to leave the last axis of ``w_out`` and ``b_out`` unpadded. Only products
+            of gradients sum over this axis.
         """
         first, last = self.w_out.ndim - self.w_in.ndim - 2, (-1,) * outputs
         axes = dict(w_in=(first, -1), w_out=(-2, *last), b_in=(-1,), b_out=last)
@@ -149,10 +150,10 @@ class Experts:
         """Return the experts with a new ``LoRA`` of rank r for each of their weights.
 
         As in the paper on LoRA, ``a`` is drawn from a normal distribution (with the variance 1 /
-        K), and ``b`` is zero. The outputs of the experts therefore do not change at first. The
-        kernels need a rank that is a multiple of 8. Without ``dtype``, adapters have the dtype of
-        float weights, or bfloat16 if the weights are in FP8. ``moe_partition_specs`` returns where
-        to store the adapters.
+        K), and ``b`` is zero. At first, the outputs of the experts therefore do not change. The
+        kernels need r to be a multiple of 8. Without ``dtype``, adapters have the dtype of the
+        weights, or bfloat16 if the weights are in FP8. ``moe_partition_specs`` returns the
+        placements of the adapters.
         """
         dtype = getattr(self.w_out, "dtype", jnp.bfloat16) if dtype is None else dtype
         lead, keys = len(self.w_out.shape) - 2, jax.random.split(key)
@@ -170,7 +171,7 @@ class Experts:
         return self.replace(w_in=w_in, w_out=w_out, lora_in=None, lora_out=None)
 
     def map_weights(self, function: Callable[[Any], Any]) -> Experts:
-        """Return the experts with the results of a function for both weights."""
+        """Apply a function to both weights, and return the experts with the results."""
         w_in, w_out = function(self.w_in), function(self.w_out)
         return dataclasses.replace(self, w_in=w_in, w_out=w_out)
 
@@ -193,35 +194,34 @@ def quantize_experts(
 ) -> Experts | QuantizedExperts:
     """Quantize the weights of experts to ``BlockwiseFp8``, for products in FP8.
 
-    The scale of a square of 128 x 128 numbers is the smallest power of two, at least 2**-117, with
-    which no value of the square exceeds 448. The call reads all weights, so make it once when
-    weights are loaded, or once in a training step.
+    Each 128 x 128 block has one scale: the smallest power of two, at least 2**-117, for which no
+    value of the block exceeds 448. The call reads all weights, so call it once when weights are
+    loaded, or once in a training step.
 
-    Quantized numbers have no gradient. To train, call ``quantize_experts(w, trainable=True)``
-    inside the function that is differentiated, where ``w`` is a parameter. Layers then multiply in
-    FP8, and the gradients of their weights are gradients with respect to ``w``.
+    Quantized numbers have no gradient. To train a parameter ``w``, call
+    ``quantize_experts(w, trainable=True)`` inside the function that is differentiated. Layers then
+    multiply in FP8, and the gradients of their weights flow to ``w``.
 
     Args:
-      w: ``Experts``, to quantize both weights after they are ``padded``; or weights of L experts,
-        bfloat16, float16 or float32: [L, K, N] as in ``grouped_dot``, or [L, K, 2, I] as in
-        ``Experts``, where K is a multiple of 128. Weights that are already quantized are also
-        accepted, and their numbers do not change: a ``Quantized``, or an object with ``qvalue`` and
-        ``scale`` like a ``QArray`` of qwix. Values are then float8_e4m3fn in one of these shapes,
-        and scales are float32 [L, K / 128, N / 128 rounded up], or with the axis of size 2 before
-        the last.
-      transposed: True to also keep the orientation that the gradient of rows reads.
-      trainable: True to keep this orientation, and ``w`` as the ``source`` with the gradients.
+      w: ``Experts``, or one array of weights. Weights of ``Experts`` are first ``padded``. An array
+        is bfloat16, float16 or float32 [L, K, N] as in ``grouped_dot``, or [L, K, 2, I] as in
+        ``Experts``, where K is a multiple of 128. A ``Quantized``, or an object with ``qvalue`` and
+        ``scale`` like a ``QArray`` of qwix, is already quantized and keeps its numbers. Its values
+        are float8_e4m3fn in one of these shapes. Its scales are float32
+        [L, K / 128, N / 128 rounded up], or [L, K / 128, 2, I / 128 rounded up].
+      transposed: True to also keep the values [L, K, N], which the gradient of rows reads.
+      trainable: True to keep these values, and ``w`` as ``source``, which receives the gradients.
 
     Returns:
       ``QuantizedExperts``, or ``Experts`` with them, placed like the weights over a mesh. An axis
-      whose parts are not multiples of 128 may be gathered. ``jax.vmap`` quantizes the experts of
-      several layers. If the weights are already stored as [L, N, K], make a ``QuantizedExperts`` of
-      them yourself.
+      may be gathered if the sizes of its parts are not multiples of 128. To quantize the experts
+      of several layers, use ``jax.vmap``. If the weights are already stored as [L, N, K], make a
+      ``QuantizedExperts`` from them directly.
 
     Raises:
       TypeError: if an array has the wrong dtype, or weights to train are already quantized.
-      ValueError: if an array has the wrong shape, or holds an infinity or a NaN. Infinities and NaN
-        are found only outside ``jax.jit``; otherwise products with their squares are NaN.
+      ValueError: if an array has the wrong shape, or holds an infinity or a NaN. Inside
+        ``jax.jit``, infinities and NaN are not found, and products with their blocks are NaN.
     """
     quantize = partial(quantize_weights, transposed=transposed, trainable=trainable)
     if not isinstance(w, Experts):
@@ -264,8 +264,7 @@ def totals_of(experts: Experts) -> Totals:
 
 
 def returned_totals(experts: Experts, totals: Totals) -> Totals | None:
-    """Return the totals that the products of experts returned, in the shapes of the totals that
-    were passed."""
+    """Return the new totals of experts in the shapes of the old totals."""
     given = experts.totals
     return given if given is None or not totals.name else totals.like(given)
 
@@ -416,8 +415,7 @@ def _check_quantized(name: str, w: object, *, may_be_pairs: bool) -> QuantizedEx
     if isinstance(w, QuantizedExperts) and w.values is None and w.source is not None:
         return QuantizedExperts(source=as_array(w.source))
     found = check_experts(name, w, may_be_pairs=may_be_pairs)
-    # Only the source has a gradient, so an optimizer would update the source and leave the numbers
-    # in FP8 unchanged.
+    # Forbid gradients of numbers in FP8: an optimizer would update only the source.
     numbers = jax.tree.map(without_gradient, dataclasses.replace(found, source=None))
     return dataclasses.replace(numbers, source=found.source)
 

@@ -31,14 +31,14 @@ def choose_slots(
 ) -> jax.Array:
     """Return the slot of each choice of this rank's tokens. Pass these slots to ``route`` as ids.
 
-    Each slot of an expert receives its share (``Placement.share_ends``) of the expert's rows from
-    all ranks. A rank first uses its own slot of the expert, for at most as many rows as this slot
-    should receive from all ranks. Its other rows go to the other slots, up to the rows that these
-    slots should still receive. A rank assumes that all ranks have equally many rows of the expert,
-    and spreads its other rows evenly.
+    Each slot of an expert should receive its share (``Placement.share_ends``) of the expert's rows
+    from all ranks. A rank first fills its own slot of the expert, up to the rows that this slot
+    should receive. It spreads its remaining rows evenly over the rows that the other slots still
+    lack. A rank does not know the rows of other ranks, and assumes that all ranks have equally many
+    rows.
 
     The result depends only on the arguments. Two equal ids of a token are two rows of its expert,
-    which may be in different slots.
+    and these rows may be in different slots.
 
     Args:
       ids: integers [T, K], the expert of each choice. -1 sends nothing and stays -1. Other ids
@@ -46,10 +46,10 @@ def choose_slots(
       placement: the placement, without leading axes. Its arrays may be traced.
       rank: this rank, an int32 scalar, for example ``jax.lax.axis_index("ep")``. None if all ranks
         have the same tokens: all ranks then choose the same slots, with exact shares.
-      num_ranks: R, the number of ranks, which the placement must have, too.
+      num_ranks: R, the number of ranks of the placement.
 
     Returns:
-      int32 [T, K], ids in [0, P). Slot ``s`` is on rank ``s // (P / R)``, like an expert of P.
+      int32 [T, K]: slots in [0, P). Slot ``s`` is on rank ``s // (P / R)``.
     """
     num_ranks = check_int("num_ranks", num_ranks, least=1)
     placement = jax.tree.map(jnp.asarray, check_placement(placement, num_ranks))
@@ -71,10 +71,10 @@ def _replicas(
     """Return, for each choice, the index of its slot among the slots of its expert, int32 like
     ``expert``.
 
-    For each expert, the rows of all ranks lie on a line, rank after rank. The rows that its slots
-    should receive lie on a second line of the same length, slot after slot. Rows for a rank's own
-    slot are taken out of both lines first. Each other row goes to the slot at the same place of the
-    second line.
+    Each expert has two lists of equal length. The first list has the expert's rows of all ranks,
+    rank after rank. The second list has each slot once for each row that the slot should receive.
+    Rows for a rank's own slot are first removed from both lists. Each other row goes to the slot at
+    the same place of the second list.
     """
     num_experts, most = placement.expert_slots.shape
     if most == 1:
@@ -111,7 +111,7 @@ def _replicas(
 
 
 def _slot_at(ends: jax.Array, place: jax.Array, expert: jax.Array, num_slots: jax.Array) -> Any:
-    """Return the index of the slot at a place of the expert's line. ``ends`` [E, M] is the end of
+    """Return the index of the slot at a place of the expert's list. ``ends`` [E, M] is the end of
     each slot's places. Places beyond the last end belong to the last slot."""
     index = (ends[expert] <= place[..., None]).sum(-1, dtype=jnp.int32)
     return jnp.minimum(index, num_slots[expert] - 1)

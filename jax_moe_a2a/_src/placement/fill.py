@@ -1,8 +1,8 @@
-"""Fill the spare slots of ranks with replicas of popular experts, by a loop in NumPy or JAX or, on
-NVIDIA GPUs, by a kernel with equal results.
+"""Fill the spare slots of ranks with replicas of popular experts, in NumPy or JAX. On NVIDIA GPUs,
+a kernel with equal results replaces the loop in JAX.
 
 ``fill_slots_p`` has the operands and results of ``fill_loop``. Batching adds leading axes to
-operands and results. There is no derivative, because all arrays hold integers.
+operands and results. It has no derivative, because all arrays hold integers.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ def fill_loop(xp: Any, experts: Any, rows: Any, *, spare: int, most: int, min_ro
     Args:
       experts: int32 [R, L], the experts of these ranks, each once.
       rows: int32 [R, L], the rows of these experts.
-      spare: the spare slots of each rank.
-      most: the most slots of an expert.
+      spare: the number of spare slots of each rank.
+      most: the largest number of slots of an expert.
       min_rows: as in ``plan_placement``.
     """
     num_ranks, num_local = experts.shape
     total = rows.sum(dtype=np.int32)
-    # An expert with ``most`` slots may still have more rows per slot than the mean load of a rank.
+    # Even with ``most`` slots, an expert may have more rows per slot than the mean of the ranks.
     target = xp.maximum(-(-total // num_ranks), -(-rows.max() // most))
     rank_index = xp.arange(num_ranks, dtype=np.int32)[:, None]
     slot_index = xp.arange(num_local + spare, dtype=np.int32)[None, :]
@@ -85,7 +85,7 @@ def fill_loop(xp: Any, experts: Any, rows: Any, *, spare: int, most: int, min_ro
 
 
 def repeat(xp: ModuleType, most: int, step: Callable[..., Any], state: Any, read: Any) -> Any:
-    """Repeat ``goes_on, state = step(index, state)`` up to ``most`` times. It reads ``read``."""
+    """Repeat ``goes_on, state = step(index, state)`` while ``goes_on``, at most ``most`` times."""
     if xp is np:
         for index in range(most):
             goes_on, state = step(index, state)
@@ -104,7 +104,7 @@ def repeat(xp: ModuleType, most: int, step: Callable[..., Any], state: Any, read
 
 
 def why_no_kernel(num_ranks: int, num_experts: int) -> str:
-    """Return why no kernel makes such a plan on the GPUs of this process, or ''."""
+    """Return why no kernel fills slots of these sizes on this process's GPUs, or ''."""
     if why := native.why_no_local_kernel():
         return why
     ranks, experts = native.limit("MAX_RANKS"), native.limit("MAX_PLANNED_EXPERTS")

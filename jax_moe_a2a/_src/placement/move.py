@@ -16,7 +16,7 @@ from .types import Placement, check_placement
 def move_experts(
     w: PyTree, *, source: Placement | None = None, target: Placement | None = None
 ) -> PyTree:
-    """Return the weights of experts in other slots, bit for bit.
+    """Move the weights of experts to other slots, bit for bit.
 
     ``target`` alone moves weights from the order of experts into slots. ``source`` alone moves them
     back. Both together move them from one placement to the next. Also move all other arrays
@@ -31,9 +31,9 @@ def move_experts(
       w: array [N, ...], or a pytree of arrays with this first axis, such as ``Experts``. N is the
         number of slots of ``source``, or E without ``source``.
       source: the ``Placement`` of ``w``, or None for the order of experts. If an expert has several
-        slots, the first one is read.
+        slots, its first slot is read.
       target: the ``Placement`` of the result, or None. ``target`` may have another number of ranks
-        than ``source``. Placements have no leading axes, and may have any form.
+        than ``source``. Placements have no leading axes. They need not have the home form.
 
     Returns:
       [N', ...] like ``w``, where N' is the number of slots of ``target``, or E without ``target``.
@@ -75,13 +75,13 @@ def move_experts(
     index = np.arange(size, dtype=np.int32) if source is None else source.expert_slots[:, 0]
     if target is not None:
         xp = jnp if isinstance(target.slot_experts, jax.Array) else np
-        # The expert -1 of an empty slot reads the last index here, which returns zeros.
+        # The expert -1 of an empty slot reads the last element of ``index``, which returns zeros.
         index = xp.append(index, np.int32(size))[target.slot_experts]
     return jax.tree.map(lambda x: _moved(as_array(x), index), w)
 
 
 def _moved(x: Any, index: Any) -> Any:
-    """Return the elements of an array at indices. The index ``len(x)`` returns zeros."""
+    """Return the elements of an array at indices, with zeros for the index ``len(x)``."""
     is_traced = isinstance(x, jax.core.Tracer) or isinstance(index, jax.core.Tracer)
     if not is_traced and not isinstance(x, jax.Array):
         found = x[np.minimum(index, len(x) - 1)]
@@ -96,7 +96,7 @@ def _moved(x: Any, index: Any) -> Any:
 
 @scopes.placement
 def _take(x: jax.Array, index: jax.Array, num_parts: int) -> jax.Array:
-    """Gather one index of each part at a time, because each device receives what a step reads."""
+    """Gather one index of each part at a time, because each device receives all data of a step."""
     sharding = jax.typeof(x).sharding
     spec = sharding if any(axis is not None for axis in sharding.spec) else None
     take = lambda index: x.at[index].get(mode="fill", fill_value=0, out_sharding=spec)

@@ -31,11 +31,11 @@ def plan_placement(
 ) -> Placement:
     """Plan replicas of popular experts, and how many rows each replica should receive.
 
-    One step fills an empty spare slot of the emptiest rank with a replica of the largest expert of
-    the fullest rank. The replica takes the rows that the emptiest rank lacks. Steps repeat until
-    all ranks have the mean load, or no spare slot helps.
+    Each step fills an empty spare slot of the emptiest rank with a replica of the largest expert of
+    the fullest rank. The replica gets at most the rows that the emptiest rank lacks. Steps repeat
+    until all ranks have the mean load, or no spare slot helps.
 
-    Without the home form, experts first move: each expert, from the largest to the smallest, moves
+    With ``home=False``, experts first move: each expert, from the largest to the smallest, moves
     to the emptiest rank that has room. With ``spare=0``, this is the whole plan.
 
     Args:
@@ -47,9 +47,9 @@ def plan_placement(
       home: True for the home form of a ``Placement``, for training: experts stay, and only
         replicas are added. False for serving.
       num_hosts: number of hosts, which divides R. Each host has consecutive ranks. Replicas are on
-        the host of their expert, so that weights do not travel between hosts. Without the home
-        form, experts first move between hosts.
-      min_rows: the fewest rows for which a replica is worth its slot.
+        the host of their expert, so that weights do not travel between hosts. With ``home=False``,
+        experts first move between hosts.
+      min_rows: the smallest number of rows for which a slot gets a replica.
 
     Returns:
       The placement of ``E + R * spare`` slots, with the leading axes of ``load``. If ``load`` is a

@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 from ..checks import as_array, check_int, short
 from ..plan import plan
 
-# A token's slots on ranks, and the ranks of an expert's replicas, are sets of at most 32 bits.
+# Sets of at most 32 bits hold a token's slots on ranks, and the ranks of an expert's replicas.
 MAX_REPLICAS = 31
 
 SHARE_BITS = 15  # shares are multiples of 2**-15, so products with them fit in 32 bits
@@ -34,22 +34,22 @@ class Placement:
     placement of the same shapes. The number of ranks and the form are static. All arrays may have
     the same leading axes, for example for layers.
 
-    In the *home form*, rank ``r`` has its experts ``r * E / R``, ... in its first E / R slots, in
-    their order, as without a placement. Only the slots after these E / R slots, the *spare* slots,
-    depend on the placement. Training uses this form: parameters stay where they are, and only the
-    weights of spare slots move.
+    In the *home form*, the first E / R slots of rank ``r`` hold the experts from ``r * E / R`` on,
+    in order, as without a placement. Only the slots after them, the *spare* slots, depend on the
+    placement. Training uses this form: parameters stay where they are, and only the weights of
+    spare slots move.
     """
 
     slot_experts: Any
     """[..., P]: expert of each slot, -1 for an empty slot."""
     expert_slots: Any
-    """[..., E, M]: slots of each expert, -1 after the last one. They are sorted by their position
-    on their rank, then by rank. In the home form, the first one is therefore the home slot."""
+    """[..., E, M]: slots of each expert, -1 after the last slot. They are sorted by their position
+    on their rank, then by rank. In the home form, the first slot is therefore the home slot."""
     num_replicas: Any
     """[..., E]: number of slots of each expert, from 1 to M."""
     share_ends: Any
-    """[..., E, M]: the share of an expert's rows that this slot and the slots before it should
-    receive together, in units of 2**-15. It is 2**15 for the last slot and after it."""
+    """[..., E, M]: the share of an expert's rows that this slot and all slots before it should
+    receive together, in units of 2**-15. The last slot and all entries after it have 2**15."""
     num_ranks: int = dataclasses.field(metadata=dict(static=True))
     """R, the number of ranks."""
     home: bool = dataclasses.field(metadata=dict(static=True))
@@ -67,7 +67,7 @@ class Placement:
 
     @classmethod
     def from_slots(cls, slot_experts: ArrayLike, num_experts: int, *, num_ranks: int) -> Placement:
-        """Return the placement of a table of slots, which may come from another system.
+        """Return a placement from a table of slots, for example a table of another system.
 
         Examples of tables are ``physical_to_logical_map`` of vLLM and SGLang, and the first result
         of ``rebalance_experts`` of EPLB.
@@ -79,7 +79,7 @@ class Placement:
           num_ranks: R, the number of ranks, which divides P.
 
         Returns:
-          The placement, of NumPy arrays. All slots of an expert have equal shares of its rows. The
+          A placement with NumPy arrays. All slots of an expert have equal shares of its rows. The
           shapes depend only on P and E: M is ``min(31, P - E + 1)``. ``home`` is True if the table
           has the home form in all layers.
         """
@@ -171,7 +171,7 @@ def check_placement(
 
 
 def max_replicas(num_slots: int, num_experts: int) -> int:
-    """Return M, the most slots of one expert that a placement can hold."""
+    """Return M, the largest number of slots that one expert can have."""
     return min(MAX_REPLICAS, num_slots - num_experts + 1)
 
 
@@ -203,8 +203,8 @@ def placement_of(
 
 
 def _shares(xp: ModuleType, ends: Any) -> Any:
-    """Return nondecreasing int32 ``ends`` as shares of the last end of each line, rounded down.
-    The shares are computed by long division, because products would not fit in 32 bits."""
+    """Return nondecreasing int32 ``ends`` as shares of the last end of each row, rounded down. Use
+    long division, because products would not fit in 32 bits."""
     total = ends[:, -1:].astype(np.uint32)
     rest, share = ends.astype(np.uint32), xp.zeros_like(ends)
     for _ in range(SHARE_BITS):
@@ -221,7 +221,7 @@ def running_sum(xp: ModuleType, x: Any, axis: int = 0) -> Any:
 
 
 def map_leading(xp: ModuleType, function: Callable[..., Any], *arrays: Any, ndim: int = 1) -> Any:
-    """Call a function of arrays with ``ndim`` axes once for each index of the axes before them."""
+    """Call a function of arrays with ``ndim`` axes once for each index of their leading axes."""
     if arrays[0].ndim == ndim:
         return function(*arrays)
     inner = lambda *arrays: map_leading(xp, function, *arrays, ndim=ndim)
@@ -231,7 +231,7 @@ def map_leading(xp: ModuleType, function: Callable[..., Any], *arrays: Any, ndim
 
 
 def home_experts(num_experts: int, num_ranks: int) -> np.ndarray:
-    """Return the experts at home on each rank, [R, E / R], or raise an error."""
+    """Return the home experts of each rank, [R, E / R], or raise an error."""
     num_ranks = check_int("num_ranks", num_ranks, least=1)
     num_experts = check_int("num_experts", num_experts, least=1)
     if num_experts % num_ranks:
