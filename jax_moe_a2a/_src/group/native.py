@@ -290,7 +290,7 @@ def why_unreachable(topology: Topology) -> str:
 
 
 def why_no_gpus() -> str:
-    """Return why other processes cannot use this process's GPUs, as the end of a sentence, or ''."""
+    """Return why other processes cannot use this process's GPUs, without a subject, or ''."""
     if not has_kernels():
         return "has no CUDA kernels"
     own = tuple(device.id for device in local_gpus())

@@ -48,7 +48,7 @@ class Notice:
 
 @compat.per_job
 def publish() -> None:
-    """Publish the notice of this process, once in a job, and start to answer requests for memory."""
+    """Publish the notice of this process, once in a job, and start to answer memory requests."""
     notice = _own_notice()
     if not notice.why_portable:
         native.introduce_devices()  # before another process asks for their memory

@@ -231,7 +231,7 @@ def sort_by_group(group: jax.Array, num_groups: int) -> tuple[jax.Array, jax.Arr
     """Sort elements by group, in a stable order. ``group``, int32 [N], is ``num_groups`` for an
     element without a group. Return the first position of each group, int32 [num_groups + 1], where
     elements without a group are the last group. Also return the position of each element, [N]."""
-    # A mark for each group is sorted before its elements, and shows the first position of the group.
+    # A mark for each group is sorted before its elements. It shows the group's first position.
     marks = jnp.arange(num_groups + 1, dtype=jnp.int32)
     keys = jnp.concatenate([marks, group])
     order = lax.sort((keys, lax.iota(jnp.int32, keys.size)), num_keys=1)[1]
