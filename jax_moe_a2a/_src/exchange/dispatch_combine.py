@@ -6,7 +6,7 @@ and scales of each leaf if ``keeps_encoded`` is set or ``decode`` is not set. Ch
 
 With ``tail="unspecified"``, the results and tangents of a dispatch hold any values in the tail. The
 transpose, a combine, does not read the tail of the cotangents. The transpose of a combine is a
-dispatch, whose ``tail`` is the ``tail`` option of the combine.
+dispatch with the ``tail`` option of the combine.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ DISPATCH.transpose, COMBINE.transpose = COMBINE, DISPATCH
 
 
 def keep_arrays(keep: Sequence[bool], params: dict[str, Any]) -> dict[str, Any]:
-    """Return the parameters of an exchange that moves only the leaves and choice arrays to keep."""
+    """Change ``params`` so that the exchange moves only the arrays for which ``keep`` is True."""
     first = params["num_leaves"]  # index of the first choice array
     of_leaves, of_choices = keep[:first], keep[first : first + params["num_choice_arrays"]]
     options = params["options"] if any(of_leaves) else params["options"].unencoded

@@ -38,7 +38,7 @@ class CallPlacement(NamedTuple):
     """The devices on which the kernels run a call, and the layout of its arrays."""
 
     group: Group
-    """The group. If each rank has its own device, the group has the devices of the program."""
+    """The group. If each rank has a separate device, the group has the devices of the program."""
     topology: native.Topology
     lead: int
     """1 if arrays have a leading axis of ranks, because the ranks share a GPU; otherwise 0."""
@@ -232,7 +232,7 @@ def custom_call(
     # If a loop stores a result in a larger array, and the program also uses the result elsewhere,
     # XLA's dynamic_slice_fusion copies the call, and the exchange runs twice. A barrier prevents
     # the copy. Each result has a separate barrier, because XLA removes unused results of a shared
-    # barrier. Two equal calls could then have different results, and XLA would not merge the calls.
+    # barrier. Then XLA would not merge equal calls whose barriers have different results.
     alone = [ctx.replace(avals_in=[aval], avals_out=[aval]) for aval in ctx.avals_out]
     return [out for args in zip(alone, results, strict=True) for out in barrier(*args)]
 
@@ -276,8 +276,8 @@ def lower_by_kernels(
     """Return a function that emits the custom calls of an exchange and returns their results.
 
     ``phase`` is "start", "done", or "" for a whole exchange. The calls of a done have the operands
-    of the start, so that XLA keeps these arrays in place. Further operands of a done are the arrays
-    in flight, whose memory becomes the results.
+    of the start, because XLA must keep these arrays in place. Further operands of a done are the
+    arrays in flight. Their memory becomes the results.
     """
     sources, is_outward = exchange.layouts(**params).sources, exchange.is_outward
     num_results = len(sources)

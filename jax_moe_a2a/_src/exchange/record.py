@@ -1,4 +1,4 @@
-"""Define ``Record``, which describes an exchange primitive to the rules of all transforms.
+"""Define ``Record``, which describes an exchange primitive for the rules of JAX transforms.
 
 An exchange moves a payload from tokens to rows (outward), or from rows to tokens. For a fixed
 routing, an exchange is linear in its payload, or bilinear in rows and their weights. Dispatch and
@@ -43,7 +43,7 @@ class Options(NamedTuple):
     wire_dtype: Any = None
     """How partial sums travel: a dtype, a token format, or None for the array's dtype."""
     token_format: TokenFormat | None = None
-    """How a dispatch quantizes its leaves, or None. It is None for a combine."""
+    """How a dispatch quantizes its leaves, or None. A combine has None."""
     decode: bool = False
     tail: Tail = "zero"
     keeps_encoded: bool = False
@@ -51,8 +51,8 @@ class Options(NamedTuple):
     has_token_scales: bool = False
     """True if an operand float32 [T] replaces the ``global_scale`` of ``token_format``."""
     num_addends: int = 0
-    """Number of addends: one for each sum of a combine, or 0. They are the last payload operands. A
-    combine adds an addend before it rounds the sum."""
+    """Number of addends of a combine: one for each sum, or 0. Addends are the last payload
+    operands. A combine adds an addend before it rounds the sum."""
 
     @property
     def results_per_leaf(self) -> int:
@@ -87,8 +87,8 @@ class Record:
     """The record of an exchange primitive.
 
     For split exchanges, ``split.add_halves`` adds two more records, ``start`` and ``done``. Between
-    start and done, the payload is *in flight*. It then consists of two arrays for each result: an
-    array at the tokens and an array at the rows. All arrays at the tokens come first.
+    start and done, the payload is *in flight*. A payload in flight has two arrays for each result:
+    an array at the tokens and an array at the rows. All arrays at the tokens come first.
     """
 
     name: str
@@ -102,10 +102,10 @@ class Record:
     """Returns a list of ``KernelCall`` from a ``CallPlacement``, the abstract payload of one rank
     and the parameters (see ``lowering.py``)."""
     unfused: Callable[..., Callable[..., list[jax.Array]] | None] = lambda **_: None
-    """Returns a function for GPUs whose kernels do not support this payload, from the parameters.
-    The function computes the results with other exchanges. None means ``reference``."""
+    """Receives the parameters. Returns a function that computes the results with other exchanges,
+    or None for ``reference``. GPUs use the function if their kernels do not support the payload."""
     result_types: Callable[..., list[Any]] = lambda results, **_: results
-    """Changes the abstract values of results whose type differs from the type of their source."""
+    """Corrects the abstract values of results that do not have the type of their source."""
     primitive: Any = dataclasses.field(init=False)
     transpose: Record = dataclasses.field(init=False)
     """The transposed exchange, if this exchange is linear in its whole payload."""

@@ -315,8 +315,8 @@ def receive_rows(
 
 
 def _poison(dtype: DTypeLike) -> Any:
-    """Return a value that a test can recognize. It is NaN for floats, and the bits of NaN for
-    floats that travel as integers. It is True for bool, and an extreme value for integers."""
+    """Return a value that a test can recognize: NaN for floats, True for bool, and an extreme value
+    for integers. If floats travel as integers, return the bits of NaN."""
     if dtype == jnp.bool_:
         return True
     if jnp.issubdtype(dtype, jnp.integer):
@@ -324,7 +324,7 @@ def _poison(dtype: DTypeLike) -> Any:
         return limits.max if jnp.issubdtype(dtype, jnp.unsignedinteger) else limits.min
     if not _travels_as_integers(dtype):
         return math.nan
-    # NaN is the bits of a negative zero in "fnuz" types. Elsewhere, all set bits are a NaN.
+    # In "fnuz" dtypes, NaN has the bits of a negative zero. In other dtypes, all bits set is a NaN.
     bits = jnp.finfo(dtype).bits
     return 1 << (bits - 1) if jnp.dtype(dtype).name.endswith("fnuz") else (1 << bits) - 1
 
@@ -445,8 +445,8 @@ def _move(
 ) -> jax.Array:
     """Move an array without changing a bit.
 
-    Floats of fewer than 32 bits travel as integers, for three reasons. XLA:CPU computes selects and
-    collectives of these floats in floats of more bits, which turns signalling NaNs into quiet NaNs.
+    Floats of fewer than 32 bits travel as integers, for three reasons. XLA:CPU converts these
+    floats to more bits in selects and collectives, which changes signalling NaNs to quiet NaNs.
     NCCL does not support all of these dtypes. A row without a token is zero bytes, but
     float8_e8m0fnu has no zero.
     """

@@ -31,10 +31,10 @@ from .rules import is_own_axis, move_or_broadcast
 route_p = compat.Primitive("moe_a2a_route")
 routed_dispatch_p = compat.Primitive("moe_a2a_routed_dispatch")
 
-# This primitive is the identity for the ids of a group whose devices the program decides. JAX may
-# reuse a lowered program for other devices. JAX lowers a program with this primitive again for each
-# device assignment. The other primitives do not force this, because it requires devices, and an
-# exported program may have none.
+# This primitive returns its operand, the ids. Without it, JAX may reuse a lowered program on other
+# devices. With it, JAX lowers the program again for each device assignment. Therefore it is bound
+# only if the program decides the devices of the group. The other primitives do not have this
+# effect, because an exported program may have no devices.
 on_own_devices_p = compat.Primitive("on_own_devices")
 
 

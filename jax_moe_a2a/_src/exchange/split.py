@@ -1,8 +1,9 @@
 """Define start and done, the halves of a split exchange, and the tie, which orders other work.
 
 A start transposes to the done of the transposed exchange, and a done to the start. Therefore the
-backward pass is also split, and work between the halves stays there. Both halves must move the same
-arrays. Therefore a derivative moves all arrays that can have tangents, even zero tangents.
+backward pass also has a start and a done, with the gradient of other work between them. Both halves
+must move the same arrays. Therefore a derivative moves all arrays that can have tangents, even zero
+tangents.
 """
 
 from __future__ import annotations
@@ -105,8 +106,8 @@ def _have_tangents(arrays: Sequence[Any]) -> list[bool]:
     return [carries_tangent(aval_of(x).dtype) for x in arrays]
 
 
-# ``lax.optimization_barrier`` cannot replace the tie. It removes unused arrays. Its derivatives may
-# turn missing tangents into zeros, which would create a done without a start.
+# ``lax.optimization_barrier`` cannot replace the tie. A barrier loses unused arrays. Its derivatives
+# may turn missing tangents into zeros, which would create a done without a start.
 
 
 def _tie_those_with_tangents(tangents: compat.Tangents) -> list[Any]:
@@ -136,8 +137,8 @@ ad.primitive_jvps[tie_p] = lambda primals, tangents: (
 ad.primitive_transposes[tie_p] = _tie_transpose
 batching.primitive_batchers[tie_p] = lambda args, dims: (tie(*args), dims)
 compat.register_dce_rule(tie_p, _tie_dce)
-# If a policy saved arrays in flight, the backward pass would finish the exchange a second time. A
-# tie may return arrays in flight, so no policy may save its results.
+# No policy may save a tie, because a tie may return arrays in flight. The backward pass would then
+# finish the exchange a second time.
 compat.never_save(tie_p)
 
 for _whole in (DISPATCH, COMBINE):

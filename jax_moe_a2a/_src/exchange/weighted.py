@@ -157,7 +157,7 @@ def _combine_transpose(
 
 
 # Derivatives of the weighted dispatch s_j = w_j G, d_i = <r_i, G>, with G = D(g):
-#   jvp: the unfused form computes it, and moves G and dG once each. Tangents never use the fused
+#   jvp: the jvp of the unfused form, which moves G and dG once each. Tangents never use the fused
 #   form, so the fused form needs no transpose.
 
 

@@ -1,9 +1,9 @@
 """Define ``act_grad_p``, which computes gradients between two products in FP8 in one pass.
 
-The operands are ct_h [*B, C, I], the gradient of the activations times weights; pre [*B, C, I'],
-the product before the activation; weights [*B, C] float32; and sizes [*B, L]. The results are
-``ct_pre = weights * act'(pre) * ct_h``, ``h = weights * act(pre)``, ``ct_weights = <ct_h,
-act(pre)>``, and ct_pre in ``BlockwiseFp8``: values [*B, C, I'] and scales [*B, C, I' / 128].
+The operands are ct_h [*B, C, I], pre [*B, C, I'], weights [*B, C] float32, and sizes [*B, L]. pre
+is the input of the activation, and ct_h is the cotangent of h. The results are ``ct_pre = weights *
+act'(pre) * ct_h``, ``h = weights * act(pre)``, and ``ct_weights = <ct_h, act(pre)>``. The last two
+results are the values [*B, C, I'] and scales [*B, C, I' / 128] of ct_pre in ``BlockwiseFp8``.
 ``primitives.py`` describes batching and rows without a token. The derivatives are the derivatives
 of the composition. The values and scales in FP8 have no derivatives.
 """

@@ -104,9 +104,9 @@ CLAMPED_SWIGLU = "clamped_swiglu"
 def _normal_cdf(x: jax.Array) -> jax.Array:
     """Return the probability that a normal variable is below x: ``erfc(-x / sqrt(2)) / 2``.
 
-    The derivative is ``exp(-x**2 / 2) / sqrt(2 pi)``. It is defined here, because JAX 0.12.0.1
-    rejects its own derivatives of erf and erfc in ``jax.shard_map``: their polynomials have
-    coefficients that do not vary over mesh axes.
+    This module defines the derivative, ``exp(-x**2 / 2) / sqrt(2 pi)``, because JAX 0.12.0.1
+    rejects its own derivatives of erf and erfc in ``jax.shard_map``. The coefficients of their
+    polynomials do not vary over mesh axes.
     """
     return 0.5 * lax.erfc(x * -math.sqrt(0.5))
 

@@ -14,15 +14,15 @@ more primitives. Let ``pre = rows w_in + b_in`` and ``h = weights * act(pre)``.
   transpose: ``ct_pre = weights * act'(pre) * ct_h``, h, and ``ct_weights = <ct_h, act(pre)>``. The
   cotangent of w_out is the outer product of h and ct_y. With totals, it is added to a total.
 
-Therefore a forward pass with gradients needs no separate pass over rows. It keeps rows and pre for
-the backward pass, and does not keep y. Derivatives of any order exist, because further derivatives
+Therefore a forward pass with gradients needs no separate pass over rows. For the backward pass, it
+keeps rows and pre, and does not keep y. Derivatives of any order exist. Further derivatives
 differentiate the compositions below, which consist of grouped products and jnp.
 
 Weights that are trained in FP8 are ``QuantizedExperts`` from ``encode_source``. Their tangents are
 the tangents of the source. ``grouped/straight_through.py`` defines their products.
 
-- ``act_dot_p`` computes ``h w_out`` from pre, in place of ``dot_act_p`` and ``dot_bias_p``. It
-  stores h only in FP8.
+- ``act_dot_p`` computes ``h w_out`` from pre, in place of ``dot_act_p`` and ``dot_bias_p``. h is
+  stored only in FP8.
 - ``act_dot_tangent_p`` is also linear in d_rows, because d_pre has the term ``d_rows w_in``. Its
   transpose therefore includes the product of ct_pre and w_in^T. ``act_grad_p`` (``act_grad.py``)
   computes and quantizes ct_pre in one pass.
@@ -92,8 +92,8 @@ BIAS_ROWS = 8
 PRODUCTS_CHECKPOINT_NAME = "moe_a2a_products"
 """Checkpoint name, a str, of the inputs of the activation in ``moe_mlp``: products plus bias.
 
-If a policy of ``jax.checkpoint`` saves this name and ``ROUTING_CHECKPOINT_NAME``, and does not save
-``ROWS_CHECKPOINT_NAME``, the backward pass dispatches the tokens again, and repeats no product."""
+A policy of ``jax.checkpoint`` may save this name and ``ROUTING_CHECKPOINT_NAME``, but not
+``ROWS_CHECKPOINT_NAME``. The backward pass then repeats the dispatch, and repeats no product."""
 
 
 class ExpertOperands(NamedTuple):
@@ -122,8 +122,8 @@ class Product(NamedTuple):
 
 
 class TangentOperands(NamedTuple):
-    """The operands of ``act_dot_tangent_p``, which is linear in the first four operands. These four
-    operands may be None. Without weights in FP8, d_rows and w_in are None."""
+    """The operands of ``act_dot_tangent_p``, which is linear in the first four operands. Some of
+    these four may be None. Without weights in FP8, d_rows and w_in are None."""
 
     d_rows: Any
     d_pre: Any

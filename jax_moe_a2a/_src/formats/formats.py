@@ -232,8 +232,8 @@ class _PowerOfTwoScales(TokenFormat):
 class BlockwiseFp8(_PowerOfTwoScales):
     """float8_e4m3fn values in groups of 128 with float32 scales.
 
-    The scale is the smallest power of two for which no value of the group exceeds 448. It is at
-    least 2**-117. DeepSeek-V3 has the same group size (arXiv:2412.19437, section 3.3).
+    The scale is the smallest power of two for which no value of the group exceeds 448. The minimum
+    is 2**-117. DeepSeek-V3 has the same group size (arXiv:2412.19437, section 3.3).
     """
 
     group_size: ClassVar[int] = 128
@@ -253,7 +253,7 @@ class MxFp8(_PowerOfTwoScales):
     """float8_e4m3fn values in groups of 32 with float8_e8m0fnu scales (MXFP8 of OCP).
 
     The scale is the largest magnitude of the group divided by 256, rounded down to a power of two.
-    It is at least 2**-117. Magnitudes above 448 times the scale become 448 times the scale. A scale
+    The minimum is 2**-117. Magnitudes above 448 times the scale become 448 times the scale. A scale
     byte of 0 means zero, not 2**-127.
     """
 
@@ -282,9 +282,10 @@ class NvFp4(TokenFormat):
     Attributes:
       global_scale: a float from 2**-116 to 2**116, or a float32 array. An array may be traced, and
         is clipped to this range. An array [] must be equal on all ranks. An array [T] has one scale
-        for each of the tokens [T, ..., H], which travels with its token. To use the full range of
-        the format, pass the largest magnitude of the tensor, or of each token, divided by 2688 (6 *
-        448). If a scale is negative, infinite or NaN, all numbers with this scale decode to NaN.
+        for each of the tokens [T, ..., H]. The scale then travels with the token. The full range of
+        the format is used if the scale is the largest magnitude of the tensor, or of the token,
+        divided by 2688 (6 * 448). If a scale is negative, infinite or NaN, all numbers with this
+        scale decode to NaN.
     """
 
     global_scale: float | jax.Array = 1.0

@@ -29,9 +29,9 @@ class Group(GroupValue):
     holds no experts, sizes or dtypes, so different layers can share a group. Making, comparing and
     printing a group contacts no other process and no device.
 
-    If a group has GPUs of several processes, each process announces itself to the other processes.
-    It does so when it first lowers a program with an exchange of the group, or first uses ``path``
-    or ``reserve``. These calls may wait for the other processes, so make them in all processes
+    If a group has GPUs of several processes, each process announces itself to the other processes:
+    when the process first lowers a program with an exchange of the group, or first uses ``path`` or
+    ``reserve``. These calls may wait for the other processes, so make the calls in all processes
     (``docs/processes.md``).
 
     Args:
@@ -187,8 +187,8 @@ class Group(GroupValue):
         shrinks or moves, so existing programs stay valid. The portable path needs no workspace.
 
         Args:
-          split: True for split exchanges (``dispatch_start`` and so on). They use a second
-            workspace if the group has one level.
+          split: True for split exchanges (``dispatch_start`` and so on). If the group has one
+            level, split exchanges use a second workspace.
           **sizes: arguments of ``memory_estimate`` except ``group_size``: ``num_tokens``,
             ``hidden``, ``top_k``, ``num_experts``, and optionally ``dtype`` and ``exchange``.
 

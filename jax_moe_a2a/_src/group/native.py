@@ -26,8 +26,8 @@ _native: Any = extension.load()  # None: the portable path is complete without i
 
 
 class Topology(NamedTuple):
-    """The devices of a group. It has the fields of ``Topology`` in ``cuda/runtime/workspace.h``, in
-    the order of the extension's arguments."""
+    """The devices of a group. The fields are equal to the fields of ``Topology`` in
+    ``cuda/runtime/workspace.h``, and have the order of the extension's arguments."""
 
     devices: tuple[int, ...]
     """Ids of the devices of all domains, domain after domain in the order of ranks. If ranks share

@@ -167,8 +167,8 @@ def _own_notice() -> Notice:
 
 
 def _build() -> str:
-    """Return ``Notice.build``, which must be equal in all processes. It has no digest of the
-    compiled extension, because two builds of the same sources may differ."""
+    """Return ``Notice.build``, which must be equal in all processes. A digest of the compiled
+    extension is not included, because two builds of the same sources may differ."""
     digest = hashlib.sha256()
     for source in sorted(pathlib.Path(__file__).parents[2].rglob("*.py")):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
@@ -187,7 +187,7 @@ def _host() -> str:
 
 
 def _namespace(kind: str) -> str:
-    """Return the name of this process's namespace of a kind; '' if the name is not known."""
+    """Return the name of this process's Linux namespace, such as "net"; '' if it is unknown."""
     try:
         return os.readlink(f"/proc/self/ns/{kind}")
     except OSError:

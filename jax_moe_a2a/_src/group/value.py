@@ -90,7 +90,7 @@ class GroupValue:
         )
 
     def __repr__(self) -> str:
-        """Return an expression that makes this group. It has no arguments with default values."""
+        """Return an expression that makes this group, without arguments that equal the defaults."""
         shown = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         shown = {name: value for name, value in shown.items() if value != _DEFAULTS[name]}
         if self.mesh is not None:
@@ -135,9 +135,9 @@ class GroupValue:
 
     @functools.cached_property
     def levels(self) -> tuple[Self, ...]:
-        """Return the group of each level, in the order in which tokens travel. With one level, it
-        is the group itself. With two levels, the first group has the ranks of equal local index on
-        all hosts, and the second group has the ranks of a host."""
+        """Return the group of each level, in the order in which tokens travel. With one level,
+        return only this group. With two levels, the first group has the ranks of equal local index
+        on all hosts. The second group has the ranks of a host."""
         if not self.two_level:
             return (self,)
         assert self.mesh is not None

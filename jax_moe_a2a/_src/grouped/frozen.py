@@ -3,11 +3,11 @@
 Let Q be the rounding to ``BlockwiseFp8``, and W the numbers of the weights. ``grouped_dot_fp8_p``
 computes the product of rows r, ``Q(r) W``. Its derivative is defined as the derivative of ``r W``,
 as in ``straight_through.py``. ``frozen_dot_p`` computes tangents and cotangents, and is linear in
-the rows. It computes ``r W``, or ``Q(r) W`` if the parameter ``quantizes`` is True.
+the rows. The result is ``r W``, or ``Q(r) W`` if the parameter ``quantizes`` is True.
 
 - jvp: ``dr W``, with ``quantizes=False``.
-- transpose: ``Q(ct) W^T``, with ``quantizes=True``. The derivative of this product also ignores Q.
-  It is the derivative of ``ct W^T``. Therefore derivatives of any order exist.
+- transpose: ``Q(ct) W^T``, with ``quantizes=True``. The derivative of this product also ignores Q,
+  and equals the derivative of ``ct W^T``. Therefore derivatives of any order exist.
 
 The operands of ``frozen_dot_p`` are rows [*B, C, K], sizes [*B, L], and the leaves of a tuple of
 ``QuantizedExperts``. The tuple has the home weights, and perhaps spare weights for the last groups.
@@ -45,8 +45,8 @@ def dot_of_frozen(
     """Multiply rows [C, K] by frozen weights [L, K, N]. The result has the dtype of the floats.
 
     A compiled program does not compute the floats, because only their derivatives are used. If N is
-    a multiple of 128, the gradient of rows is a product in FP8. It reads the transposed values, or
-    transposes the values. ``tail`` also applies to the derivatives.
+    a multiple of 128, the gradient of rows is a product in FP8. This product reads the transposed
+    values, or transposes the values. ``tail`` also applies to the derivatives.
     """
     params: dict[str, Any] = dict(dtype=rows.floats.dtype, tail=tail, num_sms=None)
     product = bind_dot_fp8(rows.encoded, w, sizes, **params)

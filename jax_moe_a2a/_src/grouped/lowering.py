@@ -28,9 +28,9 @@ FORWARD, FORWARD_FEW, TRANSPOSED, WEIGHT_GRADIENT = range(4)
 # Tiles of few rows are faster up to this mean number of rows per group.
 FEW_ROWS = native.tuning("GEMM_FEW_ROWS")
 CAPABILITY = "9.0"  # kGemmCapability in cuda/gemm/grouped_gemm.h
-# For each major compute capability, these are the first supported version of cuBLAS and the first
-# later version that is not supported. Release notes and users report wrong results. Before 13.3,
-# gradients of groups without rows were wrong. From 13.7, products on Blackwell are wrong.
+# For each major compute capability: the first version of cuBLAS that is used, and the first later
+# version that is not used. Release notes and users report wrong results of other versions. Before
+# 13.3, gradients of groups without rows are wrong. From 13.7, products on Blackwell are wrong.
 LIBRARY_VERSIONS = {"10": ((13, 3), (13, 7))}
 NO_WEIGHTS = -1  # the index of the weights of a group whose results are zeros
 
@@ -100,8 +100,8 @@ def _dotted(version: tuple[int, ...]) -> str:
 
 
 def sizes_of(rows: Any, sizes: Any, weights: Sequence[int]) -> tuple[int, int, int, int]:
-    """Return the sizes for ``why_no_kernel``. These are the total numbers of rows and groups over
-    all leading axes, and the last two sizes of the weights."""
+    """Return the sizes for ``why_no_kernel``: total rows and total groups over all leading axes,
+    and the last two sizes of the weights."""
     batch, (k, n) = math.prod(rows.shape[:-2]), weights[-2:]
     return batch * rows.shape[-2], batch * sizes.shape[-1], k, n
 

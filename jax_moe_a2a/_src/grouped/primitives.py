@@ -91,9 +91,9 @@ def register(
         operands.
       composition: computes the results of the primitive with jnp and other primitives.
       is_full: a bool for each operand, or a function of the parameters that returns these bools. If
-        it is False, the batch may share the operand. Otherwise each leading axis has its full size.
-      passed: a function of the parameters. It returns the indices of the operands that the
-        primitive returns as its last results.
+        False, the batch may share the operand. If True, each leading axis has its full size.
+      passed: a function of the parameters. The function returns the indices of the operands that
+        the primitive returns as its last results.
       batch: a batching rule to use in place of ``is_full`` and ``passed``.
       cuda: chooses the path on NVIDIA GPUs. None means the composition.
     """
@@ -164,7 +164,7 @@ def bilinear_jvp(
 
 
 def _dot_jvp(primals: Any, tangents: compat.Tangents, **params: object) -> Any:
-    """Compute the jvp. It is jointly linear in home and spare weights."""
+    """Compute the jvp. Tangents of home and spare weights use one product."""
     rows, _, sizes, *_ = primals
     d_rows, d_w, _, *d_spare = tangents
     out, terms = grouped_dot_p.bind(*primals, **params), []

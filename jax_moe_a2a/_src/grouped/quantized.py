@@ -153,7 +153,7 @@ def _array(x: Any) -> Any:
 
 @jax.custom_jvp
 def without_gradient(x: jax.Array) -> jax.Array:
-    """Return ``x``. Its derivative raises a TypeError, and would otherwise silently be zero."""
+    """Return ``x``. A derivative of the result raises a TypeError instead of being zero."""
     return x
 
 

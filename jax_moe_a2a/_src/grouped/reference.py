@@ -1,4 +1,4 @@
-"""Define grouped products with jnp and lax. They define the primitives, and are the fallback.
+"""Compute grouped products with jnp and lax. This code defines the primitives, and is the fallback.
 
 ``primitives.py`` describes the operands.
 """

@@ -86,9 +86,9 @@ def summing_dot(
     total: jax.Array,
     sizes: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the product of rows r and weights w, and the total. The product is unspecified after
-    the last group. Its tangent has a term for r, and a term for the total in place of w.
-    ``passing_dot_p`` computes the term for the total."""
+    """Return the product of rows and weights, and the total. The product is unspecified after the
+    last group. ``passing_dot_p`` computes the tangent with respect to the total, which replaces the
+    tangent with respect to the weights."""
     w = encode_source(w) if isinstance(w, QuantizedExperts) else w
     leaves, tree = jax.tree.flatten((rows, w, total, sizes))
     return _summing_dot(*jax.tree.unflatten(tree, compat.align_varying(leaves, ())))

@@ -232,8 +232,8 @@ def _encode_squares(w: jax.Array, **params: Any) -> list[jax.Array]:
 
 
 def _composition(w: jax.Array, *, k_axis: int, turned: bool, plain: bool) -> list[jax.Array]:
-    """Quantize with XLA. It reads the weights once for the scales, and once for each orientation of
-    the values. Values are transposed only after they are quantized."""
+    """Quantize with XLA. XLA reads the weights once for the scales, and once for each orientation
+    of the values. Values are transposed only after they are quantized."""
     n, k_axis = w.shape[-1], k_axis + w.ndim
     w = _in_whole_squares(w, (k_axis, w.ndim - 1))
     padded = jnp.pad(w, [(0, 0)] * (w.ndim - 1) + [(0, -n % BLOCK)])

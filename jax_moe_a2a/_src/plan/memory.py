@@ -39,8 +39,8 @@ class MemoryEstimate:
     XLA's memory pool during an exchange."""
     levels: tuple[MemoryEstimate, ...] = ()
     """With two levels: the estimates of the exchange between hosts and of the exchange within a
-    host. The rows of the exchange between hosts are relayed tokens, and this exchange needs
-    ``workspace_bytes`` only if it uses the kernels."""
+    host. The rows between hosts are relayed tokens. If the kernels do not run between hosts, the
+    ``workspace_bytes`` of this level are not needed."""
 
     @property
     def half_bytes(self) -> int:

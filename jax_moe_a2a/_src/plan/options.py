@@ -62,7 +62,7 @@ class Exchange:
 
     Example:
       This program prints the capacity for 1.25 times the balanced load of 1,024 tokens with 8
-      choices, first without and then with alignment of the rows of 8 local experts:
+      choices. The second line also aligns the rows of 8 local experts:
 
       ```python
       import jax_moe_a2a as ma

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-# These arguments exclude negative indices, for which JAX would add three operations to each access.
+# These arguments exclude negative indices. Otherwise JAX adds three operations to each access.
 _IN_BOUNDS: dict[str, Any] = dict(mode="promise_in_bounds", wrap_negative_indices=False)
 _DROP: dict[str, Any] = dict(mode="drop", wrap_negative_indices=False)
 TAIL_ROW = -2  # ``row_slot`` of the rows in the tail; kTailRow in cuda/params.h
@@ -198,7 +198,7 @@ def rows_of_slots(slots: Slots, is_here: jax.Array, row: jax.Array) -> jax.Array
 
 def values_by_row(row: jax.Array, num_rows: int, values: jax.Array) -> jax.Array:
     """Return the value of each row's choice, int32 [num_rows], or -1 for a row without a choice.
-    ``row``, int32 [R, T, K], is the row of each choice. It is ``num_rows`` if there is no row."""
+    ``row``, int32 [R, T, K], is the row of each choice, or ``num_rows`` without a row."""
     values = jnp.broadcast_to(values, row.shape).ravel()
     return jnp.full(num_rows, -1, jnp.int32).at[row.ravel()].set(values, **_DROP)
 
@@ -277,7 +277,7 @@ def running_sum(x: jax.Array, axis: int = 0) -> jax.Array:
 
 def fold_batch(routing: RoutingArrays) -> RoutingArrays:
     """Merge a batch of B routings (leading axis B on every array) into one routing over B*T tokens
-    and B*C rows. It keeps the rows of all B routings. Empty slots may be between used slots."""
+    and B*C rows. The merge drops no row. Empty slots may be between used slots."""
     batch, num_tokens, _ = routing.choice_rank.shape
     capacity = routing.row_rank.shape[1]
 

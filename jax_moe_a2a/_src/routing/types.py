@@ -84,7 +84,7 @@ class RoutedRows(RouteOptions):
     num_dropped: jax.Array
     """[]: number of rows that this rank dropped because the capacity was too small."""
     num_invalid: jax.Array
-    """[]: number of this rank's ids outside [-1, num_experts). They are treated like -1."""
+    """[]: number of this rank's ids outside [-1, num_experts), which are treated like -1."""
     topk_ids: jax.Array
     """[T, K]: the ids that this rank routed. No exchange reads this array."""
 
@@ -140,8 +140,8 @@ class Routing(RoutedRows):
     choice_rank: jax.Array
     """[T, K]: rank of a choice; -1 if its id sends nothing."""
     slot_rows: jax.Array
-    """[R, T, K]: for each source rank and slot, the row of each choice of the token in the slot. -1
-    means that the choice is not for this rank. -2 means that the choice was dropped."""
+    """[R, T, K]: rows of the choices of the token in each slot of each source rank. -1 means that
+    the choice is not for this rank. -2 means that the choice was dropped."""
     row_slot: jax.Array
     """[C]: slot of a row's token. -1 means padding, and -2 means a row of the tail."""
     row_k: jax.Array
