@@ -207,7 +207,7 @@ def _lower_route(
 
     scratch = [
         int32(group.size, batch * num_tokens * top_k),  # ids of all ranks
-        # choices per expert (for each choice index if rows may drop), and tokens for this rank
+        # number of choices of each expert (for each k if rows may drop), and tokens for this rank
         int32(batch, group.size, chunks, levels * options.num_local_experts + 1),
         int32(batch, chunks, group.size),  # this rank's tokens per destination
     ]

@@ -1,9 +1,8 @@
 """Define start and done, the halves of a split exchange, and the tie, which orders other work.
 
 A start transposes to the done of the transposed exchange, and a done to the start. Therefore the
-backward pass also has a start and a done, with the gradient of other work between them. Both halves
-must move the same arrays. Therefore a derivative moves all arrays that can have tangents, even zero
-tangents.
+gradient of work between the halves also runs between two halves. Both halves must move the same
+arrays. Therefore a derivative moves all arrays that can have tangents, even zero tangents.
 """
 
 from __future__ import annotations
@@ -106,8 +105,8 @@ def _have_tangents(arrays: Sequence[Any]) -> list[bool]:
     return [carries_tangent(aval_of(x).dtype) for x in arrays]
 
 
-# ``lax.optimization_barrier`` cannot replace the tie. A barrier loses unused arrays. Its derivatives
-# may turn missing tangents into zeros, which would create a done without a start.
+# ``lax.optimization_barrier`` cannot replace the tie. Unused arrays are removed from it, and its
+# derivatives may turn missing tangents into zeros. They would create a done without a start.
 
 
 def _tie_those_with_tangents(tangents: compat.Tangents) -> list[Any]:

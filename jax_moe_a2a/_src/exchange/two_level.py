@@ -36,7 +36,7 @@ def plan_levels(ids: jax.Array, group: Group, options: PlanOptions) -> dict[str,
     host = own_rank(hosts)
     per_host = options.num_local_experts * ranks.size
 
-    # Each rank sends its ids to the ranks with its local index on all hosts: [T, H, K].
+    # Each rank receives the ids of the ranks with its local index on all hosts, [T, H, K].
     everywhere = jnp.arange(hosts.size, dtype=jnp.int32)
     everywhere = jnp.broadcast_to(everywhere, (num_tokens, hosts.size, hosts.size))
     params: dict[str, Any] = dict(num_leaves=1, num_choice_arrays=0, options=Options())

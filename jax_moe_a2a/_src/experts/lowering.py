@@ -17,7 +17,7 @@ from ..grouped.lowering import FORWARD, FORWARD_FEW, call, flat, sizes_of, table
 from ..grouped.reference import arrays_of
 from .activations import KINDS, FusedActivation
 
-SCALED_BIAS = len(KINDS)  # the kernel adds bias times weight, and computes no activation
+SCALED_BIAS = len(KINDS)  # the kernel adds the bias times the weight of a row; no activation
 
 
 def _sizes(rows: jax.Array, w: jax.Array, sizes: jax.Array) -> tuple[int, int, int, int]:

@@ -376,7 +376,7 @@ def _experts_jvp(
 
 
 def _dot_of(rows: jax.Array, d_w: Any, sizes: jax.Array, passes: bool) -> Sequence[Any]:
-    """Return the product of rows and a tangent of weights, and the tangent for the next product."""
+    """Return two results: rows times a tangent of weights, and the tangent for the next product."""
     if passes:
         return bind(passing_dot_p, rows, d_w, sizes)
     return _dot(rows, d_w, sizes), d_w

@@ -428,7 +428,7 @@ def _float32_bits(x: jax.Array) -> tuple[jax.Array, jax.Array]:
             # A subnormal float16 is ``magnitude`` times 2**-24, which is a normal float32.
             multiple = lax.bitcast_convert_type(magnitude.astype(jnp.float32), jnp.uint32)
             subnormal = jnp.where(magnitude > 0, multiple - (24 << 23), 0)
-            bias = jnp.where(magnitude < 0x7C00, 112, 224) << 23  # the exponent of 31 becomes 255
+            bias = jnp.where(magnitude < 0x7C00, 112, 224) << 23  # exponent 31 becomes 255
             normal = (magnitude << 13) + bias.astype(jnp.uint32)
             magnitude = jnp.where(magnitude < 0x400, subnormal, normal)
     return jnp.where(magnitude < MIN_NORMAL, 0, magnitude), sign

@@ -181,7 +181,7 @@ class GroupValue:
             object.__setattr__(self, name, value)
 
 
-# The defaults of ``__init__``. ``two_level`` differs, because the field of a group is never None.
+# The default fields. The field ``two_level`` is never None, so its default here is False.
 _DEFAULTS = {
     name: parameter.default for name, parameter in inspect.signature(GroupValue).parameters.items()
 } | {"two_level": False}

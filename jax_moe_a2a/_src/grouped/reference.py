@@ -19,7 +19,7 @@ from ..ad import accumulation_dtype
 def groups_of(sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
     """Return two arrays, int32 [..., L]: the first row of each group, and its number of rows.
 
-    A negative size counts as 0. Groups end at ``num_rows``, because kernels do not check this.
+    A negative size counts as 0. Groups are cut at ``num_rows``, because kernels do not check sizes.
     """
     sizes = jnp.clip(sizes, 0, num_rows)
     ends = jnp.clip(jnp.cumsum(sizes, axis=-1, dtype=jnp.int32), 0, num_rows)

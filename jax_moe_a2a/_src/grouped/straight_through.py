@@ -1,4 +1,4 @@
-"""Multiply quantized rows and weights. The derivative is the derivative of the product of floats.
+"""Multiply quantized rows and weights, with the derivative of the product of floats.
 
 Let Q be the rounding to ``BlockwiseFp8``. ``straight_through_dot_p`` computes ``Q(r) Q(w)`` for
 rows r and weights w. If its parameter ``quantizes`` is False, it computes ``r w``. The derivative
@@ -9,9 +9,9 @@ is defined as the derivative of ``r w``, so quantization counts as the identity.
   ignores Q, so derivatives of any order exist.
 - transpose in weights: the outer product of rows and ct, without Q.
 
-The first operands and the other parameters are as in ``grouped_dot_p``. With ``encoded``, the
-values and scales of Q(r) follow. The values, the scales and the transposed values of
-``encode_source`` may be the last operands. In a quantized product, the size of the summed axis is a
+The first operands and the other parameters are as in ``grouped_dot_p``. With ``encoded``, the next
+operands are the values and scales of Q(r). The last operands may be the values, the scales and the
+transposed values of ``encode_source``. In a quantized product, the size of the summed axis is a
 multiple of 128.
 """
 

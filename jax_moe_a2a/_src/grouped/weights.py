@@ -55,7 +55,7 @@ class QuantizedExperts:
 
     In weights [L, K, N] of ``grouped_dot``, each square of 128 rows and 128 columns has one scale.
     Squares at the end of N may have fewer columns. Weights [L, K, 2, I] have a gate and an up
-    projection. Then N below means I, and all arrays have the axis of size 2 after L.
+    projection. For these weights, N is I, and all arrays have one more axis of size 2 after L.
     """
 
     values: Any = None

@@ -119,7 +119,7 @@ def check_ids(name: str, value: ArrayLike) -> jax.Array | np.ndarray:
 
 
 def _check_repeated(given: RouteArguments, routing: AnyRouting) -> None:
-    """Raise an error if an argument differs from the option of the routing passed with it."""
+    """Raise an error if an argument differs from the same option of the routing."""
     arguments = {**vars(given.exchange), "group": given.group, "num_experts": given.num_experts}
     for field in dataclasses.fields(RouteOptions):
         name, value, own = field.name, arguments[field.name], getattr(routing, field.name)
