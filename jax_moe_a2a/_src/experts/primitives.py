@@ -92,8 +92,8 @@ BIAS_ROWS = 8
 PRODUCTS_CHECKPOINT_NAME = "moe_a2a_products"
 """Checkpoint name, a str, of the inputs of the activation in ``moe_mlp``: products plus bias.
 
-A policy of ``jax.checkpoint`` may save this name and ``ROUTING_CHECKPOINT_NAME``, but not
-``ROWS_CHECKPOINT_NAME``. The backward pass then repeats the dispatch, and repeats no product."""
+A policy of ``jax.checkpoint`` can save only this name and ``ROUTING_CHECKPOINT_NAME``. The backward
+pass then repeats the dispatch, because rows are not saved, and repeats no product."""
 
 
 class ExpertOperands(NamedTuple):

@@ -414,8 +414,8 @@ def paired(parts: Sequence[jax.Array]) -> list[Quantized]:
 
 
 def _float32_bits(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the magnitude and the sign (0 or 1) of ``x`` as uint32. The magnitude is the bits of a
-    float32, or 0 for a subnormal. After ``astype``, XLA could omit the rounding to ``x.dtype``."""
+    """Return the magnitude (bits of a float32, 0 for a subnormal) and the sign (0 or 1) of ``x``,
+    uint32. ``astype`` is not used, because XLA could omit the rounding to ``x.dtype``."""
     if x.dtype == jnp.float32:
         bits = lax.bitcast_convert_type(x, jnp.uint32)
         magnitude, sign = bits & 0x7FFFFFFF, bits >> 31

@@ -29,10 +29,10 @@ class Group(GroupValue):
     holds no experts, sizes or dtypes, so different layers can share a group. Making, comparing and
     printing a group contacts no other process and no device.
 
-    If a group has GPUs of several processes, each process must announce itself to the others. The
-    first lowering of a program with an exchange of the group announces the process. The first use
-    of ``path`` or ``reserve`` also does. These calls may wait for the other processes, so make the
-    calls in all processes (``docs/processes.md``).
+    If a group has GPUs of several processes, each process announces itself to all other processes
+    before its first exchange of the group: when it lowers the program, or uses ``path`` or
+    ``reserve``. These calls may wait for the other processes, so make the calls in all processes
+    (``docs/processes.md``).
 
     Args:
       mesh: the concrete or abstract mesh that has the axes ``axis_name``. Each index of the other
