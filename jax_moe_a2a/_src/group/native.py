@@ -290,7 +290,7 @@ def why_unreachable(topology: Topology) -> str:
 
 
 def why_no_gpus() -> str:
-    """Return why other processes cannot use this process's GPUs, without a subject, or ''."""
+    """Return why other processes cannot use these GPUs, such as "has no CUDA kernels"; or ''."""
     if not has_kernels():
         return "has no CUDA kernels"
     own = tuple(device.id for device in local_gpus())
