@@ -35,14 +35,14 @@ from .recv import Recv, recv_of
 class DispatchArguments(NamedTuple):
     """The checked arguments of ``dispatch`` or ``dispatch_start``.
 
-    If the primitive applies the token format, bind it with ``payload`` and ``params``, and pass the
-    results to ``recv``. If XLA applies the format before and after the primitive, use ``encoded``
-    and ``recv_of_encoded``."""
+    If the primitive applies the token format, bind the primitive with ``payload`` and ``params``,
+    and pass the results to ``recv``. If XLA applies the format before and after the primitive, use
+    ``encoded`` and ``recv_of_encoded``."""
 
     source: CheckedIds | AnyRouting
     leaves: list[jax.Array]
     treedef: jax.tree_util.PyTreeDef
-    choice_arrays: list[jax.Array]  # the weights of the router, or none
+    choice_arrays: list[jax.Array]  # router weights, or empty
     options: Options
 
     @property
@@ -51,7 +51,7 @@ class DispatchArguments(NamedTuple):
 
     @property
     def payload(self) -> list[jax.Array]:
-        """Return the operands of a dispatch that quantizes in the primitive, except the routing."""
+        """Return the payload operands of a dispatch primitive that applies the token format."""
         choice_arrays = [*self.choice_arrays, *self._scales_of_choices]
         return [*self.leaves, *choice_arrays, *self._token_scales]
 
@@ -70,7 +70,7 @@ class DispatchArguments(NamedTuple):
 
     @property
     def _token_scales(self) -> list[jax.Array]:
-        """Return the format's traced global scale for each token, [T]; [] without such a scale."""
+        """Return the tokens' global scales [T] in a list if the format has an array of scales."""
         scale = getattr(self.options.token_format, "global_scale", None)
         if not isinstance(scale, jax.Array):
             return []
@@ -78,9 +78,9 @@ class DispatchArguments(NamedTuple):
 
     @property
     def _scales_of_choices(self) -> list[jax.Array]:
-        """Return the bits of the tokens' global scales as a choice array, uint32 [T, K], which the
-        kernels deliver with quantized rows. Return [] without such scales, or if rows are
-        decoded."""
+        """Return the bits of the tokens' global scales in a list, as a choice array uint32 [T, K].
+        The kernels deliver this array with quantized rows. The list is empty if rows are decoded,
+        or if tokens have no separate global scales."""
         fmt, source = self.options.token_format, self.source
         if fmt is None or fmt.token_scales is None or self.options.decode:
             return []
@@ -90,13 +90,13 @@ class DispatchArguments(NamedTuple):
 
     @property
     def encoded(self) -> tuple[list[jax.Array], dict[str, Any]]:
-        """Return payload and parameters of a dispatch that moves values and scales unchanged."""
+        """Return the payload and parameters of a dispatch that only moves values and scales."""
         if self.options.token_format is None:
             return self.payload, self.params
         return reference.encoded(self.payload, **self.params)
 
     def recv(self, routing: AnyRouting, moved: Sequence[jax.Array]) -> Recv:
-        """Return a ``Recv`` from the results of the primitive with ``payload``."""
+        """Return a ``Recv`` from the results of a primitive that was bound with ``payload``."""
         scales_of_choices, options = self._scales_of_choices, self.options
         fmt = options.token_format
         end = len(moved) - len(scales_of_choices)
@@ -112,7 +112,7 @@ class DispatchArguments(NamedTuple):
         return recv_of(routing, rows, weights[0] if weights else None, scales)
 
     def recv_of_encoded(self, routing: AnyRouting, moved: Sequence[jax.Array]) -> Recv:
-        """Return a ``Recv`` from the results of the primitive with ``encoded``."""
+        """Return a ``Recv`` from the results of a primitive that was bound with ``encoded``."""
         if self.options.decode:
             num_leaves, dtypes = len(self.leaves), [x.dtype for x in self.leaves]
             found = reference.decoded(moved, dtypes, self.params["options"])
@@ -120,9 +120,9 @@ class DispatchArguments(NamedTuple):
             options = self.options.unencoded
             params = dict(num_leaves=num_leaves, num_choice_arrays=0, options=options)
 
-            # Let D be the dispatch by the routing, which is linear in x, and Q the rounding of the
-            # format. The rows are D Q(x), but their derivative is defined as the derivative of D x:
-            # d rows = D dx. The transpose is ct(x) = D^T ct(rows), which is a combine.
+            # Let D be the dispatch, which is linear in x, and Q the rounding of the format. The
+            # rows are D Q(x), but their derivative ignores Q: d rows = D dx. The transpose,
+            # ct(x) = D^T ct(rows), is a combine.
             def tangent_of(primals: Any, tangents: Any) -> list[jax.Array]:
                 return bind(DISPATCH, tangents[0], primals[1], **params)
 
@@ -299,9 +299,9 @@ def check_wire_dtype(
     *,
     has_levels: bool,
 ) -> WireDtype:
-    """Return the wire dtype or token format for sums of ``leaves``, or raise an error. With levels,
-    the wire dtype must not have more bits than the dtype of a leaf, because the sum of a host is
-    rounded to the dtype of the leaf."""
+    """Return the wire dtype or token format for sums of ``leaves``, or raise an error. If the group
+    has two levels, the wire dtype must not have more bits than the dtype of a leaf, because each
+    host rounds its sum to the dtype of the leaf."""
     dtype = as_wire_dtype(wire_dtype)
     if isinstance(dtype, TokenFormat):
         for leaf in leaves:

@@ -1,13 +1,12 @@
 """Define dispatch and combine.
 
-The global scales of the tokens may be the last operand of a dispatch with a format. Its results are
-the decoded rows of all leaves if ``decode`` is set; values and scales of each leaf if ``decode`` is
-not set or ``keeps_encoded`` is set; and the choice arrays.
+The last payload operand of a dispatch with a format may be the global scales of the tokens. The
+dispatch first returns the decoded rows of all leaves if ``decode`` is set. Next, it returns values
+and scales of each leaf if ``keeps_encoded`` is set or ``decode`` is not set. Choice arrays follow.
 
-With ``tail="unspecified"``, the results of a dispatch and their tangents hold any values after the
-last group. The transpose, a combine, does not read the cotangents of the rows after the last group.
-The transpose of a combine is a dispatch with the ``tail`` of the combine, which therefore says
-whether the program reads the cotangents of the rows after the last group.
+With ``tail="unspecified"``, the results and tangents of a dispatch hold any values in the tail. The
+transpose, a combine, does not read the tail of the cotangents. The transpose of a combine is a
+dispatch with the ``tail`` option of the combine.
 """
 
 from __future__ import annotations
@@ -111,8 +110,8 @@ def dispatch_calls(
 def combine_calls(
     call_placement: CallPlacement, payload: Sequence[jax.Array], params: dict[str, Any]
 ) -> list[KernelCall]:
-    """Return the calls of a combine, whole or split. Each call sums the leaves of one dtype, and
-    the first call also moves the choice arrays."""
+    """Return the kernel calls of a whole or split combine. Each call sums the leaves of one dtype.
+    The first call also moves the choice arrays."""
     num_leaves, wire = params["num_leaves"], params["options"].wire_dtype
     leaves, num_moved = payload[:num_leaves], num_leaves + params["num_choice_arrays"]
     has_addends = params["options"].num_addends > 0
@@ -138,8 +137,8 @@ def combine_call(
     wire: Any,
     counts: dict[str, int],
 ) -> KernelCall:
-    """Return a call whose partial sums of ``dtype`` rows travel in ``wire``: a dtype, a token
-    format, or None for ``dtype``. If ``dtype`` is None, there are no sums."""
+    """Return a call that sums rows of ``dtype``, or only moves choice arrays if ``dtype`` is None.
+    Partial sums travel in ``wire``: a dtype, a token format, or None for ``dtype``."""
     fmt = wire if isinstance(wire, TokenFormat) else None
     num_sms, name = None, ""
     if fmt and call_placement.group.size > 1:
@@ -177,7 +176,7 @@ DISPATCH.transpose, COMBINE.transpose = COMBINE, DISPATCH
 
 
 def keep_arrays(keep: Sequence[bool], params: dict[str, Any]) -> dict[str, Any]:
-    """Return the parameters of an exchange of only the kept leaves and choice arrays."""
+    """Change ``params`` so that the exchange moves only the arrays for which ``keep`` is True."""
     first = params["num_leaves"]  # index of the first choice array
     of_leaves, of_choices = keep[:first], keep[first : first + params["num_choice_arrays"]]
     options = params["options"] if any(of_leaves) else params["options"].unencoded
@@ -188,13 +187,12 @@ def keep_arrays(keep: Sequence[bool], params: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-# Derivatives. Let P be the linear map of the exchange.
-#   jvp: d(P x) = P dx. With an addend a: P dx + da, rounded once. Arrays without a tangent do not
-#   move.
-#   transpose: P^T, which is a combine for a dispatch, and a dispatch for a combine. An addend has
-#   the cotangent of the result.
-# With a format, decoded rows have the derivative of P (straight-through), and quantized rows have
-# no derivative.
+# Derivatives of an exchange y = P x + a, which is linear in the payload x and in the addend a:
+#   jvp: dy = P dx + da, rounded once. Only arrays with a tangent move.
+#   transpose: ct(x) = P^T ct(y) and ct(a) = ct(y). P^T is a combine if P is a dispatch. P^T is a
+#   dispatch if P is a combine.
+# With a format, decoded rows have the derivative of P (straight-through). Quantized rows have no
+# derivative.
 
 
 def _jvp(
@@ -221,7 +219,7 @@ def moved_tangents(
     encoded = range(first, first + 2 * params["num_leaves"] * options.has_encoded)
     moves = [options.token_format is None or options.decode] * params["num_leaves"]
     moves += [True] * params["num_choice_arrays"]
-    # Neither the scales of tokens nor addends move.
+    # ``moves`` is shorter than the payload, because scales of tokens and addends do not move.
     keep = [
         can_move and carries_tangent(jax.typeof(x).dtype) and not is_zero(dx)
         for can_move, x, dx in zip(moves, payload, tangents, strict=False)
@@ -242,7 +240,7 @@ def moved_tangents(
 
 
 def added_tangents(d_addends: compat.Tangents) -> list[Any]:
-    """Return the addends of the combine that computes tangents; [] if all are zero."""
+    """Return the tangents of addends as arrays, or [] if all of these tangents are zero."""
     return [] if all(map(is_zero, d_addends)) else list(map(ad.instantiate_zeros, d_addends))
 
 

@@ -21,10 +21,10 @@ T = TypeVar("T")
 class InFlight:
     """An exchange that ``dispatch_start`` or ``combine_start`` has started.
 
-    Pass it to ``dispatch_done`` or ``combine_done`` exactly once, in the function that started the
-    exchange. An ``InFlight`` cannot enter or leave ``jit``, ``scan``, ``cond``, ``while_loop`` or
-    ``checkpoint`` as an argument, a result, a carry or a value of a closure. Start and done may
-    both be inside one of these transforms.
+    Pass an ``InFlight`` to ``dispatch_done`` or ``combine_done`` exactly once, in the function that
+    started the exchange. An ``InFlight`` cannot enter or leave ``jit``, ``scan``, ``cond``,
+    ``while_loop`` or ``checkpoint`` as an argument, a result, a carry or a value of a closure.
+    Start and done may both be inside one of these transforms.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class InFlight:
         return f"InFlight({self._operation}, {state}, group={self._group})"
 
     def _take(self, user: str) -> Sequence[jax.Array]:
-        """Return the arrays, or raise an error at the second call. ``user`` names the caller."""
+        """Return the arrays. A second call raises an error. ``user`` names the caller."""
         if self._arrays is None:
             raise ValueError(
                 f"inflight must be used once; {user} got an InFlight that was already used. After "
@@ -86,14 +86,14 @@ def finish_exchange(inflight: InFlight, operation: str) -> Any:
 def overlap(inflight: InFlight, fn: Callable[..., T], *args: PyTree) -> tuple[InFlight, T]:
     """Run ``fn(*args)`` after the start of an exchange and before its done.
 
-    Without ``overlap``, XLA may move the work before the start or after the done. The backward pass
-    has the same order: the gradient of ``fn`` runs while the exchange of the gradient is in flight.
+    Without ``overlap``, XLA may move the work before the start or after the done. In the backward
+    pass, the gradient of ``fn`` also runs while the exchange of the gradient is in flight.
 
     Args:
-      inflight: the result of ``dispatch_start``, ``combine_start`` or another ``overlap``. It
-        cannot be used again; use the returned ``InFlight``.
-      fn: the function to run. It may contain exchanges. Pass the arrays that it reads through
-        ``args``, because arrays from a closure are not ordered after the start.
+      inflight: the result of ``dispatch_start``, ``combine_start`` or another ``overlap``. After
+        the call, use only the returned ``InFlight``.
+      fn: the function to run. It may contain exchanges. Pass the arrays that ``fn`` reads through
+        ``args``, because work on arrays from a closure may run before the start.
       *args: pytrees of arrays for ``fn``. Leaves that are not arrays are passed unchanged.
 
     Returns:
@@ -133,7 +133,7 @@ def overlap(inflight: InFlight, fn: Callable[..., T], *args: PyTree) -> tuple[In
 
 
 def _tied(arrays: Sequence[jax.Array], tree: T) -> tuple[Sequence[jax.Array], T]:
-    """Return arrays and tree unchanged. No array is available before all arrays are available."""
+    """Return arrays and tree unchanged. Each returned array depends on all arrays of the call."""
     leaves, treedef = jax.tree.flatten(tree)
     is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
     tied = tie(*arrays, *select(is_array, leaves))

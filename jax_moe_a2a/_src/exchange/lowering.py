@@ -1,6 +1,6 @@
 """Lower primitives to custom calls of the CUDA kernels, or to the portable path.
 
-If ranks share a GPU, one call runs all of them, and its arrays have a leading axis of ranks.
+If ranks share a GPU, one call runs all ranks. The arrays of the call have a leading axis of ranks.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class CallPlacement(NamedTuple):
     """The devices on which the kernels run a call, and the layout of its arrays."""
 
     group: Group
-    """The group, with the devices of the program if each rank has its own device."""
+    """The group. If each rank has a separate device, the group has the devices of the program."""
     topology: native.Topology
     lead: int
-    """1 if the ranks share a GPU, and the arrays have a leading axis of ranks; otherwise 0."""
+    """1 if arrays have a leading axis of ranks, because the ranks share a GPU; otherwise 0."""
 
     def of_rank(self, aval: Any) -> jax.ShapeDtypeStruct:
         """Return the abstract value of an array of one rank."""
@@ -89,9 +89,9 @@ def register(
 
     Args:
       reference: computes the results from the operands and parameters.
-      kernels: ``kernels(ctx, call_placement, *operands, **params)`` returns a function that emits
-        custom calls and returns the results, or raises ``Refused``. ``kernels`` reads only types of
-        ``ctx``.
+      kernels: ``kernels(ctx, call_placement, *operands, **params)`` raises ``Refused``, or returns
+        a function that emits custom calls and returns their results. ``kernels`` reads only types
+        from ``ctx``.
       unfused: ``unfused(**params)`` returns a function that replaces ``reference`` on GPUs, or
         None. The replacement binds other exchanges, which may run the kernels.
     """
@@ -157,21 +157,20 @@ def check_may_refuse(group: Group, primitive: compat.Primitive, why: str) -> Non
 
 
 barrier = mlir.lower_fun(lambda *arrays: lax.optimization_barrier(arrays), multiple_results=True)
-"""Lowers the identity. No result is available before all operands have been computed."""
+"""Lowers the identity. Each result depends on all operands."""
 
 
 def default_num_sms(num_tokens: int, half_bytes: int) -> int:
-    """Return the default SMs of a call with ``num_tokens`` tokens per rank. ``half_bytes`` is the
-    size of a ring half: the bytes of a rank's tokens, times the ranks."""
+    """Return the default number of SMs of a call with ``num_tokens`` tokens per rank. A ring half
+    has ``half_bytes``: the bytes of one rank's tokens times the number of ranks."""
     tuning = native.tuning
     is_few = num_tokens <= tuning("FEW_TOKENS") or half_bytes <= tuning("FEW_BYTES")
     return tuning("FEW_NUM_SMS" if is_few else "DEFAULT_NUM_SMS")
 
 
 def num_sms_of(group: Group, operation: str, num_tokens: int, half_bytes: int) -> int:
-    """Return the SMs of a route or a whole exchange. The last two arguments are those of
-    ``default_num_sms``."""
-    is_alone = group.size == 1  # then only local memory limits the speed
+    """Return the number of SMs of a route or a whole exchange."""
+    is_alone = group.size == 1  # only local memory limits the speed of a single rank
     default = ALL_SMS if is_alone else default_num_sms(num_tokens, half_bytes)
     return group.sms_of(operation) or default
 
@@ -183,7 +182,7 @@ def half_bytes_of(
     avals_in: Sequence[compat.Aval],
     avals_out: Sequence[compat.Aval],
 ) -> int:
-    """Return the bytes of a ring half that a call needs, or raise ``Refused``."""
+    """Return the size in bytes of the ring half that a call needs, or raise ``Refused``."""
     operands, results = (map(call_placement.of_rank, avals) for avals in (avals_in, avals_out))
     why, half_bytes = native.why_not(
         target, attributes, operands, results, call_placement.topology, bool(call_placement.lead)
@@ -205,13 +204,13 @@ def custom_call(
     is_split: bool = False,
     aliases: dict[int, int] | None = None,
 ) -> list[Any]:
-    """Emit the call of a handler, with the attributes that all handlers have."""
+    """Emit the custom call ``target``. Add the attributes that all handlers read."""
     native.register_targets()
     group, topology = call_placement.group, call_placement.topology
     where = f"devices {topology.devices}" if topology.devices else "one GPU"
     paths.logger.info("%s: CUDA kernels for %d ranks on %s", target, topology.num_ranks, where)
     kind = native.SPLIT if is_split else native.WHOLE
-    if is_split:  # never merged, never dropped, never captured in a graph
+    if is_split:  # XLA must not merge the call, remove it, or capture it in a graph
         rule = jax.ffi.ffi_lowering(target, has_side_effect=True, operand_output_aliases=aliases)
     else:
         graphs = DEFAULT_CUDA_GRAPHS if group.cuda_graphs is None else group.cuda_graphs
@@ -232,9 +231,8 @@ def custom_call(
     )
     # If a loop stores a result in a larger array, and the program also uses the result elsewhere,
     # XLA's dynamic_slice_fusion copies the call, and the exchange runs twice. A barrier prevents
-    # the copy. Each result has a separate barrier, because XLA would remove the unused results of a
-    # shared barrier. Two equal calls could then differ in their results, and XLA would not merge
-    # them.
+    # the copy. Each result has a separate barrier, because XLA removes unused results of a shared
+    # barrier. Then XLA would not merge equal calls whose barriers have different results.
     alone = [ctx.replace(avals_in=[aval], avals_out=[aval]) for aval in ctx.avals_out]
     return [out for args in zip(alone, results, strict=True) for out in barrier(*args)]
 
@@ -254,7 +252,7 @@ class KernelCall(NamedTuple):
     """Indices of the results that the call computes."""
     attributes: dict[str, Any]
     num_sms: int | None = None
-    """SMs of the call, or None for the default budget."""
+    """The number of SMs of the call, or None for the default number."""
 
 
 def _inputs(operands: Sequence[Any]) -> list[Any]:
@@ -275,17 +273,17 @@ def lower_by_kernels(
     *operands: compat.Value,
     **params: Any,
 ) -> Callable[[], list[Any]]:
-    """Return the function that emits the custom calls of a whole exchange (``phase`` is ""), of its
-    start or of its done, and returns the results.
+    """Return a function that emits the custom calls of an exchange and returns their results.
 
-    The calls of a done have two kinds of operands: the operands of the start, so that XLA keeps
-    them in place, and the arrays in flight, which become the results.
+    ``phase`` is "start", "done", or "" for a whole exchange. The calls of a done have the operands
+    of the start, because XLA must keep these arrays in place. Further operands of a done are the
+    arrays in flight. Their memory becomes the results.
     """
     sources, is_outward = exchange.layouts(**params).sources, exchange.is_outward
     num_results = len(sources)
 
     def divide(arrays: Sequence[Any]) -> tuple[list[Any], Sequence[Any]]:
-        """Return the operands of the whole exchange or its start, and the results in flight."""
+        """Return the operands of the exchange, and for a done its results in flight."""
         if phase != "done":
             return _inputs(arrays), []
         moved, routing = split_routing(arrays)
@@ -358,9 +356,9 @@ _lower_hold = mlir.lower_fun(_hold, multiple_results=True)
 def _held(
     ctx: compat.Context, arrays: Sequence[compat.Value], avals: Sequence[compat.Aval]
 ) -> list[Any]:
-    """Return arrays in the layout of the calls. One barrier keeps XLA from copying the arrays
-    between start and done, because the done must read the memory of the start. Without the barrier,
-    XLA's dynamic_slice_fusion would fuse a call with slices of its operands, or with the update of
-    a larger array by a result. XLA would also copy constants, and arrays in other layouts, once for
-    the start and once for the done."""
+    """Return arrays in row-major layout, as the results of one barrier. The barrier is necessary
+    because the done must read the same memory as the start. Without it, XLA could copy constants,
+    and arrays in other layouts, once for the start and once for the done. XLA's
+    dynamic_slice_fusion could also fuse a call with slices of its operands, or fuse the call with
+    an update of a larger array."""
     return list(_lower_hold(ctx.replace(avals_in=avals, avals_out=avals), *arrays))

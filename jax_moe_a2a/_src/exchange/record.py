@@ -1,8 +1,8 @@
-"""Define the record of an exchange primitive, which the rules of all its transforms read.
+"""Define ``Record``, which describes an exchange primitive for the rules of JAX transforms.
 
-An exchange moves a payload by a routing: from tokens to rows (outward), or from rows to tokens.
-For a fixed routing (integers), an exchange is linear in its payload, or bilinear in pairs of rows
-and weights. Dispatch and combine are transposes of each other, and so are their weighted forms.
+An exchange moves a payload from tokens to rows (outward), or from rows to tokens. For a fixed
+routing, an exchange is linear in its payload, or bilinear in rows and their weights. Dispatch and
+combine are transposes of each other. Weighted dispatch and weighted combine are transposes, too.
 
 The operands are the payload, then the arrays of a ``RoutingArrays``. The parameters are:
 
@@ -29,7 +29,7 @@ from ..plan.plan import RoutingArrays
 
 NUM_ROUTING = len(RoutingArrays._fields)
 
-# The first axes of an operand or result, which belong to the exchange. Payload axes follow.
+# A layout names the first axes of an operand or a result. All other axes are payload axes.
 Layout = tuple[str, ...]
 TOKEN: Layout = ("T",)
 CHOICE: Layout = ("T", "K")
@@ -37,26 +37,26 @@ ROW: Layout = ("C",)
 
 
 class Options(NamedTuple):
-    """The options of an exchange, without the options of its routing. A combine has no format.
-    Derive options by ``_replace``, so that a new option reaches each part of an exchange."""
+    """The options of an exchange, without the options of its routing. Derive new ``Options`` with
+    ``_replace``, which keeps all other options."""
 
     wire_dtype: Any = None
     """How partial sums travel: a dtype, a token format, or None for the array's dtype."""
     token_format: TokenFormat | None = None
-    """How a dispatch quantizes its leaves, or None."""
+    """How a dispatch quantizes its leaves, or None. A combine has None."""
     decode: bool = False
     tail: Tail = "zero"
     keeps_encoded: bool = False
-    """True if a dispatch that decodes also returns the rows in the format."""
+    """True if a dispatch with ``decode`` also returns the quantized rows."""
     has_token_scales: bool = False
-    """True if an operand float32 [T] replaces the ``global_scale`` of a static format."""
+    """True if an operand float32 [T] replaces the ``global_scale`` of ``token_format``."""
     num_addends: int = 0
-    """The last payload operands of a combine: an addend for each of its sums, or none. An addend is
-    added to its sum before the only rounding of the result."""
+    """Number of addends of a combine: one for each sum, or 0. Addends are the last payload
+    operands. A combine adds an addend before it rounds the sum."""
 
     @property
     def results_per_leaf(self) -> int:
-        """Return the number of results of each leaf: 1 for floats, and 2 for values and scales."""
+        """Return the number of results per leaf: 1 for floats, plus 2 for values and scales."""
         has_floats = self.token_format is None or self.decode
         return has_floats + 2 * self.has_encoded
 
@@ -73,43 +73,42 @@ class Options(NamedTuple):
 
 
 class Layouts(NamedTuple):
-    """The axes of all operands and results of a payload, for the parameters of an exchange."""
+    """The layouts of all payload operands and results, for the parameters of an exchange."""
 
     operands: Sequence[Layout]
     results: Sequence[Layout]
     sources: Sequence[tuple[int, ...]]
-    """For each result, the operands from which it is computed. The result has the payload axes and
-    the dtype of the first of these operands. All operands of a result are batched together."""
+    """The indices of the operands of each result. The result has the payload axes and the dtype of
+    its first operand. If ``vmap`` batches one operand of a result, it batches all of them."""
 
 
 @dataclasses.dataclass(eq=False)
 class Record:
     """The record of an exchange primitive.
 
-    A primitive with split phases has two more records, which ``split.add_halves`` derives from it:
-    ``start`` and ``done``. Between start and done, the payload is *in flight*. A payload in flight
-    consists of two arrays for each result: first all arrays at the tokens, then all arrays at the
-    rows.
+    For split exchanges, ``split.add_halves`` adds two more records, ``start`` and ``done``. Between
+    start and done, the payload is *in flight*. A payload in flight has two arrays for each result:
+    an array at the tokens and an array at the rows. All arrays at the tokens come first.
     """
 
     name: str
     is_outward: bool
-    """True if it moves tokens to rows; False if it moves rows to tokens."""
+    """True if the exchange moves tokens to rows; False if it moves rows to tokens."""
     reference: Callable[..., list[jax.Array]]
-    """Computes the results with jnp and lax from the operands and parameters."""
+    """Computes the results from the operands and parameters, with jnp and lax."""
     layouts: Callable[..., Layouts]
     """Returns the ``Layouts`` for the parameters of the primitive."""
     kernel_calls: Callable[..., Any]
-    """Returns the kernel calls that make the exchange (see ``lowering.py``). It receives a
-    ``CallPlacement``, the abstract payload of one rank and the parameters."""
+    """Returns a list of ``KernelCall`` from a ``CallPlacement``, the abstract payload of one rank
+    and the parameters (see ``lowering.py``)."""
     unfused: Callable[..., Callable[..., list[jax.Array]] | None] = lambda **_: None
-    """Receives the parameters, and returns a function that computes the results with other
-    exchanges, for GPUs whose kernels do not support this payload. None means ``reference``."""
+    """Receives the parameters. Returns a function that computes the results with other exchanges,
+    or None for ``reference``. GPUs use the function if their kernels do not support the payload."""
     result_types: Callable[..., list[Any]] = lambda results, **_: results
-    """Changes the abstract values of results whose type differs from the type of their source."""
+    """Corrects the abstract values of results that do not have the type of their source."""
     primitive: Any = dataclasses.field(init=False)
     transpose: Record = dataclasses.field(init=False)
-    """The transposed exchange, if this exchange is linear in all of its payload."""
+    """The transposed exchange, if this exchange is linear in its whole payload."""
     start: Record = dataclasses.field(init=False)
     done: Record = dataclasses.field(init=False)
 

@@ -30,18 +30,18 @@ class Recv:
     """The result of ``dispatch`` on a rank. It is a pytree.
 
     C is the capacity, and L the number of local experts. Rows are sorted by local expert, then
-    source rank, token and choice. Rows without a token are zero: alignment padding within a group,
-    and the tail after the last group. With ``tail="unspecified"``, the tail holds any values.
+    source rank, token and choice. Padding rows and the tail, which hold no token, are zero. With
+    ``tail="unspecified"``, the tail holds any values.
     """
 
     rows: PyTree
-    """Like ``x``, with leading axis C; with a token format, each array is a ``Quantized``."""
+    """Rows like ``x``, with leading axis C. Rows that stay quantized are ``Quantized``."""
     weights: jax.Array | None
     """[C] float32, or float64 if ``topk_weights`` is float64: the router weight of each row. None
     without ``topk_weights``."""
     group_sizes: jax.Array
-    """[L] int32: rows of each local expert, padding included, as ``grouped_dot`` and
-    ``lax.ragged_dot`` expect."""
+    """[L] int32: number of rows of each local expert, padding included. ``grouped_dot`` and
+    ``lax.ragged_dot`` accept this array."""
     row_offsets: jax.Array
     """[L + 1] int32: first row of each local expert, and the end of the last expert."""
     expert_ids: jax.Array
@@ -49,23 +49,23 @@ class Recv:
     src_info: SourceInfo
     """Source rank, token and choice of each row."""
     num_rows: jax.Array
-    """[] int32: rows that hold a token."""
+    """[] int32: number of rows that hold a token."""
     num_dropped: jax.Array
-    """[] int32: rows of this rank that were dropped because the capacity was too small."""
+    """[] int32: number of rows that this rank dropped because the capacity was too small."""
     num_invalid: jax.Array
-    """[] int32: ids of this rank's tokens outside [-1, num_experts). They send nothing."""
+    """[] int32: number of this rank's ids outside [-1, num_experts). These ids send nothing."""
     routing: AnyRouting
     """The routing. Another ``dispatch`` or ``combine`` accepts it."""
     global_scales: jax.Array | None = None
-    """[C] float32: the global scale of each row, if rows stay quantized and ``NvFp4`` has one scale
-    for each token. ``NvFp4(global_scale=recv.global_scales)`` decodes the rows. None otherwise."""
+    """[C] float32: the global scale of each row; None unless rows stay quantized and ``NvFp4`` has
+    a scale for each token. ``NvFp4(global_scale=recv.global_scales)`` decodes the rows."""
 
     @property
     def row_experts(self) -> jax.Array:
         """Return the local expert of each row, [C] int32; -1 for a row without a token.
 
-        Use this array for a bias or a scale of each expert. It is computed from ``row_offsets`` at
-        each access, for the ``Recv`` of one rank, but not for a batch of ``Recv``.
+        Use this array to apply a bias or a scale of each expert. Each access computes it from
+        ``row_offsets``. A batch of ``Recv`` is not supported.
         """
         rows = jnp.arange(self.src_info.rank.shape[0], dtype=jnp.int32)
         ends = self.row_offsets[1:]

@@ -1,9 +1,9 @@
 """Define the meaning of every primitive with jnp and lax collectives, for any platform.
 
-The first functions, down to ``done``, have the operands and parameters of their primitives as
-arguments. An exchange has three steps: a sending half on each rank, a swap between the ranks, and a
-receiving half. With ``emulated``, all arrays have a leading axis of ranks. The halves then run for
-all ranks on one device, and the swap is a transposition.
+The arguments of the functions down to ``done`` are the operands and parameters of their primitives.
+An exchange has three steps: a sending half on each rank, a swap between the ranks, and a receiving
+half. With ``emulated``, all arrays have a leading axis of ranks. The halves then run for all ranks
+on one device, and the swap is a transposition.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from ..group.group import Group
 from ..plan.plan import TAIL_ROW, PlanOptions, RoutePlan, RoutingArrays, plan_route
 from .record import Options, Record, split_routing
 
-# XLA:CPU compiles a sum of few terms in half the time of a loop. A loop adds many or large terms,
-# because XLA might hold all terms of an unrolled sum in memory, and the program would be long.
+# A sum of few small terms is unrolled, because XLA:CPU compiles it in half the time of a loop. A
+# loop adds many or large terms, because XLA might hold all terms of an unrolled sum in memory.
 MAX_UNROLLED_TERMS = 16
 MAX_UNROLLED_BYTES = 4 * 2**20
 
@@ -40,7 +40,7 @@ MAX_UNROLLED_BYTES = 4 * 2**20
 def route(
     ids: jax.Array, *, group: Group, emulated: bool, plan_options: PlanOptions
 ) -> list[jax.Array]:
-    """Route ids int32 [*lead, T, K]. Return the arrays of a ``RoutePlan`` with axes ``lead``."""
+    """Route ids int32 [*lead, T, K]. Return the arrays of a ``RoutePlan`` with leading axes."""
     num_lead = ids.ndim - 2 - int(emulated)
     plan: Callable[..., RoutePlan] = partial(plan_route, options=plan_options)
     for _ in range(num_lead):
@@ -63,11 +63,11 @@ def dispatch(
     group: Group,
     emulated: bool,
 ) -> list[jax.Array]:
-    """Dispatch leaves [T, ...] and choice arrays [T, K, ...] by a routing. Return both as [C, ...].
+    """Dispatch leaves [T, ...] and choice arrays [T, K, ...]. Return all of them as [C, ...].
 
-    With a format, return decoded rows, values and scales [C, ...], or both. The global scales [T]
-    may follow the choice arrays. With ``tail="unspecified"``, the rows after the last
-    group hold NaN or extreme integers, so that a test detects code that reads them.
+    With a format, return decoded rows [C, ...], or values and scales [C, ...], or all three. Global
+    scales [T] may follow the choice arrays. With ``tail="unspecified"``, the tail holds NaN or
+    extreme integers, so that tests detect code that reads the tail.
     """
     params: dict[str, Any] = dict(group=group, emulated=emulated)
     if options.token_format is not None:
@@ -91,7 +91,7 @@ def encode_and_decode(
     options: Options,
     **params: object,
 ) -> list[jax.Array]:
-    """Dispatch the values and scales of leaves like leaves, and decode the rows."""
+    """Quantize leaves, dispatch their values and scales like leaves, and decode the rows."""
     payload, routing = split_routing(operands)
     parts, of_parts = encoded(payload, num_leaves, num_choice_arrays, options)
     moved = dispatch(*parts, *routing, **of_parts, **params)
@@ -101,16 +101,16 @@ def encode_and_decode(
 def encoded(
     payload: Sequence[jax.Array], num_leaves: int, num_choice_arrays: int, options: Options
 ) -> tuple[list[jax.Array], dict[str, Any]]:
-    """Return payload and parameters of a dispatch without a format, which moves the values and
-    scales of leaves. If rows are decoded, global scales travel with them."""
+    """Quantize leaves. Return the payload and parameters of a dispatch without a format that moves
+    values and scales. If rows are decoded, this dispatch also moves the tokens' global scales."""
     leaves, rest = payload[:num_leaves], payload[num_leaves:]
     choice_arrays, token_scales = rest[:num_choice_arrays], rest[num_choice_arrays:]
     fmt = _format_of(options, token_scales)
     parts = [part for x in leaves for part in fmt.encode(x)]
     if options.decode:
-        # Values and scales travel as integers, because integers have no derivative.
+        # Global scales travel as integers, because integers have no derivative.
         parts += [lax.bitcast_convert_type(x, jnp.uint32) for x in token_scales]
-    # The wire dtype applies to the gradient, and values and scales have no gradient.
+    # The wire dtype is for gradients, but values and scales have no gradient.
     options = options.unencoded._replace(wire_dtype=None)
     params = dict(num_leaves=len(parts), num_choice_arrays=num_choice_arrays, options=options)
     return [*parts, *choice_arrays], params
@@ -119,8 +119,8 @@ def encoded(
 def decoded(
     moved: Sequence[jax.Array], dtypes: Sequence[DTypeLike], options: Options
 ) -> list[jax.Array]:
-    """Return the results of a dispatch with a format, from the results of the dispatch of values
-    and scales (``encoded``). ``dtypes`` are the dtypes of the leaves."""
+    """Return the results of a dispatch with a format. ``moved`` is the results of the dispatch that
+    ``encoded`` describes, and ``dtypes`` has the dtype of each leaf."""
     if not options.decode:
         return list(moved)
     first = 2 * len(dtypes)
@@ -148,8 +148,8 @@ def combine(
     options: Options,
     **params: object,
 ) -> list[jax.Array]:
-    """Combine leaves and choice arrays [C, ...] by a routing. Return sums [T, ...] and choice
-    arrays [T, K, ...]. Addends [T, ...], one for each sum, may follow the choice arrays."""
+    """Combine leaves and choice arrays [C, ...]. Return sums [T, ...], and choice arrays
+    [T, K, ...]. Addends [T, ...], one for each sum, may follow the choice arrays."""
     payload, routing = split_routing(operands)
     leaves, rest = payload[:num_leaves], payload[num_leaves:]
     choice_arrays, addends = rest[:num_choice_arrays], rest[num_choice_arrays:]
@@ -169,7 +169,7 @@ def weighted_combine(
     **params: object,
 ) -> list[jax.Array]:
     """Combine the sum of weights_i * rows_i, for rows_1..n [C, *W, ...] and weights_1..n [C, *W].
-    Return [T, *W, ...]. An addend [T, *W, ...] may follow."""
+    Return [T, *W, ...]. An addend [T, *W, ...] may follow the weights."""
     del num_choice_arrays
     payload, routing = split_routing(operands)
     pairs = list(zip(payload[:num_leaves], payload[num_leaves : 2 * num_leaves], strict=True))
@@ -187,9 +187,9 @@ def weighted_dispatch(
     emulated: bool,
     **params: object,
 ) -> list[jax.Array]:
-    """Let G be the dispatched g [T, *W, ...]. Return weights_i * G for weights_1..n [C, *W] in the
-    dtype of g, and then the dot products <rows_i, G> [C, *W] for rows_1..m [C, *W, ...] in the
-    accumulation dtype."""
+    """Dispatch g [T, *W, ...] to G [C, *W, ...]. First return the products weights_i * G for
+    weights_1..n [C, *W], in the dtype of g. Then return the dot products <rows_i, G> [C, *W] for
+    rows_1..m [C, *W, ...], in the accumulation dtype."""
     del num_choice_arrays
     (g, *payload), routing = split_routing(operands)
     params.update(num_leaves=1, num_choice_arrays=0, emulated=emulated)
@@ -228,8 +228,8 @@ def routed_dispatch(
 
 
 # Split phases. A dispatch moves data in its start, and a combine moves data in its done. The other
-# half is the identity, so each half transposes to the other half of the transposed exchange. While
-# a payload is in flight, only its arrays at the rows have a meaning.
+# half is the identity. Therefore a start transposes to the done of the transposed exchange. While a
+# payload is in flight, only the arrays at the rows hold data of the exchange.
 
 
 def start(exchange: Record, *operands: jax.Array, **params: Any) -> list[jax.Array]:
@@ -269,41 +269,40 @@ def expand_like(x: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def take_rows(x: jax.Array, index: jax.Array, otherwise: jax.Array | None = None) -> jax.Array:
-    """Return ``x[index]`` along the leading axis. Where ``index`` is negative, return zeros, or the
-    entry of ``otherwise``, which has one entry for each index."""
+    """Return ``x[index]`` along the leading axis. A negative index returns zeros, or the entry of
+    ``otherwise`` at the position of the index."""
     taken = take_any_rows(x, index)
     filler = np.zeros((), x.dtype) if otherwise is None else expand_like(otherwise, taken)
     rows = jnp.where(expand_like(index >= 0, taken), taken, filler)
     if x.dtype not in (jnp.uint8, jnp.uint16):
         return rows
-    # ``x`` may hold the bits of short floats as integers. XLA:CPU selects short floats in float32,
-    # which makes NaNs canonical, and loses subnormals on CPUs with AVX512_BF16. XLA:CPU does so
-    # even if integers are selected and then reinterpreted as floats. To prevent this, add a term to
-    # the integers. The term is always zero, because no index reaches the number of rows of x.
-    # Because XLA does not know that the term is zero, XLA selects integers.
+    # ``x`` may hold the bits of 8-bit or 16-bit floats. XLA:CPU selects these floats in float32.
+    # The conversion makes NaNs canonical, and loses subnormals on CPUs with AVX512_BF16. XLA:CPU
+    # converts even if the program selects integers and bitcasts the result to floats. Adding zero
+    # to the integers prevents the conversion, because XLA does not know that the term is zero. The
+    # term is zero because every index is less than the number of rows.
     none = jnp.maximum(index, x.shape[0]) - x.shape[0]
     return rows + expand_like(none.astype(x.dtype), rows)
 
 
 def take_any_rows(x: jax.Array, index: jax.Array) -> jax.Array:
-    """Return ``x[index]`` along the leading axis, with any row where ``index`` is negative."""
+    """Return ``x[index]`` along the leading axis. A negative index returns an arbitrary row."""
     if x.shape[0] == 0:
         return jnp.zeros(index.shape + x.shape[1:], x.dtype)
     return x.at[jnp.maximum(index, 0)].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 def send_tokens(x: jax.Array, routing: RoutingArrays) -> jax.Array:
-    """Place tokens [T, ...] into slots [R, T, ...]. An unused slot holds an arbitrary token, which
-    no rank reads. XLA:CPU would compile a mask of unused slots once for each rank."""
+    """Place tokens [T, ...] into slots [R, T, ...]. Unused slots hold arbitrary tokens, because no
+    rank reads these slots, and XLA:CPU would compile a mask once for each rank."""
     return take_any_rows(x, routing.slot_token)
 
 
 def receive_rows(
     landed: jax.Array, routing: RoutingArrays, *, of_choices: bool, tail_value: Any
 ) -> jax.Array:
-    """Copy the tokens in slots [R, T, ...], or the entries of a choice array in slots [R, T, K,
-    ...], to rows [C, ...], one row for each choice of an expert of this rank. Rows after the last
-    group have the value ``tail_value``."""
+    """Return rows [C, ...] from the slots [R, T, ...] of tokens. With ``of_choices``, return rows
+    from the slots [R, T, K, ...] of a choice array. The tail has the value ``tail_value``."""
     index = routing.row_rank * landed.shape[1] + routing.row_slot
     if of_choices:
         index = index * landed.shape[2] + routing.row_k
@@ -316,8 +315,8 @@ def receive_rows(
 
 
 def _poison(dtype: DTypeLike) -> Any:
-    """Return a value that a test can recognize: NaN for a float, True for a bool, and the smallest
-    or largest value for an integer. If a float travels as an integer, return the bits of NaN."""
+    """Return a value that a test can recognize: NaN for floats, True for bool, and an extreme value
+    for integers. If floats travel as integers, return the bits of NaN."""
     if dtype == jnp.bool_:
         return True
     if jnp.issubdtype(dtype, jnp.integer):
@@ -325,7 +324,7 @@ def _poison(dtype: DTypeLike) -> Any:
         return limits.max if jnp.issubdtype(dtype, jnp.unsignedinteger) else limits.min
     if not _travels_as_integers(dtype):
         return math.nan
-    # A number with all bits set is NaN, except in types whose NaN has the bits of a negative zero.
+    # In "fnuz" dtypes, NaN has the bits of a negative zero. In other dtypes, all bits set is a NaN.
     bits = jnp.finfo(dtype).bits
     return 1 << (bits - 1) if jnp.dtype(dtype).name.endswith("fnuz") else (1 << bits) - 1
 
@@ -337,8 +336,8 @@ def send_sums(
     acc_dtype: jnp.dtype,
     wire_dtype: jnp.dtype | None,
 ) -> jax.Array:
-    """Sum the rows [C, ...] of each slot, with weights [C, *W] or None, over k in order and in
-    ``acc_dtype``. Return partial sums [R, T, ...], rounded to ``wire_dtype``."""
+    """Sum the rows of each slot in the order of k, in ``acc_dtype``. ``pairs`` has rows [C, ...]
+    and weights [C, *W] or None. Return partial sums [R, T, ...], rounded to ``wire_dtype``."""
     num_ranks, num_tokens, _ = routing.slot_rows.shape
     zeros = _zeros_like_rows((num_ranks, num_tokens), pairs[0][0], 1, acc_dtype)
     given = (x for pair in pairs for x in pair if x is not None)
@@ -353,8 +352,8 @@ def send_sums(
             terms.append(term)
         return terms
 
-    # Inside a loop, XLA fuses other products and sums into multiply-adds than outside a loop. The
-    # bits of weighted sums must not depend on their size.
+    # XLA forms different multiply-adds inside and outside a loop. Weighted sums always use a loop,
+    # because their bits must not depend on their size.
     is_weighted = any(weights is not None for _, weights in pairs)
     indices = jnp.moveaxis(routing.slot_rows, 2, 0)
     return _sum_in_order(terms, indices, zeros, may_unroll=not is_weighted).astype(wire_dtype)
@@ -367,18 +366,18 @@ def _sum_in_order(
     *,
     may_unroll: bool = True,
 ) -> jax.Array:
-    """Sum the arrays ``terms(index)`` over the indices int32 [N, ...], one after the other.
-    ``terms`` returns [..., *P] like ``zeros`` for an index [...], and [N, ..., *P] for all
-    indices."""
+    """Sum the arrays ``terms(indices[i])`` for i = 0 to N - 1, in this order. ``terms`` maps an
+    index [...] to arrays with the shape of ``zeros``, [..., *P]. ``terms`` also maps ``indices``,
+    int32 [N, ...], to arrays [N, ..., *P]."""
     num_indices = len(indices)
-    if num_indices == 0:  # a loop traces its body even for no indices, and the body reads an index
+    if num_indices == 0:  # a loop of length 0 would still trace its body, which reads an index
         return zeros
     may_unroll &= num_indices <= MAX_UNROLLED_TERMS
     if may_unroll and num_indices * zeros.nbytes <= MAX_UNROLLED_BYTES:
         sums, found = zeros, terms(indices)
         if num_indices > 1:
-            # No index has this value, so the first term is zero. If XLA knew this, it would omit
-            # the first addition, and the sum of negative zeros would be a negative zero.
+            # Add 0.0, because the sum of negative zeros must be a positive zero. No index has the
+            # smallest value. XLA does not know this, and therefore keeps the addition.
             never = indices[0] == np.iinfo(np.int32).min
             sums += expand_like(never.astype(zeros.dtype), zeros)
         for i in range(num_indices):
@@ -396,8 +395,8 @@ def _sum_in_order(
 def _zeros_like_rows(
     lead: tuple[int, ...], rows: jax.Array, num_lead: int, dtype: jnp.dtype
 ) -> Any:
-    """Return zeros [*lead, ...], whose other axes have the sizes and sharding of the axes of
-    ``rows`` after the first ``num_lead``."""
+    """Return zeros [*lead, *P], where P are the axes of ``rows`` after the first ``num_lead`` axes.
+    The axes P have the sharding of ``rows``."""
     zeros = jnp.zeros((*lead, *rows.shape[num_lead:]), dtype)
     sharded = jax.typeof(rows).sharding.spec[num_lead:]
     if all(axis is None for axis in sharded):
@@ -412,8 +411,8 @@ def receive_sums(
     acc_dtype: jnp.dtype,
     dtype: DTypeLike,
 ) -> jax.Array:
-    """Sum the partial sums [R, T, ...] of each token over the ranks where it has a slot, in rank
-    order, then the addends [T, ...]. Return [T, ...]."""
+    """Sum the partial sums [R, T, ...] of each token over the ranks where the token has a slot, in
+    rank order. Then add the addends [T, ...]. Return [T, ...]."""
     num_ranks, num_tokens = returned.shape[:2]
     total = _zeros_like_rows((num_tokens,), returned, 2, acc_dtype)
     total, _ = compat.align_varying([total, returned], ())
@@ -446,8 +445,8 @@ def _move(
 ) -> jax.Array:
     """Move an array without changing a bit.
 
-    Floats of fewer than 32 bits travel as integers, for three reasons. XLA:CPU computes selects and
-    collectives of these floats in floats of more bits, which turns signalling NaNs into quiet NaNs.
+    Floats of fewer than 32 bits travel as integers, for three reasons. XLA:CPU converts these
+    floats to more bits in selects and collectives, which changes signalling NaNs to quiet NaNs.
     NCCL does not support all of these dtypes. A row without a token is zero bytes, but
     float8_e8m0fnu has no zero.
     """
@@ -459,7 +458,7 @@ def _move(
 def _partial_and_total_sums(
     pairs: Any, addends: Sequence[jax.Array], wire_dtype: jnp.dtype | None, **params: Any
 ) -> jax.Array:
-    """Compute partial sums, rounded once to ``wire_dtype``, and total sums with addends."""
+    """Compute partial sums, round them once to ``wire_dtype``, and sum them with the addends."""
     dtype = pairs[0][0].dtype
     acc_dtype = accumulation_dtype(dtype)
     send = partial(send_sums, acc_dtype=acc_dtype)
@@ -503,8 +502,8 @@ def _exchange(
     group: Group,
     emulated: bool,
 ) -> jax.Array:
-    """Run ``send``, exchange entry r of [R, ...] with rank r, and run ``receive``. Further
-    arguments of ``receive`` are the arrays ``received_with`` of its rank."""
+    """Run ``send``, send entry r of its result [R, ...] to rank r, and run ``receive``. The arrays
+    ``received_with`` are more arguments of ``receive``."""
     if emulated:
         sent = jax.tree.map(lambda part: jnp.swapaxes(part, 0, 1), jax.vmap(send)(x, routing))
         return jax.vmap(receive)(sent, routing, *received_with)
@@ -518,18 +517,17 @@ def _merge(x: jax.Array, num_axes: int) -> jax.Array:
 
 
 # XLA:CPU compiles one copy kernel for each block of an all_to_all, and a concatenation with one
-# operand per block. An all_gather compiles faster, but moves and holds the blocks of all pairs of
-# ranks.
+# operand per block. An all_gather compiles faster, but each rank receives the blocks of all ranks.
 MAX_GATHERED_BYTES = 4 * 2**20
 
-# The swap is a primitive, because only CPUs use the all_gather. The primitive needs no derivative
+# The swap is a primitive, because CPUs need a different lowering. The primitive needs no derivative
 # and no batching rule, because the portable path is traced only when a program is lowered.
 swap_p = compat.Primitive("moe_a2a_swap")
 
 
 def swap(blocks: jax.Array, group: Group) -> jax.Array:
-    """Send block r of [R, ...] to rank r. Return the blocks from all ranks, [R, ...], bit for bit
-    unless XLA computes the collectives of the dtype in another dtype."""
+    """Send block r of [R, ...] to rank r. Return the blocks from all ranks, [R, ...]. Bits change
+    only if XLA computes collectives of the dtype in another dtype."""
     if blocks.size == 0 or group.size == 1:
         return blocks
     return swap_p.bind(blocks, axis_name=group.axis_name)

@@ -1,7 +1,7 @@
 """Define the route, and the routed dispatch: a route and a dispatch in one primitive.
 
-The kernels run a routed dispatch of few tokens in one launch. With derivatives, it is two
-primitives, because a policy of ``jax.checkpoint`` may save the results of only one of them.
+The kernels run a routed dispatch of few tokens in one launch. Differentiation divides it into two
+primitives, because a policy of ``jax.checkpoint`` may save only the routing.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from .rules import is_own_axis, move_or_broadcast
 route_p = compat.Primitive("moe_a2a_route")
 routed_dispatch_p = compat.Primitive("moe_a2a_routed_dispatch")
 
-# This primitive returns the ids of a group whose devices the program decides. JAX may reuse a
-# lowered program for other devices, but it lowers a program with this primitive again for each
-# device assignment. The other primitives cannot have this property, because it requires devices,
-# and an exported program may have none.
+# This primitive returns its operand, the ids. Without it, JAX may reuse a lowered program on other
+# devices. With it, JAX lowers the program again for each device assignment. Therefore it is bound
+# only if the program decides the devices of the group. The other primitives do not have this
+# effect, because an exported program may have no devices.
 on_own_devices_p = compat.Primitive("on_own_devices")
 
 
 def _for_own_devices(ids: jax.Array, group: Group) -> jax.Array:
-    """Mark the program if the group has no devices and uses the devices of ``jax.set_mesh``."""
+    """Return ids. If the group uses the devices of ``jax.set_mesh``, mark the program."""
     takes_devices = group.placed_on(compat.mesh_in_context()) is not group
     return on_own_devices_p.bind(ids) if takes_devices else ids
 
@@ -65,7 +65,7 @@ def bind_routed_dispatch(
 ) -> tuple[RoutePlan, list[Any]]:
     """Bind ``routed_dispatch_p``: ids int32 [T, K] and a payload for ``DISPATCH``.
 
-    The routing varies over the mesh axes of the ids only.
+    The plan does not vary over mesh axes over which only the payload varies.
     """
     axes = crossed_axes(group, emulated)
     (ids,) = compat.align_varying([ids], axes)
@@ -77,7 +77,7 @@ def bind_routed_dispatch(
 
 
 def _split_plan(results: Sequence[Any]) -> tuple[RoutePlan, list[Any]]:
-    """Split the results of ``routed_dispatch_p`` into routing and payload."""
+    """Split the results of ``routed_dispatch_p`` into the plan and the dispatched payload."""
     return RoutePlan.of_results(results[:NUM_RESULTS]), list(results[NUM_RESULTS:])
 
 
@@ -90,7 +90,7 @@ def _split_params(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any
 
 
 def _route_and_dispatch(ids: jax.Array, *payload: jax.Array, **params: object) -> list[Any]:
-    """Bind a routed dispatch as two primitives. The routing has its checkpoint name."""
+    """Bind a routed dispatch as two primitives. The plan has a checkpoint name."""
     route_params, dispatch_params = _split_params(params)
     plan = compat.checkpoint_name(bind_route(ids, **route_params), ROUTING_CHECKPOINT_NAME)
     return [*plan.results, *DISPATCH.bind(payload, plan.arrays, **dispatch_params)]
@@ -162,8 +162,7 @@ def _route_batch(
 def _routed_batch(
     axis_data: Any, args: Sequence[jax.Array], dims: Sequence[int | None], **params: Any
 ) -> tuple[list[Any], list[Any]]:
-    """Batch the primitive if ``vmap`` is over the group's axis; otherwise a route and a
-    dispatch."""
+    """Batch the primitive over the group's axis. Over other axes, batch a route and a dispatch."""
     (ids, *payload), (ids_dim, *payload_dims) = args, dims
     if is_own_axis(axis_data, params["group"], params["emulated"]):
         size = axis_data.size
@@ -208,7 +207,7 @@ def _lower_route(
 
     scratch = [
         int32(group.size, batch * num_tokens * top_k),  # ids of all ranks
-        # choices per expert (for each choice index if rows may drop), and tokens for this rank
+        # number of choices of each expert (for each k if rows may drop), and tokens for this rank
         int32(batch, group.size, chunks, levels * options.num_local_experts + 1),
         int32(batch, chunks, group.size),  # this rank's tokens per destination
     ]
@@ -246,8 +245,8 @@ def _call(
     attributes: dict[str, Any],
     scratch: Sequence[Any] = (),
 ) -> Callable[[], list[Any]]:
-    """Return a function that emits a call with the ids, this device's rank and the other
-    ``operands``. The last results of the call are ``scratch``, which the function drops."""
+    """Return a function that emits a call. The call has the operands ids, rank of this device, and
+    payload. The function drops the last results of the call, which have the types ``scratch``."""
     (ids, *payload), (ids_aval, *payload_avals) = operands, ctx.avals_in
     ranks = (call_placement.group.size,) * call_placement.lead
     rank_aval = compat.result_aval(ids_aval, ranks, jnp.dtype(jnp.int32))

@@ -60,7 +60,7 @@ def move_or_broadcast(x: jax.Array, dim: int | None, to: int, size: int) -> Any:
 
 
 def is_own_axis(axis_data: Any, group: Group, emulated: bool) -> bool:
-    """Return True if ``vmap`` is over the group's own axis. The group must have no other axis."""
+    """Return True if ``vmap`` is over the group's axis. A group of several axes raises an error."""
     if axis_data.name not in group.axes:
         return False
     if emulated or len(group.axes) > 1:
@@ -83,7 +83,7 @@ def batch(
 ) -> tuple[list[Any], list[Any]]:
     """Bind one exchange for the whole batch.
 
-    If ``vmap`` is over the group's own axis, the primitive is bound with ``emulated``. If the batch
+    If ``vmap`` is over the group's axis, the primitive is bound with ``emulated``. If the batch
     shares the routing, the batch becomes the first axis after the rows, so each row is larger. If
     the routing is batched, the batch is merged into the tokens and rows of one larger routing.
     """
@@ -100,12 +100,12 @@ def batch(
     payload, routing = split_routing(args)
     payload_dims, routing_dims = split_routing(dims)
 
-    # If the global scales of tokens are batched, the batch is merged into the tokens, too.
+    # If the global scales of tokens are batched, the batch is also merged into the tokens.
     own_scales = params["options"].has_token_scales and payload_dims[-1] is not None
     if all(dim is None for dim in routing_dims) and not own_scales:
         batched = [dim is not None for dim in payload_dims]
-        # With spmd_axis_name, an unbatched result would have a type that varies over that mesh
-        # axis. Therefore either the sources of all results are batched, or none.
+        # With spmd_axis_name, the type of an unbatched result would also vary over that mesh axis.
+        # Therefore all sources of all results are batched if any source is batched.
         together = layouts.sources
         if axis_data.spmd_name is not None:
             together = [tuple({i for sources in layouts.sources for i in sources})]

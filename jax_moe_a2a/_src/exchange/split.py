@@ -1,8 +1,8 @@
 """Define start and done, the halves of a split exchange, and the tie, which orders other work.
 
-A start transposes to a done of the transposed exchange, and a done to a start, so the backward pass
-is split too, and work between the halves stays between them. Because both halves must move the same
-arrays, all arrays that can have tangents take part in a derivative, even if a tangent is zero.
+A start transposes to the done of the transposed exchange, and a done to the start. Therefore the
+gradient of work between the halves also runs between two halves. Both halves must move the same
+arrays. Therefore a derivative moves all arrays that can have tangents, even zero tangents.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ tie_p = compat.Primitive("moe_a2a_tie")
 
 
 def tie(*arrays: jax.Array) -> list[Any]:
-    """Return the arrays. No result is available before all operands are available."""
+    """Return the arrays. Each returned array depends on all operands."""
     return tie_p.bind(*arrays)
 
 
@@ -94,7 +94,7 @@ def _bind_kept(
     routing: RoutingArrays,
     params: dict[str, Any],
 ) -> list[Any]:
-    """Bind a half to operands that correspond to the arrays of ``payload`` with tangents."""
+    """Bind a half to ``operands``, one for each array of ``payload`` that can have a tangent."""
     if not operands:
         return []
     operands = list(map(ad.instantiate_zeros, operands))
@@ -105,8 +105,8 @@ def _have_tangents(arrays: Sequence[Any]) -> list[bool]:
     return [carries_tangent(aval_of(x).dtype) for x in arrays]
 
 
-# ``lax.optimization_barrier`` cannot replace the tie, because it removes unused arrays, and its
-# derivatives may turn missing tangents into zeros, which leads to a done without a start.
+# ``lax.optimization_barrier`` cannot replace the tie. Unused arrays are removed from it, and its
+# derivatives may turn missing tangents into zeros. They would create a done without a start.
 
 
 def _tie_those_with_tangents(tangents: compat.Tangents) -> list[Any]:
@@ -136,8 +136,8 @@ ad.primitive_jvps[tie_p] = lambda primals, tangents: (
 ad.primitive_transposes[tie_p] = _tie_transpose
 batching.primitive_batchers[tie_p] = lambda args, dims: (tie(*args), dims)
 compat.register_dce_rule(tie_p, _tie_dce)
-# If a policy saved arrays in flight, the backward pass would finish the exchange a second time. No
-# policy may save the results of a tie either, because a tie may return arrays in flight.
+# No policy may save a tie, because a tie may return arrays in flight. The backward pass would then
+# finish the exchange a second time.
 compat.never_save(tie_p)
 
 for _whole in (DISPATCH, COMBINE):

@@ -1,13 +1,13 @@
-"""Exchange over hosts in two levels: one exchange over each of the group's two axes.
+"""Define exchanges over hosts in two levels: one exchange over each of the group's two axes.
 
-A token first travels between ranks of equal local index (level ``hosts``), and crosses to each host
-once. The rank on which the token lands sends it to the ranks of its own host (level ``ranks``). A
-combine sums within the host before the sums cross back. Both levels are ordinary exchanges.
+A token first travels to each of its hosts once, to the rank of equal local index (level ``hosts``).
+This rank sends the token to the ranks of its own host (level ``ranks``). A combine first sums rows
+within each host, and then sends the sums back. Both levels are ordinary exchanges.
 
-There are H hosts with N ranks each; rank ``h * N + n`` is rank n of host h. If token t of host h
-lands on a rank, it is the *relayed* token ``t * H + h`` of that rank. The route within a host drops
-rows in the order of choices, relayed tokens and ranks, so it drops the same rows as the route of a
-flat group.
+There are H hosts with N ranks each. Rank ``h * N + n`` is rank n of host h. A rank that receives
+token t of host h gives it the number ``t * H + h``, and calls it a *relayed* token. The route
+within a host counts rows by choice, then relayed token, then rank. Therefore it drops the same rows
+as the route of a group of one level.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def plan_levels(ids: jax.Array, group: Group, options: PlanOptions) -> dict[str,
     host = own_rank(hosts)
     per_host = options.num_local_experts * ranks.size
 
-    # The ids of all ranks with this local index, [T, H, K]. Each rank sends its ids to all hosts.
+    # Each rank receives the ids of the ranks with its local index on all hosts, [T, H, K].
     everywhere = jnp.arange(hosts.size, dtype=jnp.int32)
     everywhere = jnp.broadcast_to(everywhere, (num_tokens, hosts.size, hosts.size))
     params: dict[str, Any] = dict(num_leaves=1, num_choice_arrays=0, options=Options())
@@ -45,7 +45,7 @@ def plan_levels(ids: jax.Array, group: Group, options: PlanOptions) -> dict[str,
     is_valid = (gathered >= 0) & (gathered < per_host * hosts.size)
     to_host = jnp.where(is_valid, quotient(gathered, per_host), -1)
 
-    # As with one level, rows must be sorted by source host first, and then by relaying rank.
+    # As with one level, the rows of an expert must be sorted by source host, then by relaying rank.
     # Therefore each local expert becomes H experts, one for each source host.
     source = lax.broadcasted_iota(jnp.int32, gathered.shape, 1)
     local = (gathered - host * per_host) * hosts.size + source
@@ -67,7 +67,7 @@ def plan_levels(ids: jax.Array, group: Group, options: PlanOptions) -> dict[str,
 
 
 def _hosts_of_tokens(to_host: jax.Array, num_hosts: int) -> jax.Array:
-    """Return the hosts of each token, [T, H, min(K, H)], from the hosts of choices [T, H, K]."""
+    """Return the distinct hosts of each token, [T, H, min(K, H)], from the hosts of its choices."""
     hosts = jnp.arange(num_hosts, dtype=jnp.int32)[None, None, None, :]
     goes_to = (to_host[..., None] == hosts).any(axis=2)
     # ``wanted`` counts the hosts of a token up to each host. Choice k is the first host whose count
@@ -79,9 +79,9 @@ def _hosts_of_tokens(to_host: jax.Array, num_hosts: int) -> jax.Array:
 
 
 def _between_hosts(choices: jax.Array, host: jax.Array) -> RoutingArrays:
-    """Return the routing between hosts, given the chosen hosts [T, H, K] of the tokens of all ranks
-    with this local index. A token chooses different hosts. Token t of host h has slot t on every
-    host, and becomes row t * H + h."""
+    """Return the routing between hosts. ``choices`` has the distinct hosts [T, H, K] of each token,
+    for all ranks with this local index. Token t of host h uses slot t on every host, and becomes
+    row t * H + h."""
     num_hosts = choices.shape[1]
     own = lax.dynamic_index_in_dim(choices, host, axis=1, keepdims=False)
     hosts = jnp.arange(num_hosts, dtype=jnp.int32)

@@ -1,9 +1,9 @@
 """Define the weighted combine and its transpose, the weighted dispatch.
 
-The payload of a weighted combine is pairs of rows and weights (first all rows, then all weights),
-and perhaps an addend. The payload of a weighted dispatch is the array to dispatch, then rows (the
-leaves), then weights (the choice arrays). Its parameter ``num_weight_axes`` is the number of axes
-of a weight after the axis of rows.
+The payload of a weighted combine is all rows, then the weights of these rows, then perhaps an
+addend. The payload of a weighted dispatch is the array to dispatch, then rows (the leaves), then
+weights (the choice arrays). ``num_weight_axes`` is the number of axes of a weight after the axis of
+rows.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ WEIGHTED_DISPATCH = Record(
 # Derivatives of the weighted combine y = C(sum_i w_i r_i), with C the combine and D the dispatch:
 #   jvp: dy = C(sum_i (w_i dr_i + dw_i r_i)), the same primitive with other pairs.
 #   transpose: a weighted dispatch. With G = D(ct), ct(r_i) = w_i G and ct(w_i) = <r_i, G>.
-# An addend has the same derivatives as the addend of a combine.
+# An addend has the same derivatives as in a combine.
 
 
 def _combine_jvp(
@@ -121,7 +121,7 @@ def _combine_jvp(
 ) -> tuple[list[Any], list[Any]]:
     payload, routing = split_routing(primals)
     out = WEIGHTED_COMBINE.bind(payload, routing, num_leaves=num_leaves, options=options, **params)
-    end = 2 * num_leaves  # of the pairs
+    end = 2 * num_leaves  # number of rows and weights
     rows, weights = payload[:num_leaves], payload[num_leaves:end]
     d_rows, d_weights = tangents[:num_leaves], tangents[num_leaves:end]
     d_addends = tangents[end : len(payload)]
@@ -157,8 +157,8 @@ def _combine_transpose(
 
 
 # Derivatives of the weighted dispatch s_j = w_j G, d_i = <r_i, G>, with G = D(g):
-#   jvp: the jvp of the unfused form, in which G and dG move once each. Tangents therefore never use
-#   the fused form, so the fused form needs no transpose.
+#   jvp: the jvp of the unfused form, which moves G and dG once each. Tangents never use the fused
+#   form, so the fused form needs no transpose.
 
 
 def _dispatch_jvp(
@@ -182,7 +182,7 @@ def _dispatch_batch(
     axis_data: Any, args: Sequence[Any], dims: Sequence[int | None], **params: Any
 ) -> tuple[list[Any], list[Any]]:
     """Batch a weighted dispatch. If the batch shares the routing, batch the unfused form, because
-    no kernel weighs a batch of rows if ``g`` is unbatched."""
+    no kernel supports batched rows with an unbatched ``g``."""
     _, routing_dims = split_routing(dims)
     if (
         all(dim is None for dim in dims)

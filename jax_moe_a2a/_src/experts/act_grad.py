@@ -1,12 +1,11 @@
-"""Compute the gradients between two products in FP8 in one pass over the rows in use, as a
-primitive.
+"""Define ``act_grad_p``, which computes gradients between two products in FP8 in one pass.
 
-``act_grad_p`` has the operands ct_h [*B, C, I], the gradient of the activations times weights;
-pre [*B, C, I'], the product before the activation; weights [*B, C] float32; and sizes [*B, L]. Its
-results are ``ct_pre = weights * act'(pre) * ct_h``, ``h = weights * act(pre)``, ``ct_weights =
-<ct_h, act(pre)>``, and ct_pre in ``BlockwiseFp8``: values [*B, C, I'] and scales [*B, C, I' / 128].
-Batching and the treatment of rows without a token are as in ``primitives.py``. The derivatives are
-those of the composition; the numbers in FP8 have no derivatives.
+The operands are ct_h [*B, C, I], pre [*B, C, I'], weights [*B, C] float32, and sizes [*B, L]. pre
+is the input of the activation, and ct_h is the cotangent of h. The results are ``ct_pre = weights *
+act'(pre) * ct_h``, ``h = weights * act(pre)``, and ``ct_weights = <ct_h, act(pre)>``. The last two
+results are the values [*B, C, I'] and scales [*B, C, I' / 128] of ct_pre in ``BlockwiseFp8``.
+``primitives.py`` describes batching and rows without a token. The derivatives are the derivatives
+of the composition. The values and scales in FP8 have no derivatives.
 """
 
 from __future__ import annotations
@@ -117,8 +116,8 @@ def _kernel(
             weights.reshape(flat),
             ct_h.reshape(*flat, columns),
         ),
-        # h overwrites ct_h, because a lane reads its numbers before it writes them. ct_pre does not
-        # overwrite pre, because XLA would then copy pre, which the forward pass also reads.
+        # h may overwrite ct_h, because a lane reads its elements before it writes them. ct_pre must
+        # not overwrite pre. XLA would copy pre, because the forward pass also reads it.
         {3: 3},
         num_sms=num_sms or 0,
         **activation.attributes,

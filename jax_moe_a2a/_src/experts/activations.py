@@ -18,12 +18,12 @@ from ..checks import check_factor, short
 
 @dataclasses.dataclass(frozen=True)
 class Gated:
-    """The gated form of an activation, a function of one array [..., 2I]."""
+    """The gated form of an activation. It is a function of one array [..., 2I]."""
 
     activation: Callable[[jax.Array], jax.Array]
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return ``activation(gate) * up`` [..., I] for gate and up side by side."""
+        """Return ``activation(gate) * up`` [..., I]. ``x`` is gate and up, side by side."""
         gate, up = halves(x)
         return (self.activation(gate) * up).astype(x.dtype)
 
@@ -46,7 +46,7 @@ def gated(activation: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array],
 
 
 def halves(x: jax.Array) -> list[jax.Array]:
-    """Return gate and up [..., I] of an array [..., 2I], in the dtype of sums."""
+    """Return gate and up [..., I] of an array [..., 2I], in the accumulation dtype."""
     if x.ndim < 1 or x.shape[-1] % 2:
         raise ValueError(
             f"a gated activation needs an array [..., 2I], gate and up side by side; got {short(x)}"
@@ -56,12 +56,12 @@ def halves(x: jax.Array) -> list[jax.Array]:
 
 @dataclasses.dataclass(frozen=True)
 class FusedActivation:
-    """An activation that the kernels compute: a function [..., I'] -> [..., I]."""
+    """An activation that the kernels compute. It is a function [..., I'] -> [..., I]."""
 
     kind: str
     """A key of ``KINDS``."""
     gated: bool = False
-    """True if I' = 2I: gate and up are side by side, and the result is ``act(gate) * up``."""
+    """True if I' = 2I. Then gate and up are side by side, and the result is ``act(gate) * up``."""
     alpha: float = 0.0
     limit: float = 0.0
     """``alpha`` and ``limit`` are the arguments of ``clamped_swiglu``."""
@@ -76,7 +76,7 @@ class FusedActivation:
         return act(x.astype(accumulation_dtype(x.dtype))).astype(x.dtype)
 
     def _clamped_swiglu(self, gate: jax.Array, up: jax.Array) -> jax.Array:
-        # Exactly at a limit, the derivative is the derivative inside the limits.
+        # At a limit, the derivative is the same as inside the limits.
         limit = jnp.asarray(self.limit, gate.dtype)
         gate = jnp.where(gate > limit, limit, gate)
         up = jnp.where(up > limit, limit, jnp.where(up < -limit, -limit, up))
@@ -88,7 +88,7 @@ class FusedActivation:
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """Return the attributes by which a call of a kernel names the activation."""
+        """Return the attributes of a kernel call that name the activation."""
         return dict(
             activation=list(KINDS).index(self.kind),
             gated=int(self.gated),
@@ -104,9 +104,9 @@ CLAMPED_SWIGLU = "clamped_swiglu"
 def _normal_cdf(x: jax.Array) -> jax.Array:
     """Return the probability that a normal variable is below x: ``erfc(-x / sqrt(2)) / 2``.
 
-    Its derivative is the density ``exp(-x**2 / 2) / sqrt(2 pi)``. JAX 0.12.0.1 refuses its own
-    derivatives of erf and erfc in ``jax.shard_map``, because their polynomials have coefficients
-    that do not vary over mesh axes.
+    This module defines the derivative, ``exp(-x**2 / 2) / sqrt(2 pi)``, because JAX 0.12.0.1
+    rejects its own derivatives of erf and erfc in ``jax.shard_map``. The coefficients of their
+    polynomials do not vary over mesh axes.
     """
     return 0.5 * lax.erfc(x * -math.sqrt(0.5))
 
@@ -118,8 +118,8 @@ def _normal_cdf_jvp(primals: Any, tangents: Any) -> Any:
 
 
 def squared_relu(x: jax.Array) -> jax.Array:
-    """Return ``relu(x)**2``, the activation of Primer (arXiv:2109.08668) and Nemotron-4, for
-    ``moe_mlp``, alone or in ``gated``.
+    """Return ``relu(x)**2``, the activation of Primer (arXiv:2109.08668) and Nemotron-4. Pass the
+    function, or ``gated(squared_relu)``, to ``moe_mlp``.
 
     Args:
       x: floats of any shape.
@@ -130,23 +130,23 @@ def squared_relu(x: jax.Array) -> jax.Array:
     return jnp.square(jax.nn.relu(x))
 
 
-# Activation in cuda/gemm has the same order (tests/test_layout.py compares them).
+# ``Activation`` in cuda/gemm has the same order (tests/test_layout.py compares both).
 KINDS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": lambda x: x * _normal_cdf(x),
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
     "relu": jax.nn.relu,
     "squared_relu": squared_relu,
-    CLAMPED_SWIGLU: lambda x: x,  # FusedActivation computes it
+    CLAMPED_SWIGLU: lambda x: x,  # ``FusedActivation`` computes this activation
 }
 
 
 def clamped_swiglu(limit: float = 7.0, alpha: float = 1.702) -> FusedActivation:
     """Return the gated activation of GPT-OSS, for ``moe_mlp``: [..., 2I] -> [..., I].
 
-    With gate and up side by side, as in ``gated``, the result is ``gate * sigmoid(alpha * gate) *
-    (up + 1)``, where gate is at most ``limit``, and up lies between ``-limit`` and ``limit``.
-    Published weights of GPT-OSS interleave gate and up: use ``w[..., 0::2]`` for gate and ``w[...,
+    Gate and up are side by side, as in ``gated``. The function clips gate to at most ``limit``, and
+    up to ``-limit`` to ``limit``. Then it returns ``gate * sigmoid(alpha * gate) * (up + 1)``.
+    Published weights of GPT-OSS interleave gate and up. Use ``w[..., 0::2]`` for gate and ``w[...,
     1::2]`` for up.
 
     Args:
@@ -161,8 +161,8 @@ def clamped_swiglu(limit: float = 7.0, alpha: float = 1.702) -> FusedActivation:
 
 
 def recognize(activation: Any) -> FusedActivation | None:
-    """Return the ``FusedActivation`` that equals a function, or None. The function may be in
-    ``gated``, and ``gelu`` may be a ``functools.partial`` with ``approximate``."""
+    """Return the ``FusedActivation`` that equals a function, or None. The function may be the
+    result of ``gated``. ``gelu`` may be a ``functools.partial`` with ``approximate``."""
     if isinstance(activation, FusedActivation):
         return activation
     is_gated = isinstance(activation, Gated)

@@ -1,5 +1,5 @@
-"""Lower the experts of a layer on NVIDIA GPUs to kernels with the activation in their epilogue, or
-to a composition of grouped products and element-wise passes."""
+"""Lower the experts of a layer on NVIDIA GPUs. Some kernels compute the activation in their
+epilogue. Otherwise, a composition of grouped products and element-wise passes replaces them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..grouped.lowering import FORWARD, FORWARD_FEW, call, flat, sizes_of, table
 from ..grouped.reference import arrays_of
 from .activations import KINDS, FusedActivation
 
-SCALED_BIAS = len(KINDS)  # instead of an activation, the kernel adds the bias times the weight
+SCALED_BIAS = len(KINDS)  # the kernel adds the bias times the weight of a row; no activation
 
 
 def _sizes(rows: jax.Array, w: jax.Array, sizes: jax.Array) -> tuple[int, int, int, int]:
@@ -25,7 +25,7 @@ def _sizes(rows: jax.Array, w: jax.Array, sizes: jax.Array) -> tuple[int, int, i
 
 
 def of_operands(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Turn a function of operands into a function of their leaves and their ``tree``."""
+    """Convert a function of operands to a function of their leaves and their ``tree``."""
 
     @functools.wraps(function)
     def of_leaves(*leaves: Any, tree: jax.tree_util.PyTreeDef, **params: object) -> Any:
@@ -38,7 +38,7 @@ def of_operands(function: Callable[..., Any]) -> Callable[..., Any]:
 def why_no_dot_act(o: Any, *, activation: FusedActivation, **_: object) -> str:
     """Return the reason why no kernel computes ``dot_act_p`` of these types, or ''."""
     num_rows, num_groups, k, width = _sizes(o.rows, o.w, o.sizes)
-    of_columns = (width, width // activation.width(1))  # of the product, and of its activations
+    of_columns = (width, width // activation.width(1))  # before and after the activation
     whys = (grouped.why_no_kernel(o.rows.dtype, num_rows, num_groups, k, n) for n in of_columns)
     return next(filter(None, whys), "")
 
@@ -70,7 +70,7 @@ def _product(
     operands: Any, columns: int, keep: bool, attributes: dict[str, Any]
 ) -> list[jax.Array]:
     """Call the kernel with an activation in its epilogue, for the operands of a ``Product``. Return
-    the activations, which have ``columns`` columns, and with ``keep`` also the product."""
+    activations with ``columns`` columns. With ``keep``, also return the product."""
     rows, w, bias, weights, sizes = operands
     ws = arrays_of(w)
     num_rows, width = rows.shape[-2], ws[0].shape[-1]
@@ -119,7 +119,7 @@ def act_dot_grad(operands: Any, *, activation: FusedActivation) -> list[jax.Arra
         aliases={3: 0},  # a warp reads its elements before it writes them
         **activation.attributes,
     )
-    # A chain of additions fixes the order of the sum, which XLA could change in ``sum``.
+    # A chain of additions fixes the order of the terms. In ``sum``, XLA could change the order.
     ct_weights = functools.reduce(operator.add, (partial[i] for i in range(num_dots)))
     return [
         ct_pre.reshape(pre.shape),

@@ -1,43 +1,41 @@
 """Define the experts of a layer as primitives: two grouped products around an activation.
 
-``experts_p`` computes ``y = (weights * act(rows w_in + b_in)) w_out + weights * b_out``. A row is
-multiplied by the weights of its group. If the totals of w_in and w_out (``grouped/totals.py``) are
-its last operands, they are also its last results. The derivatives of ``experts_p`` need more
-primitives. Let ``pre = rows w_in + b_in`` and ``h = weights * act(pre)``.
+``experts_p`` computes ``y = (weights * act(rows w_in + b_in)) w_out + weights * b_out``. A row uses
+the matrices and biases of its group. The last operands may be the totals of w_in and w_out
+(``grouped/totals.py``), which are then also the last results. The derivatives of ``experts_p`` need
+more primitives. Let ``pre = rows w_in + b_in`` and ``h = weights * act(pre)``.
 
 - ``dot_act_p`` computes h, and with ``keep`` also pre, from rows and w_in.
 - ``dot_bias_p`` computes ``h w_out + weights * b_out``.
 - ``act_dot_tangent_p`` is jointly linear in (d_pre, d_weights, d_w_out):
   ``(weights * act'(pre) * d_pre + d_weights * act(pre)) w_out + h d_w_out``. With ``passes``,
   d_w_out is the tangent of a total, and is also the second result.
-- ``act_dot_grad_p`` computes three results of the transpose from one product, ``ct_h = ct_y
-  w_out^T``: ``ct_pre = weights * act'(pre) * ct_h``, h, and ``ct_weights = <ct_h, act(pre)>``. The
-  transpose in w_out is then the outer product of h and ct_y, or its sum with a total.
+- ``act_dot_grad_p`` computes one product, ``ct_h = ct_y w_out^T``, and returns three results of the
+  transpose: ``ct_pre = weights * act'(pre) * ct_h``, h, and ``ct_weights = <ct_h, act(pre)>``. The
+  cotangent of w_out is the outer product of h and ct_y. With totals, it is added to a total.
 
-A forward pass with gradients therefore needs no separate pass over rows. For the backward pass, it
-keeps rows and pre, but not y. Further derivatives are the derivatives of the compositions below.
-Derivatives of any order exist, because the compositions consist of grouped products and jnp.
+Therefore a forward pass with gradients needs no separate pass over rows. For the backward pass, it
+keeps rows and pre, and does not keep y. Derivatives of any order exist. Further derivatives
+differentiate the compositions below, which consist of grouped products and jnp.
 
-Weights that are trained in FP8 are ``QuantizedExperts`` that ``encode_source`` returns. Their
-products are those of ``grouped/straight_through.py``, and their tangents are the tangents of the
-source. With these weights:
+Weights that are trained in FP8 are ``QuantizedExperts`` from ``encode_source``. Their tangents are
+the tangents of the source. ``grouped/straight_through.py`` defines their products.
 
-- ``act_dot_p`` computes ``h w_out`` from pre in place of ``dot_act_p`` and ``dot_bias_p``; h exists
-  in FP8 only.
+- ``act_dot_p`` computes ``h w_out`` from pre, in place of ``dot_act_p`` and ``dot_bias_p``. h is
+  stored only in FP8.
 - ``act_dot_tangent_p`` is also linear in d_rows, because d_pre has the term ``d_rows w_in``. Its
-  transpose therefore includes the product of ct_pre and w_in^T, and ``act_grad_p``
-  (``act_grad.py``) quantizes ct_pre in the pass that computes it.
+  transpose therefore includes the product of ct_pre and w_in^T. ``act_grad_p`` (``act_grad.py``)
+  computes and quantizes ct_pre in one pass.
 
 Operands are as in ``grouped/primitives.py``: rows [*B, C, K], w_in [*B, L, K, N'], b_in [*B, L,
-N'], weights [*B, C] in the dtype of sums, w_out [*B, L, I, H], sizes [*B, L]. Results after the
-last group are unspecified. The parameter ``tree`` says which operands are given (``Product``, ...).
-Each array of weights or biases may be a tuple of a home and a spare array, like the operands ``w``
-and ``spare`` of ``grouped_dot_p``. Either all arrays of weights and biases are tuples, or none is.
+N'], weights [*B, C] in the accumulation dtype, w_out [*B, L, I, H], sizes [*B, L]. Results after
+the last group are unspecified. The parameter ``tree`` says which operands exist (``Product``, ...).
+Weights and biases may be tuples of a home and a spare array, like the operands ``w`` and ``spare``
+of ``grouped_dot_p``. Either all arrays of weights and biases are tuples, or none is.
 
-A row without a token has the weight 0. A row of weight 0 has exact zeros in h and ct_pre, whatever
-pre and ct_y hold. The derivative with respect to a weight is computed even if the weight is 0. In
-rows without a token, this derivative may have any value: the caller selects the weights of rows
-with a token, so the value is not used.
+A row without a token has the weight 0. If a row has weight 0, its h and ct_pre are exactly zero for
+any pre and ct_y. The derivative with respect to a weight is computed even if the weight is 0. In
+rows without a token, this derivative may have any value, because the caller ignores it.
 """
 
 from __future__ import annotations
@@ -86,22 +84,21 @@ act_dot_grad_p = compat.Primitive("moe_a2a_act_dot_grad")
 for _primitive in (experts_p, dot_act_p, act_dot_tangent_p, act_dot_grad_p):
     _primitive.multiple_results = True
 
-# A bias is computed as a grouped product whose weights have this many rows, all zero except the
-# first. The kernel of ``grouped_dot`` needs a multiple of 8.
+# A grouped product computes a bias. Its weights have this many rows, and all rows except the first
+# are zero. The kernel of ``grouped_dot`` needs a multiple of 8.
 BIAS_ROWS = 8
 
 
 PRODUCTS_CHECKPOINT_NAME = "moe_a2a_products"
-"""Checkpoint name, a str, of the first products of ``moe_mlp``, with their bias: the inputs of the
-activation.
+"""Checkpoint name, a str, of the inputs of the activation in ``moe_mlp``: products plus bias.
 
-If a policy of ``jax.checkpoint`` saves this name and ``ROUTING_CHECKPOINT_NAME``, but not
-``ROWS_CHECKPOINT_NAME``, the backward pass dispatches the tokens again, and repeats no product."""
+A policy of ``jax.checkpoint`` can save only this name and ``ROUTING_CHECKPOINT_NAME``. The backward
+pass then repeats the dispatch, because rows are not saved, and repeats no product."""
 
 
 class ExpertOperands(NamedTuple):
-    """The operands of ``experts_p``. Biases may be None. Either both weights are in FP8, or neither
-    is. With weights in FP8, the rows may be ``RowsInFp8``."""
+    """The operands of ``experts_p``. Biases may be None. Either both w_in and w_out are in FP8, or
+    none of them is. With weights in FP8, the rows may be ``RowsInFp8``."""
 
     rows: Any
     w_in: Any
@@ -111,7 +108,7 @@ class ExpertOperands(NamedTuple):
     b_out: Any
     sizes: Any
     totals: tuple[Any, ...] = ()
-    """The totals of w_in and w_out, or none."""
+    """The totals of w_in and w_out, or an empty tuple."""
 
 
 class Product(NamedTuple):
@@ -125,8 +122,8 @@ class Product(NamedTuple):
 
 
 class TangentOperands(NamedTuple):
-    """The operands of ``act_dot_tangent_p``, which is linear in the first four. Some of these four
-    may be None. Without weights in FP8, d_rows and w_in are None."""
+    """The operands of ``act_dot_tangent_p``, which is linear in the first four operands. Some of
+    these four may be None. Without weights in FP8, d_rows and w_in are None."""
 
     d_rows: Any
     d_pre: Any
@@ -149,7 +146,7 @@ class Gradient(NamedTuple):
     sizes: Any
 
 
-# The operands whose leading axes all have their full size.
+# In these operands, every leading axis has its full size. In other operands, it may be 1.
 FULL = ("rows", "weights", "d_rows", "d_pre", "d_weights", "ct", "pre")
 
 
@@ -159,7 +156,7 @@ def _bind(primitive: compat.Primitive, operands: Any, **params: object) -> Any:
 
 
 def _places(tree: jax.tree_util.PyTreeDef) -> Any:
-    """Return the operands, with the index of each array in place of the array."""
+    """Return the structure of the operands, with an index in place of each array."""
     return tree.unflatten(range(tree.num_leaves))
 
 
@@ -171,15 +168,15 @@ def _is_full(*, tree: jax.tree_util.PyTreeDef, **_: object) -> list[bool]:
 def bind_experts(
     operands: ExpertOperands, *, activation: FusedActivation
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """Bind ``experts_p``. Return y and the given totals. With totals, the tangents of w_in and
-    w_out are ignored, and weights must not be tuples."""
+    """Bind ``experts_p``. Return y, and the totals of the operands. With totals, the tangents of
+    w_in and w_out are ignored, and these weights must not be tuples."""
     y, *totals = _bind(experts_p, operands, activation=activation)
     return y, totals
 
 
 def _dot(rows: Any, w: Any, sizes: jax.Array, *, transposed: bool = False) -> jax.Array:
-    """Return products of rows and weights, unspecified after the last group. Weights in FP8 are
-    multiplied in FP8."""
+    """Return products of rows and weights, which are unspecified in the tail. If weights are in
+    FP8, the product is in FP8."""
     if isinstance(w, QuantizedExperts):
         return dot_in_fp8(rows, w, sizes, transposed=transposed)
     return unspecified_dot(rows, w, sizes, transposed=transposed)
@@ -195,21 +192,21 @@ def _bind_dot_act(o: ExpertOperands, **params: object) -> list[jax.Array]:
 
 
 def _bind_dot_bias(h: jax.Array, o: ExpertOperands) -> jax.Array:
-    """Bind ``dot_bias_p``, or the grouped product alone without a bias."""
+    """Bind ``dot_bias_p``. Without a bias, bind only the grouped product."""
     if o.b_out is None:
         return _dot(h, o.w_out, o.sizes)
     operands = Product(h, o.w_out, o.b_out, o.weights, o.sizes)
     return _bind(dot_bias_p, operands)
 
 
-# Compositions of grouped products and jnp: the meaning of the primitives
+# Compositions of grouped products and jnp, which define the primitives
 
 
 def bias_of_rows(bias: Any, scale: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Return the bias [*B, L, N] of each row's expert times the row's scale [*B, C]: [*B, C, N].
+    """Return [*B, C, N]: the bias [*B, L, N] of each row's expert times the row's scale [*B, C].
 
-    A grouped product computes it, because the gradient of ``bias[experts]`` would add rows in an
-    unspecified order.
+    The computation is a grouped product, because the gradient of ``bias[experts]`` would add rows
+    in an unspecified order.
     """
 
     def padded(x: jax.Array, axis: int) -> jax.Array:
@@ -379,7 +376,7 @@ def _experts_jvp(
 
 
 def _dot_of(rows: jax.Array, d_w: Any, sizes: jax.Array, passes: bool) -> Sequence[Any]:
-    """Return the product of rows and a tangent of weights, and the tangent for the next product."""
+    """Return two results: rows times a tangent of weights, and the tangent for the next product."""
     if passes:
         return bind(passing_dot_p, rows, d_w, sizes)
     return _dot(rows, d_w, sizes), d_w
@@ -394,8 +391,8 @@ def _bias_terms(
 
 
 def _tangents(tree: jax.tree_util.PyTreeDef, tangents: compat.Tangents) -> Any:
-    """Return the operands' tangents. A tuple of home and spare arrays has one tangent, and weights
-    in FP8 have the tangent of their source."""
+    """Return the operands' tangents. A tuple of home and spare arrays is one tangent. The tangent
+    of weights in FP8 is the tangent of their source."""
     d = tree.unflatten(tangents)
     return d._replace(
         **{name: all_or_none(_floats(x)) for name, x in d._asdict().items() if name != "totals"}
@@ -471,7 +468,7 @@ def _tangent_jvp(
     passes: bool,
     **params: object,
 ) -> Any:
-    """Compute the jvp. The tangents of linear operands use the same primitive. All other tangents
+    """Compute the jvp with this primitive for tangents of linear operands. For all other tangents,
     use the composition."""
     o, d = tree.unflatten(primals), _tangents(tree, tangents)
     outs = _bind(act_dot_tangent_p, o, passes=passes, **params)
@@ -532,14 +529,14 @@ def _dot_act_jvp(primals: compat.Primals, tangents: compat.Tangents, **params: A
 
 
 def _jvp_of(fn: Callable[..., Any], primals: compat.Primals, tangents: compat.Tangents) -> Any:
-    """Return the results and tangents of ``fn``, where some tangents may be symbolic zeros."""
+    """Return the results and tangents of ``fn``. Tangents may be symbolic zeros."""
     return jvp_of_moving(fn, [not is_zero(d) for d in tangents], primals, tangents)
 
 
 def _grad_transpose(
     cts: compat.Tangents, *operands: Any, tree: jax.tree_util.PyTreeDef, **params: object
 ) -> list[Any]:
-    """Compute the transpose in ct with ``act_dot_tangent_p``."""
+    """Transpose with respect to ct. ``act_dot_tangent_p`` computes the result."""
     ct_pre, _, ct_weights = (None if is_zero(c) else c for c in cts)
     ct, pre, weights, w_out, sizes = tree.unflatten(operands)
     found: Any = ad.Zero(ct.aval)
@@ -551,8 +548,8 @@ def _grad_transpose(
 
 
 def _dot_act_dce(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
-    """Do not store pre if it is not used. Do not compute h if it is not used and there is no bias,
-    because pre alone is then a grouped product."""
+    """Do not store pre if it is not used. If h is not used, and there is no bias, compute only pre,
+    which is then a grouped product."""
     rows, w, bias, weights, sizes = eqn.params["tree"].unflatten(eqn.invars)
     if used[0] or bias is not None:
         if not all(used[1:]):
@@ -565,7 +562,7 @@ def _dot_act_dce(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
 
 
 def _dce_in_fp8(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
-    """Do not read transposed values, so that a program without gradients does not write them."""
+    """Remove transposed values, so that a program without gradients does not compute them."""
     in_fp8 = lambda x: isinstance(x, QuantizedExperts)
     cut = lambda x: dataclasses.replace(x, transposed=None) if in_fp8(x) else x
     operands = jax.tree.map(cut, eqn.params["tree"].unflatten(eqn.invars), is_leaf=in_fp8)

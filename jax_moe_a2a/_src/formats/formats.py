@@ -1,11 +1,10 @@
 """Define token formats in plain jnp: how a row becomes values and scales, and back.
 
 docs/formats.md has the definition, and the kernels compute the same bits. Float operations differ
-between backends: XLA:CPU flushes subnormals inside ``jit``. XLA:GPU divides inexactly, and fuses a
-multiplication with an addition. Every backend may omit a rounding to a narrow float if the result
-is converted back at once. Therefore floats are only multiplied and compared. Each product is exact
-or rounded once, and it is not subnormal where a flush would change a result. Integer operations
-compute everything else.
+between backends. XLA:CPU flushes subnormals inside ``jit``. XLA:GPU divides inexactly, and fuses a
+multiplication with an addition. Every backend may omit a conversion to a short float and back.
+Therefore floats are only multiplied and compared, and integer operations compute everything else.
+Each product is exact or rounded once. If a flush would change a result, no product is subnormal.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from jax.typing import ArrayLike, DTypeLike
 from ..checks import short
 
 DTYPES = ("bfloat16", "float16", "float32")
-ANY_DTYPE = "bfloat16, float16 or float32"  # for messages
+ANY_DTYPE = "bfloat16, float16 or float32"  # for error messages
 
-# The bits of a float32.
+# Bits of float32 numbers.
 MIN_NORMAL = 1 << 23
 INFINITY = 0xFF << 23
 
@@ -37,10 +36,10 @@ E4M3_MAX_EXPONENT = 8  # 2**8 is the largest power of two
 # With this exponent, the scale times 2**-9 (the smallest value) is still a normal float32.
 MIN_SCALE_EXPONENT = -117
 
-# To divide by 6 (the largest float4_e2m1fn), multiply by 1/6, because XLA may do so anyway.
+# 6 is the largest float4_e2m1fn. Multiply by 1/6, because XLA may change a division by 6 to this.
 ONE_SIXTH = np.float32(1 / 6)
-# In this range, three numbers are normal float32: the global scale, its inverse, and 2**-10 times
-# the global scale (the smallest value times the smallest scale of a group).
+# In this range, the global scale and its inverse are normal float32 numbers. The smallest value
+# times the smallest group scale times the global scale (2**-10 times it) is normal, too.
 GLOBAL_SCALE_EXPONENTS = (-116, 116)
 
 
@@ -48,19 +47,19 @@ class Quantized(NamedTuple):
     """Tokens or rows in a token format. It is a pytree."""
 
     values: jax.Array
-    """[..., H] float8_e4m3fn; or [..., H / 2] uint8 with two float4_e2m1fn per byte, the first in
-    the low half."""
+    """[..., H] float8_e4m3fn, or [..., H / 2] uint8. A uint8 holds two float4_e2m1fn values, with
+    the first value in the low half."""
     scales: jax.Array
     """[..., H / group_size] in the dtype of the format."""
 
 
 class RowsInFp8(NamedTuple):
-    """Rows that products in FP8 read, and floats for the derivatives of these rows."""
+    """Quantized rows for products in FP8, and the same rows as floats for derivatives."""
 
     encoded: Quantized
-    """In ``BlockwiseFp8``, without derivatives."""
+    """The rows in ``BlockwiseFp8``, without derivatives."""
     floats: jax.Array
-    """[C, K]: the same numbers, which have the derivatives of the rows."""
+    """[C, K]: the rows as floats, which have the derivatives."""
 
 
 def floats_of(rows: Any) -> Any:
@@ -68,7 +67,7 @@ def floats_of(rows: Any) -> Any:
 
 
 def _flatten(fmt: TokenFormat) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]:
-    """Return the leaf of a format (``global_scale`` if it is an array) and the static fields."""
+    """Return the leaves of a format (``global_scale`` if it is an array) and its static fields."""
     static = dict(vars(fmt))
     if isinstance(static.get("global_scale", 1.0), int | float | np.number):
         return (), tuple(static.items())
@@ -77,7 +76,7 @@ def _flatten(fmt: TokenFormat) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], 
 
 
 def _unflatten(kind: type[TokenFormat], static: Any, leaves: Sequence[Any]) -> TokenFormat:
-    fmt = object.__new__(kind)  # leaves may be any objects, so they are not checked
+    fmt = object.__new__(kind)  # skips the checks, because leaves may be any objects
     vars(fmt).update(static, **dict(zip(("global_scale",), leaves)))
     return fmt
 
@@ -86,11 +85,11 @@ def _unflatten(kind: type[TokenFormat], static: Any, leaves: Sequence[Any]) -> T
 class TokenFormat:
     """The common interface of all token formats: groups along the last axis, each with a scale.
 
-    A format is a pytree. Its only leaf is ``global_scale``, if this is an array.
+    A format is a pytree. If ``global_scale`` is an array, this array is its only leaf.
 
     If a group holds an infinity or a NaN, all of its elements decode to NaN. A group of zeros has a
-    scale of zero bytes, like rows without a token, and decodes to zeros. ``docs/formats.md`` has
-    the definition of each format, and sources.
+    scale of zero bytes, and decodes to zeros. Rows without a token also consist of zero bytes.
+    ``docs/formats.md`` defines each format and names its sources.
     """
 
     group_size: ClassVar[int]
@@ -99,7 +98,7 @@ class TokenFormat:
         jax.tree_util.register_pytree_with_keys(cls, _flatten, partial(_unflatten, cls))
 
     def encode(self, x: ArrayLike) -> Quantized:
-        """Quantize numbers. ``encode`` has no gradient.
+        """Quantize numbers. The result has no gradient.
 
         Args:
           x: bfloat16, float16 or float32 [..., H], H a multiple of ``group_size``.
@@ -115,11 +114,11 @@ class TokenFormat:
 
     @property
     def token_scales(self) -> jax.Array | None:
-        """Return the global scale of each token, or None if the format has no such scales."""
+        """Return the global scale of each token, or None without a separate scale per token."""
         return None
 
     def check_numbers(self, x: jax.Array, name: str = "x") -> None:
-        """Raise the errors of ``encode`` if it does not accept ``x``, called ``name``."""
+        """Raise an error if ``encode`` does not accept ``x``. The error calls it ``name``."""
         if x.dtype not in DTYPES:
             raise TypeError(f"{name} must be {ANY_DTYPE} to be quantized; got {short(x)}")
         if x.ndim < 1 or x.shape[-1] % self.group_size:
@@ -153,15 +152,15 @@ class TokenFormat:
         out = jnp.where(is_finite, out, jnp.asarray(np.nan, dtype))
         return _merge(out)
 
-    # Formats override the following members. Groups have the shape [..., H / group_size,
-    # group_size], and numbers of whole groups have the shape [..., H / group_size, 1].
+    # Formats override the following members. Elements of groups have the shape
+    # [..., H / group_size, group_size]. Scales of groups have the shape [..., H / group_size, 1].
 
     value_dtype: ClassVar[Any] = jnp.float8_e4m3fn
     scale_dtype: ClassVar[Any]
     values_per_item: ClassVar[int] = 1
 
     def _encode_groups(self, magnitude: jax.Array, sign: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return codes (uint8) and scales of groups, from what ``_float32_bits`` returns."""
+        """Return codes (uint8) and scales of groups, from the results of ``_float32_bits``."""
         raise NotImplementedError
 
     def _to_values(self, codes: jax.Array) -> jax.Array:
@@ -210,11 +209,11 @@ class _PowerOfTwoScales(TokenFormat):
         raise NotImplementedError
 
     def _to_scales(self, exponent: jax.Array) -> jax.Array:
-        """Return scales from their exponents, biased by 127; 0 for zeros, 255 for NaN."""
+        """Return scales from biased exponents: exponent + 127, 0 for zero, or 255 for NaN."""
         raise NotImplementedError
 
     def encode_blocks(self, x: jax.Array, axes: int | tuple[int, ...]) -> Quantized:
-        """Return values like ``x``, and scales of blocks along ``axes``, which have size one."""
+        """Quantize blocks, which extend over ``axes``. In the scales, these axes have size one."""
         codes, scales = self._encode_groups(*_float32_bits(x), axes)
         return Quantized(self._to_values(codes), scales)
 
@@ -233,8 +232,8 @@ class _PowerOfTwoScales(TokenFormat):
 class BlockwiseFp8(_PowerOfTwoScales):
     """float8_e4m3fn values in groups of 128 with float32 scales.
 
-    The scale is the smallest power of two, at least 2**-117, with which no value of the group
-    exceeds 448. DeepSeek-V3 has the same group size (arXiv:2412.19437, section 3.3).
+    The scale is the smallest power of two for which no value of the group exceeds 448. The minimum
+    is 2**-117. DeepSeek-V3 has the same group size (arXiv:2412.19437, section 3.3).
     """
 
     group_size: ClassVar[int] = 128
@@ -253,9 +252,9 @@ class BlockwiseFp8(_PowerOfTwoScales):
 class MxFp8(_PowerOfTwoScales):
     """float8_e4m3fn values in groups of 32 with float8_e8m0fnu scales (MXFP8 of OCP).
 
-    The scale is the largest power of two that is at most the largest magnitude of the group divided
-    by 256, and at least 2**-117. Magnitudes above 448 times the scale become 448 times the scale. A
-    scale byte of 0 means zero, not 2**-127.
+    The scale is the largest magnitude of the group divided by 256, rounded down to a power of two.
+    The minimum is 2**-117. Magnitudes above 448 times the scale become 448 times the scale. A scale
+    byte of 0 means zero, not 2**-127.
     """
 
     group_size: ClassVar[int] = 32
@@ -268,7 +267,7 @@ class MxFp8(_PowerOfTwoScales):
         return lax.bitcast_convert_type(exponent.astype(jnp.uint8), jnp.float8_e8m0fnu)
 
     def _from_scales(self, scales: jax.Array) -> jax.Array:
-        # 255, which is NaN, becomes infinity, which is not finite either.
+        # 255 means NaN. The shift makes it infinity. Scales that are not finite decode to NaN.
         bits = lax.bitcast_convert_type(scales, jnp.uint8).astype(jnp.uint32)
         return lax.bitcast_convert_type(bits << 23, jnp.float32)
 
@@ -281,11 +280,12 @@ class NvFp4(TokenFormat):
     byte, with the first in the low half. ``unpack`` converts them to float4_e2m1fn.
 
     Attributes:
-      global_scale: a float from 2**-116 to 2**116, or a float32 array, which may be traced and is
-        clipped to this range. The array is [], equal on all ranks; or [T], with one scale for each
-        of the tokens [T, ..., H]. Each scale then travels with its token. To use the full range of
-        the format, pass the largest magnitude of the tensor, or of each token, divided by 2688 (6 *
-        448). If a scale is negative, infinite or NaN, all numbers with this scale decode to NaN.
+      global_scale: a float from 2**-116 to 2**116, or a float32 array. An array may be traced, and
+        is clipped to this range. An array [] must be equal on all ranks. An array [T] has one scale
+        for each of the tokens [T, ..., H]. The scale then travels with the token. The full range of
+        the format is used if the scale is the largest magnitude of the tensor, or of the token,
+        divided by 2688 (6 * 448). If a scale is negative, infinite or NaN, all numbers with this
+        scale decode to NaN.
     """
 
     global_scale: float | jax.Array = 1.0
@@ -333,7 +333,7 @@ class NvFp4(TokenFormat):
         return groups
 
     def _check_token_scales(self, x: jax.Array, remedy: str = "") -> None:
-        """Raise a ValueError if scales of tokens do not match ``x``, the tokens or their values."""
+        """Raise a ValueError unless the scales of tokens match ``x``, which is tokens or values."""
         scales = self.token_scales
         if scales is not None and scales.shape != x.shape[:-1][: scales.ndim]:
             raise ValueError(
@@ -342,21 +342,21 @@ class NvFp4(TokenFormat):
             )
 
     def _global_scale_bits(self, num_axes: int) -> tuple[jax.Array, jax.Array]:
-        """Return the bits of the global scale, clipped to its range, and whether the scale is
-        valid. If tokens have scales, both results get axes of size one, up to ``num_axes`` axes."""
+        """Return the bits of the clipped global scale, and whether the scale is valid. If tokens
+        have separate scales, both results have ``num_axes`` axes, and new axes have size one."""
         scale = jnp.asarray(self.global_scale, jnp.float32)
         if scale.ndim:
             scale = scale.reshape(scale.shape + (1,) * (num_axes - scale.ndim))
         bits = lax.bitcast_convert_type(scale, jnp.uint32)
         least, most = ((127 + exponent) << 23 for exponent in GLOBAL_SCALE_EXPONENTS)
-        # As integers, the bits of negative numbers are larger than the bits of infinity.
+        # As integers, the bits of negative numbers and of NaN exceed the bits of infinity.
         return bits.clip(least, most), bits < INFINITY
 
     def _encode_groups(self, magnitude: jax.Array, sign: jax.Array) -> tuple[jax.Array, jax.Array]:
         global_scale, is_valid = self._global_scale_bits(magnitude.ndim)
         is_finite = (magnitude.max(axis=-1, keepdims=True) < INFINITY) & is_valid
         y = lax.bitcast_convert_type(magnitude, jnp.float32) * _reciprocal(global_scale)
-        # Because the maximum is of integers, XLA cannot merge the two float multiplications.
+        # The maximum of integers prevents XLA from merging the two float multiplications.
         largest = lax.bitcast_convert_type(y, jnp.uint32).max(axis=-1, keepdims=True)
         sixth = lax.bitcast_convert_type(largest, jnp.float32) * ONE_SIXTH
         code = _e4m3_codes(lax.bitcast_convert_type(sixth, jnp.uint32), 0)
@@ -372,7 +372,7 @@ class NvFp4(TokenFormat):
         codes = _merge(jnp.stack([values & 0xF, values >> 4], axis=-1)).astype(jnp.uint32)
         magnitude = codes & 7
         normal = ((magnitude >> 1) + 126) << 23 | (magnitude & 1) << 22
-        bits = jnp.where(magnitude < 2, magnitude * (126 << 23), normal)  # 0 and 0.5
+        bits = jnp.where(magnitude < 2, magnitude * (126 << 23), normal)  # codes 0, 1: 0.0, 0.5
         return lax.bitcast_convert_type(bits | codes >> 3 << 31, jnp.float32)
 
     def _scale_globally(
@@ -382,7 +382,7 @@ class NvFp4(TokenFormat):
         return product * lax.bitcast_convert_type(bits, jnp.float32), is_finite & is_valid
 
 
-WireDtype: TypeAlias = np.dtype | TokenFormat | None  # of partial sums; None: dtype of rows
+WireDtype: TypeAlias = np.dtype | TokenFormat | None  # None means the dtype of rows
 
 
 def as_wire_dtype(wire_dtype: Any) -> WireDtype:
@@ -409,13 +409,13 @@ def as_wire_dtype(wire_dtype: Any) -> WireDtype:
 
 
 def paired(parts: Sequence[jax.Array]) -> list[Quantized]:
-    """Return the pairs of a list in which values and scales alternate."""
+    """Return each pair of values and scales in a list where values and scales alternate."""
     return [Quantized(*pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
 
 
 def _float32_bits(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the magnitude (bits of a float32, 0 for a subnormal one) and the sign (0 or 1) of
-    ``x``, uint32. XLA may merge ``astype`` with the rounding that computed ``x``."""
+    """Return the magnitude (bits of a float32, 0 for a subnormal) and the sign (0 or 1) of ``x``,
+    uint32. ``astype`` is not used, because XLA could omit the rounding to ``x.dtype``."""
     if x.dtype == jnp.float32:
         bits = lax.bitcast_convert_type(x, jnp.uint32)
         magnitude, sign = bits & 0x7FFFFFFF, bits >> 31
@@ -428,7 +428,7 @@ def _float32_bits(x: jax.Array) -> tuple[jax.Array, jax.Array]:
             # A subnormal float16 is ``magnitude`` times 2**-24, which is a normal float32.
             multiple = lax.bitcast_convert_type(magnitude.astype(jnp.float32), jnp.uint32)
             subnormal = jnp.where(magnitude > 0, multiple - (24 << 23), 0)
-            bias = jnp.where(magnitude < 0x7C00, 112, 224) << 23  # the exponent of 31 becomes 255
+            bias = jnp.where(magnitude < 0x7C00, 112, 224) << 23  # exponent 31 becomes 255
             normal = (magnitude << 13) + bias.astype(jnp.uint32)
             magnitude = jnp.where(magnitude < 0x400, subnormal, normal)
     return jnp.where(magnitude < MIN_NORMAL, 0, magnitude), sign
@@ -440,14 +440,14 @@ def _exponent(magnitude: jax.Array) -> jax.Array:
 
 
 def _e4m3_codes(magnitude: jax.Array, exponent: Any) -> jax.Array:
-    """Return magnitude / 2**exponent as codes (uint32) of float8_e4m3fn. The values are rounded to
-    nearest, ties to even, and are at most 448. Magnitudes are bits of a float32; subnormal numbers
-    are treated as zero."""
+    """Return magnitude / 2**exponent as codes (uint32) of float8_e4m3fn. The result is rounded to
+    nearest, ties to even, and is at most 448. A magnitude is the bits of a float32. Subnormal
+    magnitudes count as zero."""
     scaled = _exponent(magnitude) - exponent
     is_normal = magnitude >= MIN_NORMAL
     significand = jnp.where(is_normal, magnitude & (MIN_NORMAL - 1) | MIN_NORMAL, 0)
-    # The leading bit of the significand and three more bits remain. Below 2**-6, fewer bits remain,
-    # because results are multiples of 2**-9. With 25 dropped bits, the result is 0.
+    # Keep the leading bit of the significand and three more bits. Below 2**-6, keep fewer bits,
+    # because results are multiples of 2**-9. If 25 bits are dropped, the result is 0.
     dropped = jnp.clip(14 - scaled, 20, 25).astype(jnp.uint32)
     is_odd = significand >> dropped & 1
     rounded = (significand + (1 << (dropped - 1)) - 1 + is_odd) >> dropped
@@ -457,9 +457,9 @@ def _e4m3_codes(magnitude: jax.Array, exponent: Any) -> jax.Array:
 
 
 def _e2m1_codes(y: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return y / scale, for y >= 0, as codes (uint32) of float4_e2m1fn. The values are rounded to
-    nearest, ties to even, and are at most 6; they are 0 if the scale is 0. To avoid a division, y
-    is compared with the scale times the midpoint of two neighbouring values, which is exact."""
+    """Return y / scale, for y >= 0, as codes (uint32) of float4_e2m1fn. The result is rounded to
+    nearest, ties to even, and is at most 6. If the scale is 0, the result is 0. To avoid a
+    division, compare y with the scale times each midpoint of two values. The product is exact."""
     codes = jnp.zeros(y.shape, jnp.uint32)
     for i, middle in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
         bound = scale * np.float32(middle)
@@ -474,15 +474,15 @@ def _as_e4m3(codes: jax.Array) -> jax.Array:
 
 def _reciprocal(bits: jax.Array) -> jax.Array:
     """Return 1 / x as float32, rounded to nearest, from the bits of a float32 x. Both x and 1 / x
-    are normal and positive. XLA:GPU's division is not correctly rounded, so integers are divided by
-    digits."""
+    are normal and positive. A long division of integers computes it, because XLA:GPU does not
+    round float divisions correctly."""
     significand = bits & (MIN_NORMAL - 1) | MIN_NORMAL
     quotient = jnp.zeros_like(bits)
     rest = jnp.full_like(bits, MIN_NORMAL)
-    for _ in range(3):  # 8 bits each
+    for _ in range(3):  # each step computes 8 bits of the quotient
         quotient = (quotient << 8) + (rest << 8) // significand
         rest = (rest << 8) % significand
-    # Ties do not occur: an odd number does not divide a power of two.
+    # Ties do not occur, because an odd number greater than 1 does not divide a power of two.
     quotient += (2 * rest > significand).astype(jnp.uint32)
     exponent = 253 - (bits >> 23)
     return lax.bitcast_convert_type((exponent << 23) + quotient - MIN_NORMAL, jnp.float32)

@@ -2,10 +2,10 @@
 
 A build from source installs the extension into this package. Wheels with kernels are separate
 distributions, one for each major version of CUDA. The extras ``cuda12`` and ``cuda13`` install
-them.
+these wheels.
 
-A program in a clone of the repository imports the clone's sources, and uses the extension of the
-installed package if the extension was built from the same sources.
+A program in a clone of the repository imports the clone's sources. It uses the extension of the
+installed package if this extension was built from the same sources.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ NAME = f"{IMPORTED_AS}._native"
 
 
 def load() -> ModuleType | None:
-    """Return the extension, or None without one. Raise an ImportError if it was built from other
-    sources, is a wheel of another version, or cannot be loaded."""
+    """Return the extension, or None if there is no extension. Raise an ImportError if the extension
+    was built from other sources, has another version, or cannot be loaded."""
     if NAME in sys.modules:
         return sys.modules[NAME]
     spec = _find() or _find_wheel()
@@ -58,7 +58,7 @@ def other_installation() -> Path | None:
 
 
 def why_missing() -> str:
-    """Return why there is no extension, with the folders that could contain it."""
+    """Return why there is no extension. Name the folders that could contain it."""
     if not is_clone():
         return f"jax_moe_a2a in {FOLDER} was built without CUDA kernels"
     other = other_installation()
@@ -109,8 +109,8 @@ def _find_wheel() -> ModuleSpec | None:
 
 
 def _check_sources(module: ModuleType, file: Path) -> None:
-    """Unless an extension was built from this clone's sources, raise an error for an extension of
-    another installation, and warn for an extension of this package."""
+    """Check that an extension was built from this clone's sources. Otherwise, raise an error if it
+    belongs to another installation, and warn if it belongs to this package."""
     if getattr(module, "sources", "") == sources_digest():
         return
     if file.parent.resolve() == FOLDER or not (file.parent / "__init__.py").exists():

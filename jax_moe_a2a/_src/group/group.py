@@ -1,7 +1,7 @@
 """Define ``Group``, the value that names the ranks of an exchange.
 
-Its methods choose a path, and open, report and close workspaces. This module has all state that a
-process keeps for groups.
+The methods of ``Group`` choose a path, and open, report and close workspaces. This module has all
+state that a process keeps for groups.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..plan.options import check_exchange
 from . import extension, native, processes
 from .value import GroupValue, check_seconds, devices_of, domains_of, spans_processes
 
-LEAST_CLOSE_SECONDS = 60.0  # the least default timeout of ``close``
+LEAST_CLOSE_SECONDS = 60.0  # the default timeout of ``close`` is at least this
 
 
 class Group(GroupValue):
@@ -29,48 +29,48 @@ class Group(GroupValue):
     holds no experts, sizes or dtypes, so different layers can share a group. Making, comparing and
     printing a group contacts no other process and no device.
 
-    If a group has GPUs of several processes, each process announces itself to the other processes
-    when it first lowers a program with an exchange of the group, or first uses ``path`` or
-    ``reserve``. These calls may wait for the other processes, so make them in all processes
+    If a group has GPUs of several processes, each process announces itself to all other processes
+    before its first exchange of the group: when it lowers the program, or uses ``path`` or
+    ``reserve``. These calls may wait for the other processes, so make the calls in all processes
     (``docs/processes.md``).
 
     Args:
-      mesh: the concrete or abstract mesh that ``axis_name`` belongs to. Each index of the other
+      mesh: the concrete or abstract mesh that has the axes ``axis_name``. Each index of the other
         axes of the mesh is an independent domain. With an abstract mesh or None, the program
-        decides the devices. Inside ``jax.shard_map`` they are the devices of its mesh, or of the
-        mesh of ``jax.set_mesh``. Inside ``jax.vmap`` over the group's axis, all ranks share one
-        device.
+        decides the devices. Inside ``jax.shard_map``, the group uses the devices of the mesh of
+        ``jax.shard_map`` or ``jax.set_mesh``. Inside ``jax.vmap`` over the group's axis, all ranks
+        share one device.
       axis_name: an axis name, or a tuple of axis names. Ranks are numbered row-major in this order.
         ``jax.vmap`` over the group needs a single axis.
       size: number of ranks. Without a mesh, ``size`` is required. With a mesh, ``size`` must equal
         the product of the axes.
       num_sms: number of multiprocessors (SMs) that a kernel may occupy: a number, or a mapping from
         ``"route"``, ``"dispatch"`` and ``"combine"`` to numbers. If the argument is None, or the
-        mapping lacks an operation, the package chooses the number, and chooses fewer SMs for split
-        exchanges. A launch never uses more SMs than the GPU has, and an exchange of several ranks
+        mapping lacks an operation, the package chooses the number. It chooses fewer SMs for split
+        exchanges. A launch never uses more SMs than the GPU has. An exchange of several ranks
         leaves one SM free.
-      timeout: seconds that a kernel waits for a peer, and that a process waits for another process,
-        before an error is raised. At most 1e9.
+      timeout: seconds that a kernel waits for a peer, or a process for another process, before an
+        error is raised. The maximum is 1e9.
       first_timeout: seconds to wait for a peer that has made no exchange since the workspace was
-        opened, or for a process that has not announced itself yet. Such a process may still be
-        compiling its program. At most 1e9. If it is less than ``timeout``, ``timeout`` is used.
+        opened, or for a process that has not announced itself yet. This peer may still be compiling
+        its program. The maximum is 1e9. A value below ``timeout`` means ``timeout``.
       on_failure: what executions do after an exchange of the group has failed. With ``"raise"``,
         the next execution in each process raises the error. With ``"nan"``, executions do not
         raise, and all float results of exchanges are NaN, so that other collectives of the program
         still end in all processes. ``check`` reports the failure in both cases. See "When an
         exchange fails" in ``docs/troubleshooting.md``.
       implementation: ``"portable"`` selects the portable path. ``"cuda"`` selects the CUDA kernels,
-        and leads to an error if they cannot run; with two levels, they must run within each host.
+        and raises an error if they cannot run. With two levels, they must run within each host.
         None selects the kernels if they can run, otherwise the portable path. Inside ``jax.vmap``
-        over the group's axis, None means the portable path, and ``"cuda"`` runs the kernels for all
-        ranks on one GPU, in one launch.
+        over the group's axis, None means the portable path. ``"cuda"`` then runs the kernels for
+        all ranks on one GPU, in one launch.
       cuda_graphs: True if XLA may capture the calls in CUDA graphs, False if not, None to let the
         package choose.
-      two_level: True to exchange in two levels: a token crosses to each host once, and each host
-        sums before it sends back. Two levels need a mesh, and ``axis_name`` must be the axis over
-        at most 32 hosts and the axis over the ranks of a host. Rows and their order stay the same.
-        None means True if the mesh has devices, one axis is over 2 to 32 hosts, and the other axis
-        is over at least two ranks of each host. Otherwise None means False.
+      two_level: True to exchange in two levels: a token travels to each host once, and each host
+        sums rows before it sends the sum back. Two levels need a mesh, and two axes as
+        ``axis_name``: at most 32 hosts, then the ranks of a host. Rows and their order do not
+        change. None means True if the mesh has devices, the first axis is over 2 to 32 hosts, and
+        the second axis is over at least two ranks of each host. Otherwise None means False.
 
     Example:
       Eight devices form two domains of four ranks:
@@ -93,7 +93,7 @@ class Group(GroupValue):
     def path(self) -> str:
         """Return ``"cuda"`` if the kernels run on the group's devices, otherwise ``"portable"``.
 
-        If the group has two levels, and only the level within a host runs on the kernels, return
+        If the group has two levels, and only the exchange within a host uses the kernels, return
         ``"cuda within hosts, portable between"``. This path is normal for a group over several
         hosts. ``explain`` says why a program takes the portable path.
 
@@ -101,7 +101,7 @@ class Group(GroupValue):
           RuntimeError: if another process of the mesh has not announced itself within
             ``first_timeout``, or if ``jax.distributed.initialize()`` was not called.
           ValueError: if the group has ``implementation="cuda"``, and the kernels cannot run. With
-            two levels, they must run within a host.
+            two levels, the kernels must run within each host.
         """
         if self.two_level:
             between, within = (level.path for level in self.levels)
@@ -118,9 +118,9 @@ class Group(GroupValue):
     def _why_portable(self) -> str:
         """Return why the kernels do not run on the group's devices, or ''.
 
-        If the devices belong to several processes, the property waits for all of them. For
-        ``explain``, it raises ``Unknown`` instead. If a group over two mesh axes could run the
-        kernels within each host, the reason says so, and is also a Python warning.
+        If the devices belong to several processes, the property waits for all of these processes.
+        For ``explain``, it raises ``Unknown`` instead. If a group over two mesh axes could run the
+        kernels within each host, the returned text says so, and a Python warning repeats the text.
         """
         if self.two_level:
             between, within = (level._why_portable for level in self.levels)
@@ -129,7 +129,7 @@ class Group(GroupValue):
             reasons = {"within": within, "between": between}
             return "; ".join(f"{where} hosts: {why}" for where, why in reasons.items() if why)
         group = self.placed_on(compat.mesh_in_context())
-        announce(group)  # even if this process has its answer, because another process may wait
+        announce(group)  # even if this process knows the answer, because another process may wait
         if why := _why_no_workspace(group):
             return why
         if paths.named_gpu():
@@ -160,8 +160,8 @@ class Group(GroupValue):
     @property
     def topology(self) -> native.Topology:
         """Return the devices of the group's workspace, and the size of the group. A group without
-        devices uses the mesh of ``jax.set_mesh``. Without this mesh, all ranks share the default
-        GPU."""
+        devices uses the mesh of ``jax.set_mesh``. If that mesh is not set, all ranks share the
+        default GPU."""
         placed = self.placed_on(compat.mesh_in_context())
         if isinstance(placed.mesh, Mesh):
             announce(placed)
@@ -171,8 +171,8 @@ class Group(GroupValue):
         return native.on_one_gpu(gpu.id, self.size)
 
     def placed_by(self, program_mesh: Mesh | None) -> Self:
-        """Return the result of ``placed_on`` for a program that is being lowered. Afterwards
-        ``memory``, ``check`` and ``close`` include these devices."""
+        """Return the result of ``placed_on`` for a program that is being lowered. After this call,
+        ``memory``, ``check`` and ``close`` include the devices of the program."""
         placed = self.placed_on(program_mesh)
         if placed is not self and not paths.is_explaining():
             _of_programs.setdefault(self, {})[placed] = None
@@ -182,13 +182,13 @@ class Group(GroupValue):
     def reserve(self, *, split: bool = False, **sizes: Any) -> MemoryEstimate:
         """Open or grow the workspace before a program needs it, and return the estimate.
 
-        The call is optional, because loading a program does the same. Call ``reserve`` to find a
-        lack of memory early, or to load kernels outside ``jit``. The workspace never shrinks or
-        moves, so existing programs stay valid. On the portable path nothing is reserved.
+        The call is optional, because loading a program also opens the workspace. Call ``reserve``
+        to find a lack of memory early, or to load kernels outside ``jit``. The workspace never
+        shrinks or moves, so existing programs stay valid. The portable path needs no workspace.
 
         Args:
-          split: True for split exchanges (``dispatch_start`` and so on), which use a second
-            workspace, except with two levels.
+          split: True for split exchanges (``dispatch_start`` and so on). If the group has one
+            level, split exchanges use a second workspace.
           **sizes: arguments of ``memory_estimate`` except ``group_size``: ``num_tokens``,
             ``hidden``, ``top_k``, ``num_experts``, and optionally ``dtype`` and ``exchange``.
 
@@ -211,7 +211,7 @@ class Group(GroupValue):
                 continue
             kind = native.SPLIT if split and not estimate.levels else native.WHOLE
             native.reserve(level.topology, of_level.half_bytes, self.timeout, kind)
-            if estimate.levels and level is levels[0]:  # the kernels run between hosts, too
+            if estimate.levels and level is levels[0]:  # the kernels also run between hosts
                 collective_bytes = 0
                 workspace_bytes += of_level.workspace_bytes
         return dataclasses.replace(
@@ -219,10 +219,10 @@ class Group(GroupValue):
         )
 
     def memory(self) -> tuple[DeviceMemory, ...]:
-        """Report what the workspace has mapped on each device of this process.
+        """Report the memory that the workspace has mapped on each device of this process.
 
-        Devices are in the order of domains and ranks. The workspace for split exchanges has
-        separate entries, and so has the workspace for replicated tokens, which has no landing
+        Devices are in the order of domains and ranks. The workspaces for split exchanges and for
+        replicated tokens have separate entries. The workspace for replicated tokens has no landing
         zones. If programs of other processes grow the workspace, the reported size is updated with
         the next program of this process.
 
@@ -245,12 +245,12 @@ class Group(GroupValue):
     def check(self) -> None:
         """Raise the error that a kernel of the group has reported, if there is one.
 
-        A failed exchange leaves NaN in float outputs and an empty routing, and stops the group
-        until ``close``. Call ``check`` after the last step, or if numbers look wrong.
+        A failed exchange returns NaN in float results and an empty routing. The failure stops the
+        group until ``close``. Call ``check`` after the last step, or if numbers look wrong.
 
         ``check`` does not wait for running programs, so wait for results first
-        (``jax.block_until_ready``). ``check`` reads one word of each device. If a rank of another
-        process has failed and has stopped ranks of this process, ``check`` reports this failure.
+        (``jax.block_until_ready``). ``check`` reads one word of each device. If the failure of
+        another process has stopped ranks of this process, ``check`` reports this failure.
 
         Raises:
           RuntimeError: if an exchange has failed, or if the CUDA runtime reports an error. For an
@@ -272,29 +272,29 @@ class Group(GroupValue):
 
         The next use opens the workspace again. Call ``close`` to continue after a failure. All
         groups over the same devices in the same order share one workspace. With several processes,
-        each process frees the memory of its own devices, and all processes must call ``close``
-        before the workspace opens again.
+        each process frees the memory of its own devices. The workspace opens again only after all
+        processes have called ``close``.
 
         Args:
           timeout: seconds to wait for this process's devices. None means twice the group's
-            ``timeout``, but at least 60.
+            ``timeout``, and at least 60 seconds.
 
         Raises:
           RuntimeError: if a device is still at work after that time. The error names the device,
-            and says whether it runs an exchange of the group or other work. The workspace then
-            stays open and keeps its memory, and it can be closed later.
+            and says whether the device runs an exchange of the group or other work. The workspace
+            then stays open and keeps its memory. Call ``close`` again later.
         """
         if timeout is None:
             timeout = max(2 * self.timeout, LEAST_CLOSE_SECONDS)
         check_seconds("timeout", timeout)
         topologies = [place.topology for place in _all_places(self)]
-        for each in topologies:  # Wait first, so that either all workspaces close or none.
+        for each in topologies:  # If a wait raises an error, no workspace has been closed yet.
             native.wait(each, timeout)
         for each in topologies:
             native.close(each, timeout)
 
 
-# For each group without devices: its copies with the devices of the programs that were lowered.
+# The copies of each group without devices. A copy has the devices of a program that was lowered.
 _of_programs: dict[Group, dict[Group, None]] = {}
 
 
@@ -308,10 +308,10 @@ class _Place(NamedTuple):
 def announce(group: Group) -> None:
     """Publish the notice of this process, once in a job, without waiting for another process.
 
-    Every function of this module that may wait for another process calls ``announce`` first, and so
-    does the lowering of every program (``placed_by``). Therefore two processes never wait for each
-    other's notice, in whatever order they lower their programs. A process without kernels publishes
-    a notice too, because other processes wait for it.
+    Every function of this module that may wait for another process calls ``announce`` first. The
+    lowering of every program (``placed_by``) also calls it first. Therefore two processes never
+    wait for each other's notice, even if they lower their programs in different orders. A process
+    without kernels also publishes a notice, because other processes wait for the notice.
     """
     if not isinstance(group.mesh, Mesh) or group.implementation == "portable":
         return
@@ -351,7 +351,7 @@ def _topology_of(group: Group) -> native.Topology:
 
 
 def _places(group: Group) -> list[_Place]:
-    """Return where a group of one level may have an open workspace."""
+    """Return the places where a group of one level may have an open workspace."""
     if isinstance(group.mesh, Mesh):
         if _why_no_workspace(group):
             return []

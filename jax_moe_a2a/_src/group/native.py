@@ -1,6 +1,6 @@
 """Wrap the compiled extension, if it exists, for the rest of the package.
 
-Only this module uses the extension; ``extension.py`` finds it. Functions that ask what is
+Only this module uses the extension, which ``extension.py`` finds. Functions that report what is
 available also work without the extension.
 """
 
@@ -26,12 +26,12 @@ _native: Any = extension.load()  # None: the portable path is complete without i
 
 
 class Topology(NamedTuple):
-    """The devices of a group: the fields of ``Topology`` in ``cuda/runtime/workspace.h``, in the
-    order of the extension's arguments."""
+    """The devices of a group. The fields are equal to the fields of ``Topology`` in
+    ``cuda/runtime/workspace.h``, and have the order of the extension's arguments."""
 
     devices: tuple[int, ...]
-    """Ids of the devices of all domains, domain after domain in the order of ranks. Ranks that
-    share a GPU repeat its id. The tuple is empty if the program decides which GPU they share."""
+    """Ids of the devices of all domains, domain after domain in the order of ranks. If ranks share
+    a GPU, its id is repeated. If the program decides which GPU they share, the tuple is empty."""
     num_ranks: int
     """Number of ranks of a domain."""
 
@@ -53,12 +53,12 @@ def has_kernels() -> bool:
 
 
 def cuda_build() -> str:
-    """Return the toolkit and the architectures of the kernels as text; '' without kernels."""
+    """Return the CUDA version and the architectures of the kernels as text; '' without kernels."""
     return _native.cuda_build if has_kernels() else ""
 
 
 def origin() -> str:
-    """Return the origin of the extension in words; '' without an extension."""
+    """Return text that says where the extension comes from; '' without an extension."""
     if _native is None:
         return ""
     package = _native.__name__.partition(".")[0]
@@ -70,7 +70,7 @@ def origin() -> str:
 
 
 def has_test_hooks() -> bool:
-    """Return True if the kernels were built with test hooks, which break a rule on purpose."""
+    """Return True if the kernels were built with test hooks, which cause faults on purpose."""
     return has_kernels() and _native.has_test_hooks
 
 
@@ -91,20 +91,20 @@ def why_not_fp8_gemm(num_rows: int, num_groups: int, k: int, n: int) -> str:
 
 
 def library_version() -> tuple[int, ...]:
-    """Return the major, minor and patch version of cuBLASLt in this process, or zeros if the
-    process has no library with grouped products."""
+    """Return the major, minor and patch version of cuBLASLt in this process. Return zeros if
+    cuBLASLt is missing or has no grouped products."""
     version = _native.library_version()
     return version // 10_000, version // 100 % 100, version % 100
 
 
 def library_scratch(num_groups: int) -> int:
-    """Return how many int32 numbers of scratch memory cuBLASLt needs for a grouped product."""
+    """Return the size of the scratch array, int32, that cuBLASLt needs for a grouped product."""
     return int(_native.library_scratch(num_groups))
 
 
 @functools.cache
 def register_targets() -> None:
-    """Register the kernels with XLA, once, at the first lowering that calls one."""
+    """Register all kernels with XLA, once, when a call of a kernel is first lowered."""
     for name, registration in _native.state_types().items():  # before the targets that use them
         jax.ffi.register_ffi_type(name, registration, platform="CUDA")
     for name, stages in _native.targets().items():
@@ -122,8 +122,8 @@ def choose_kernel(
     composition: Callable[..., Any] | None = None,
     what: str = "not fused",
 ) -> Choice:
-    """Choose the function ``kernel`` if ``why`` is ''. Otherwise choose ``composition``, a function
-    that binds primitives, which ``what`` describes in words."""
+    """Choose the function ``kernel`` if ``why`` is ''. Otherwise choose ``composition``, which
+    binds other primitives. ``what`` is the name of this choice in reports."""
     if why:
         assert composition is not None
         lower = functools.partial(compat.lower_fun, ctx, composition, operands, params)
@@ -150,12 +150,12 @@ def call_product(
         raise malformed(target, why)
     kernel = jax.ffi.ffi_call(target, results, input_output_aliases=aliases)
     found = kernel(*operands, **{name: attribute(value) for name, value in attributes.items()})
-    # Keep XLA from computing the product twice, as in ``custom_call`` of exchange/lowering.py.
+    # The barrier prevents a second call, as in ``custom_call`` of exchange/lowering.py.
     return [lax.optimization_barrier(x) for x in found]
 
 
 def attribute(value: object) -> Any:
-    """Return an attribute in the type that handlers read."""
+    """Convert the value of an attribute to the type that handlers read."""
     if isinstance(value, int) and not isinstance(value, bool):
         return np.int64(value)
     return np.float32(value) if isinstance(value, float) else value
@@ -167,7 +167,7 @@ def protocol_version() -> int:
 
 
 def limit(name: str) -> int:
-    """Return a limit of the kernels by its name in ``cuda/layout.h`` (``MAX_ARRAYS``, ...)."""
+    """Return a limit of the kernels. ``cuda/layout.h`` has the names (``MAX_ARRAYS``, ...)."""
     return getattr(_native, name)
 
 
@@ -176,7 +176,7 @@ TUNING: dict[str, int] = dict(_native.tuning) if _native is not None else {}
 
 
 def tuning(name: str) -> int:
-    """Return a number of ``TUNING``, when a program is lowered; 0 without the extension."""
+    """Return a number of ``TUNING``; 0 without the extension. Call it when a program is lowered."""
     return TUNING.get(name, 0)
 
 
@@ -198,8 +198,8 @@ def why_not(
     topology: Topology,
     is_colocated: bool,
 ) -> tuple[str, int]:
-    """Return why the kernels do not support a call, or ''. Also return how many bytes
-    of a ring half the call needs (``cuda/calls/why_not.h``). Operands and results have the dtypes
+    """Return why the kernels do not support a call, or ''. Also return the size in bytes of the
+    ring half that the call needs (``cuda/calls/why_not.h``). Operands and results have the dtypes
     and shapes of one rank's arrays."""
     arrays = ([(type_name(x.dtype), list(x.shape)) for x in each] for each in (operands, results))
     why, is_unsupported, half_bytes = _native.why_not(
@@ -227,7 +227,7 @@ def local_gpus() -> list[Any]:
         return []
 
 
-OLDEST_CAPABILITY = 9.0  # the oldest for which the build compiles (tools/nvcc.py)
+OLDEST_CAPABILITY = 9.0  # the build compiles for this capability and later ones (tools/nvcc.py)
 
 
 def is_new_enough(gpu: jax.Device) -> bool:
@@ -236,7 +236,7 @@ def is_new_enough(gpu: jax.Device) -> bool:
 
 
 def why_no_local_kernel() -> str:
-    """Return why the GPUs of this process cannot run kernels that need no other rank, or ''."""
+    """Return why the GPUs of this process cannot run kernels of a single rank, or ''."""
     if not has_kernels():
         return "jax_moe_a2a was built without kernels"
     gpus = local_gpus()
@@ -261,7 +261,7 @@ def why_no_exchange(gpus: Iterable[Any]) -> str:
 def default_gpu() -> jax.Device | None:
     """Return the GPU of programs without a placement: JAX's default device, or the first GPU."""
     gpus = local_gpus()
-    default = getattr(jax.config, "jax_default_device", None)  # unknown to the types of jax 0.10
+    default = getattr(jax.config, "jax_default_device", None)  # jax 0.10 has no type for it
     return default if default in gpus else next(iter(gpus), None)
 
 
@@ -283,14 +283,14 @@ def why_not_on_one_gpu(num_ranks: int) -> str:
 
 @functools.cache
 def why_unreachable(topology: Topology) -> str:
-    """Return why this process's devices of the topology cannot reach each other's memory, or ''."""
+    """Return why devices of this process cannot access the memory of each other, or ''."""
     introduce_devices()
     why, _ = _native.check_access(*topology)
     return why
 
 
 def why_no_gpus() -> str:
-    """Return why other processes cannot use this process's GPUs, as "has no kernels"; or ''."""
+    """Return why other processes cannot use these GPUs, such as "has no CUDA kernels"; or ''."""
     if not has_kernels():
         return "has no CUDA kernels"
     own = tuple(device.id for device in local_gpus())
@@ -320,8 +320,8 @@ def introduce_devices() -> None:
 
 
 def add_process(index: int, socket: str, secret: str, pid: int) -> None:
-    """Register another process of this host, which answers requests for memory at ``socket``. An
-    unknown ``pid`` is 0."""
+    """Register another process of this host, which answers requests for memory at ``socket``. If
+    its process id is unknown, ``pid`` is 0."""
     _native.add_process(index, socket, secret, pid)
 
 
@@ -339,18 +339,18 @@ def listen() -> tuple[str, str]:
 
 
 def reserved_bytes(topology: Topology, kind: int = WHOLE) -> int:
-    """Return the bytes of a ring half on each device; 0 while the workspace is closed."""
+    """Return the size of a ring half in bytes; 0 while the workspace is closed."""
     return _native.reserved_bytes(*topology, kind)
 
 
 def mapped_bytes(topology: Topology, kind: int = WHOLE) -> list[int]:
-    """Return the bytes that each device has mapped; 0 while the workspace is closed."""
+    """Return the number of bytes that each device has mapped; 0 while the workspace is closed."""
     return _native.mapped_bytes(*topology, kind)
 
 
 def reserve(topology: Topology, half_bytes: int, timeout: float, kind: int = WHOLE) -> None:
-    """Open or grow the workspace so that every ring half holds ``half_bytes``. Wait ``timeout``
-    seconds for the answers of other processes."""
+    """Open or grow the workspace so that every ring half has at least ``half_bytes``. Wait at most
+    ``timeout`` seconds for the answers of other processes."""
     _raise(_native.reserve(*topology, kind, half_bytes, int(timeout * 1e9)))
 
 
@@ -363,8 +363,8 @@ def wait(topology: Topology, timeout: float) -> None:
 
 
 def close(topology: Topology, timeout: float) -> None:
-    """Wait for the devices like ``wait``, then free their workspaces. If the wait fails, nothing
-    changes. A signal such as Ctrl-C does not interrupt ``close``."""
+    """Wait for the devices like ``wait``, then free their workspaces. If the wait fails, the
+    workspaces stay open. A signal such as Ctrl-C does not interrupt ``close``."""
     if has_kernels():
         _raise(_native.close(*topology, list(WORKSPACE_KINDS), int(timeout * 1e9)))
 

@@ -1,8 +1,8 @@
 """Exchange the information that processes need to map each other's workspaces.
 
 Each process publishes a notice through JAX's coordination service (``announce`` in ``group.py``).
-The notice has the socket at which the process answers requests for memory of its devices
-(``cuda/runtime/handoff.h``).
+The notice names a socket. Other processes ask at this socket for the memory of the process's
+devices (``cuda/runtime/handoff.h``).
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ class Notice:
     """The data that a process publishes about itself."""
 
     host: str
-    """Host name, equal for processes that can map each other's memory."""
+    """A name of the host. Processes with equal names can map each other's memory."""
     why_portable: str
-    """Why the process cannot run the kernels; '' if it can."""
+    """The reason why the process cannot run the kernels, or ''."""
     version: int
     """Version of the protocol."""
     package: str = ""
     """Version of the installed package."""
     build: str = ""
-    """Architectures of the kernels, and a digest of the package's Python sources. Both determine
-    the calls of a program and their shapes."""
+    """Architectures of the kernels, and a digest of the package's Python sources. Both values
+    decide which calls a program makes."""
     socket: str = ""
     secret: str = ""
     pid: int = 0
@@ -48,7 +48,7 @@ class Notice:
 
 @compat.per_job
 def publish() -> None:
-    """Publish the notice of this process, once in a job, and start to answer requests."""
+    """Publish the notice of this process, once in a job, and start to answer memory requests."""
     notice = _own_notice()
     if not notice.why_portable:
         native.introduce_devices()  # before another process asks for their memory
@@ -64,17 +64,17 @@ def publish() -> None:
 
 
 def ranks_of_a_host(domains: Sequence[Sequence[jax.Device]], timeout: float) -> int:
-    """Return how many consecutive ranks of a domain each host has; 0 if hosts differ."""
+    """Return the number of consecutive ranks of a domain on each host; 0 if hosts differ."""
     hosts = [[_notice_of(d.process_index, timeout).host for d in domain] for domain in domains]
     runs = {len(list(run)) for of_domain in hosts for _, run in itertools.groupby(of_domain)}
     return runs.pop() if len(runs) == 1 else 0
 
 
 def why_not_together(domains: Sequence[Sequence[jax.Device]], timeout: float) -> str:
-    """Return why the processes of a mesh cannot run the kernels together, or '', with the same
-    result in all processes. ``domains`` has the devices of each exchange domain. Raise a
-    RuntimeError if a process publishes no notice within ``timeout`` seconds."""
-    # All processes of the mesh run one program, even if they exchange nothing with each other.
+    """Return why the processes of a mesh cannot run the kernels together, or ''. The result is
+    equal in all processes. ``domains`` has the devices of each domain. Raise a RuntimeError if a
+    process publishes no notice within ``timeout`` seconds."""
+    # Check all processes of the mesh, because they run one program even in different domains.
     members = sorted({device.process_index for domain in domains for device in domain})
     everyone = {index: _notice_of(index, timeout) for index in members}
     for index, notice in everyone.items():
@@ -107,8 +107,8 @@ def _why_different(notices: dict[int, Notice]) -> str:
 
 
 def meet(indices: Iterable[int], timeout: float) -> None:
-    """Register other processes of this host with the extension. The notice of a process that has
-    ended is read again, because the process may have been restarted."""
+    """Register other processes of this host with the extension. If a process has ended, read its
+    notice again, because the process may have been restarted."""
     for index in set(indices) - {jax.process_index()}:
         if native.has_ended(index):
             _notices().pop(index, None)
@@ -125,7 +125,7 @@ def _notice_of(index: int, timeout: float) -> Notice:
     notices = _notices()
     if index in notices:
         return notices[index]
-    publish()  # The other process may wait for this notice.
+    publish()  # The other process may wait for the notice of this process.
     text = compat.coordination_get(KEY.format(index), timeout)
     if text is None:
         raise RuntimeError(
@@ -167,8 +167,8 @@ def _own_notice() -> Notice:
 
 
 def _build() -> str:
-    """Return a text that must be equal in all processes. The text contains no digest of the
-    compiled library, because two builds of the same sources may differ."""
+    """Return ``Notice.build``, which must be equal in all processes. A digest of the compiled
+    extension is not included, because two builds of the same sources may differ."""
     digest = hashlib.sha256()
     for source in sorted(pathlib.Path(__file__).parents[2].rglob("*.py")):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
@@ -187,7 +187,7 @@ def _host() -> str:
 
 
 def _namespace(kind: str) -> str:
-    """Return the name of the namespace that this process is in; '' if it is not known."""
+    """Return the name of this process's Linux namespace, such as "net"; '' if it is unknown."""
     try:
         return os.readlink(f"/proc/self/ns/{kind}")
     except OSError:

@@ -1,6 +1,6 @@
-"""Define the value of a group: its mesh, axes and options, and what follows from them alone.
+"""Define the value of a group: its mesh, axes and options, and properties that depend only on them.
 
-This module uses no kernels, no other process and no backend of JAX. The methods of ``Group`` do.
+This module uses no kernels, no other process and no backend of JAX. ``Group`` may use them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, Mesh
 from ..checks import check_bool, check_int
 from ..plan.capacity import MAX_TOP_K
 
-MOST_SECONDS = 1e9  # of a timeout: 31 years
+MOST_SECONDS = 1e9  # the longest timeout, 31 years
 OPERATIONS = ("route", "dispatch", "combine")
 
 
@@ -39,7 +39,7 @@ class GroupValue:
     two_level: bool
 
     def __init_subclass__(cls) -> None:
-        # Make subclasses frozen. A decorator of the subclass would hide ``__init__`` from mkdocs.
+        # This makes subclasses frozen. A decorator would hide their ``__init__`` from mkdocs.
         dataclasses.dataclass(frozen=True, init=False, repr=False)(cls)
 
     def __init__(
@@ -90,7 +90,7 @@ class GroupValue:
         )
 
     def __repr__(self) -> str:
-        """Return the arguments that make this group, except arguments that equal their defaults."""
+        """Return an expression that makes this group, without arguments that equal the defaults."""
         shown = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         shown = {name: value for name, value in shown.items() if value != _DEFAULTS[name]}
         if self.mesh is not None:
@@ -113,14 +113,14 @@ class GroupValue:
         return max(self.timeout, self.first_timeout)
 
     def sms_of(self, operation: str) -> int | None:
-        """Return the SMs of an operation, such as ``"route"``, or None if the package chooses."""
+        """Return the number of SMs of an operation, or None if the package chooses the number."""
         if isinstance(self.num_sms, tuple):
             return dict(self.num_sms).get(operation)
         return self.num_sms
 
     def placed_on(self, mesh: Mesh | None) -> Self:
-        """Return the group with the devices of ``mesh``. Return the group itself if it already has
-        devices, or if the mesh does not have its axes."""
+        """Return the group with the devices of ``mesh``. Return the group unchanged if it already
+        has devices, or if the mesh does not have the axes of the group."""
         if isinstance(self.mesh, Mesh) or mesh is None:
             return self
         sizes = [mesh.shape.get(axis) for axis in self.axes]
@@ -135,9 +135,9 @@ class GroupValue:
 
     @functools.cached_property
     def levels(self) -> tuple[Self, ...]:
-        """Return the groups over which tokens travel in turn. With one level, this is the group
-        itself. With two levels, these are the ranks of equal local index on all hosts, and then the
-        ranks of a host."""
+        """Return the group of each level, in the order in which tokens travel. With one level,
+        return only this group. With two levels, the first group has the ranks of equal local index
+        on all hosts. The second group has the ranks of a host."""
         if not self.two_level:
             return (self,)
         assert self.mesh is not None
@@ -145,13 +145,13 @@ class GroupValue:
             self._with(axis_name=axis, size=self.mesh.shape[axis], two_level=False)
             for axis in self.axes
         )
-        if self.implementation == "cuda":  # requires the kernels within a host only
+        if self.implementation == "cuda":  # "cuda" requires the kernels only within a host
             hosts = hosts._with(implementation=None)
         return hosts, ranks
 
     def divided_by_hosts(self, mesh: Mesh | None) -> tuple[Mesh, Self] | None:
         """Divide the group's only axis into hosts and the ranks of a host. Return the divided mesh,
-        and a group of two levels without devices over it; or None if the axis cannot be divided."""
+        and a group of two levels without devices. If the axis cannot be divided, return None."""
         if mesh is None or len(self.axes) > 1:
             return None
         hosts = hosts_of(mesh, self.axes)
@@ -181,14 +181,14 @@ class GroupValue:
             object.__setattr__(self, name, value)
 
 
-# The defaults of ``__init__``, except that ``two_level`` of a group is never None.
+# The default fields. The field ``two_level`` is never None, so its default here is False.
 _DEFAULTS = {
     name: parameter.default for name, parameter in inspect.signature(GroupValue).parameters.items()
 } | {"two_level": False}
 
 
 def devices_of(group: GroupValue) -> list[jax.Device]:
-    """Return the devices of a concrete mesh, domain after domain in the order of ranks."""
+    """Return the devices of a group with a concrete mesh, by domain and then by rank."""
     assert isinstance(group.mesh, Mesh)
     return _in_order_of_ranks(group.mesh, group.axes)
 
@@ -199,7 +199,7 @@ def _in_order_of_ranks(mesh: Mesh, axes: tuple[str, ...]) -> list[jax.Device]:
 
 
 def domains_of(group: GroupValue) -> list[list[jax.Device]]:
-    """Return the devices of each exchange domain, in the order of ranks."""
+    """Return a list of devices for each domain, in the order of ranks."""
     devices = devices_of(group)
     return [devices[i : i + group.size] for i in range(0, len(devices), group.size)]
 
@@ -222,7 +222,7 @@ def _check_num_sms(num_sms: Any) -> int | tuple[tuple[str, int], ...] | None:
     """Return the argument ``num_sms`` as a value that can be hashed."""
     if num_sms is None:
         return None
-    if not isinstance(num_sms, Mapping | tuple):  # a tuple is from the field of another group
+    if not isinstance(num_sms, Mapping | tuple):  # a tuple is the field ``num_sms`` of a group
         return check_int("num_sms", num_sms, least=1)
     budgets = dict(num_sms)
     if unknown := budgets.keys() - OPERATIONS:
@@ -231,7 +231,7 @@ def _check_num_sms(num_sms: Any) -> int | tuple[tuple[str, int], ...] | None:
 
 
 def check_axis_name(axis_name: object, argument: str = "axis_name") -> tuple[str, ...]:
-    """Return the names of a group's axes as a tuple, or raise an error about an argument."""
+    """Return the names of a group's axes as a tuple, or raise an error that names ``argument``."""
     axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     if not axes or not all(isinstance(axis, str) for axis in axes):
         raise TypeError(f"{argument} must be a str or a non-empty tuple of str; got {axis_name!r}")
@@ -268,11 +268,11 @@ def _check_two_level(
 
 
 def hosts_of(mesh: Mesh, axes: tuple[str, ...]) -> np.ndarray:
-    """Return the host of each device, [domains, sizes of the axes...]; -1 if it is unknown.
+    """Return the number of each device's host, [domains, sizes of the axes...]; -1 if unknown.
 
-    A host is a partition (in older versions a slice) in JAX's terms. XLA numbers the partitions of
-    GPUs by hosts, unless the program chose the numbers in ``jax.distributed.initialize``, or NVLink
-    connects several hosts.
+    The number is JAX's partition index (slice index in older versions). By default, each host is
+    one partition. The program can choose other partitions in ``jax.distributed.initialize``. If
+    NVLink connects several hosts, they are one partition.
     """
     hosts = [
         getattr(device, "partition_index", getattr(device, "slice_index", None))
@@ -283,8 +283,8 @@ def hosts_of(mesh: Mesh, axes: tuple[str, ...]) -> np.ndarray:
 
 
 def are_hosts_and_ranks(hosts: np.ndarray) -> bool:
-    """Return True if the first axis is 2 to 32 hosts, and the second axis several ranks of a host,
-    where ``hosts`` is the host of each rank [domains, first axis, second axis]."""
+    """Return True if the first axis is 2 to 32 hosts, and the second axis is several ranks of each
+    host. ``hosts`` is the host of each rank, [domains, first axis, second axis]."""
     _, num_hosts, num_ranks = hosts.shape
     if not (2 <= num_hosts <= MAX_TOP_K and num_ranks >= 2):
         return False

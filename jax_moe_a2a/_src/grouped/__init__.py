@@ -1,1 +1,1 @@
-"""Multiply each group of rows by the matrix of the group, as a primitive."""
+"""Define the grouped product, which multiplies each group of rows by the matrix of the group."""

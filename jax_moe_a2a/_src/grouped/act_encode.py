@@ -1,11 +1,11 @@
-"""Quantize rows to ``BlockwiseFp8`` for a product, perhaps after an activation, as a primitive.
+"""Define ``act_encode_p``, which quantizes rows to ``BlockwiseFp8``, or activations of rows.
 
-``act_encode_p`` has the operands rows [*B, C, P] and sizes [*B, L]. Its results are values
-[*B, C, I] and scales [*B, C, I / 128]. With an ``activation``, the last operand holds the weights
-of rows, float32 [*B, C]; ``h = weights * act(rows)`` is then rounded to the dtype of the rows and
-quantized. Without an activation, the rows themselves are quantized, and I = P. The results of a row
-with weight 0 are exact zeros, whatever the row holds. Rows after the last group are unspecified.
-The leading axes ``B`` and the parameter ``num_sms`` are as in ``primitives.py``.
+The operands are rows [*B, C, P] and sizes [*B, L]. The results are values [*B, C, I] and scales
+[*B, C, I / 128]. With an ``activation``, the last operand is the weights of rows, float32 [*B, C].
+``h = weights * act(rows)`` is then rounded to the dtype of the rows, and quantized. Without an
+activation, the rows are quantized, and I = P. If a row has weight 0, its results are exact zeros.
+Rows after the last group are unspecified. ``primitives.py`` describes the leading axes ``B`` and
+the parameter ``num_sms``.
 
 The primitive has no derivatives, because a float8 array cannot hold a gradient.
 """
@@ -45,8 +45,8 @@ def bind_act_encode(
     num_sms: int | None = None,
 ) -> Quantized:
     """Bind ``act_encode_p`` for rows in bfloat16 or float32. I is a multiple of 128. ``activation``
-    is a ``FusedActivation`` or None. ``weights`` are 0 for rows without a token, and None without
-    an activation."""
+    is a ``FusedActivation`` or None. ``weights`` are 0 for rows without a token. Without an
+    activation, ``weights`` is None."""
     operands = (rows, sizes) if weights is None else (rows, sizes, weights)
     params = dict(activation=activation, num_sms=num_sms)
     return Quantized(*bind(act_encode_p, *operands, **params))
@@ -78,8 +78,8 @@ def _composition(
 def batch_and_table(
     rows: jax.Array, sizes: jax.Array
 ) -> tuple[tuple[int, ...], tuple[int, int], jax.Array]:
-    """Return the leading axes of rows, the sizes (B, C) with one leading axis, and the table of
-    groups. The product before or after has an equal table, so XLA computes the table once."""
+    """Return the leading axes of rows, the pair (number of leading elements, C), and the table of
+    groups. The adjacent product has an equal table, so XLA computes the table once."""
     lead, num_rows = rows.shape[:-2], rows.shape[-2]
     ones = (1,) * len(lead)
     table = lowered.table(sizes, lead, num_rows, (*ones, sizes.shape[-1]), has_tail=False)

@@ -1,4 +1,4 @@
-"""Multiply rows, which are grouped by expert, by the weights of their experts."""
+"""Define ``grouped_dot``, which multiplies rows by the weights of their experts."""
 
 from __future__ import annotations
 
@@ -31,40 +31,39 @@ def grouped_dot(
 
     The result equals ``lax.ragged_dot``. On Hopper GPUs (compute capability 9.0), a kernel of this
     package computes it for bfloat16 and float16. On GPUs of compute capability 10.x, cuBLASLt 13.3
-    to 13.6 computes it. In all other cases, ``lax.ragged_dot`` computes it. ``explain`` says which
-    of these runs. All JAX transformations work, with derivatives of any order. A ``vmap`` over any
-    of the arrays is one launch of the kernel.
+    to 13.6 computes it. In all other cases, ``lax.ragged_dot`` computes it. ``explain`` reports the
+    implementation. All JAX transformations work, with derivatives of any order. A ``vmap`` over any
+    array is one kernel launch.
 
-    Neither the result nor a derivative depends on the rows after the last group, or on the weights
-    of an empty group, which may hold NaN. The gradient of these weights is zero. Sums are computed
-    in float32 (float64 for float64) and rounded once.
+    Rows after the last group and weights of an empty group may hold NaN, because no result or
+    derivative depends on them. The gradient of these weights is zero. Sums are computed in float32
+    (float64 for float64) and rounded once.
 
-    Rows and weights may be quantized to ``BlockwiseFp8``: rows by a ``dispatch`` with this format,
-    and weights by ``quantize_experts``. docs/fp8.md defines the product of quantized arrays, which
-    has no derivatives.
+    Rows and weights may be quantized to ``BlockwiseFp8``. A ``dispatch`` with this format quantizes
+    rows, and ``quantize_experts`` quantizes weights. docs/fp8.md defines the product of quantized
+    arrays, which has no derivatives.
 
     Args:
-      rows: [C, K] of a floating dtype. The rows of group 0 come first, then those of group 1, ...
-        For example, they are ``recv.rows`` of a ``dispatch``. With quantized weights, the rows are
-        a ``Quantized`` with row-major scales, or an object with ``qvalue`` and ``scale``, or
-        bfloat16, float16 or float32, which the call quantizes.
+      rows: [C, K] of a floating dtype, sorted by group, such as ``recv.rows`` of a ``dispatch``.
+        With quantized weights, the rows are a ``Quantized`` with row-major scales, or an object
+        with ``qvalue`` and ``scale``. The call quantizes rows in bfloat16, float16 or float32.
       w: [L, K, N] with the dtype of ``rows``: the weights of each group; or ``QuantizedExperts``.
       group_sizes: integers [L]: the number of rows of each group (``recv.group_sizes``). If the
         sizes are known when the call is traced, they must not be negative, and their sum must be at
-        most C. Traced sizes are cut where their sum exceeds C, and a negative size counts as 0.
-        Outside ``jax.jit`` the check reads the sizes, so the call waits until the device has
-        computed them.
+        most C. If sizes are traced, rows beyond C are ignored, and a negative size counts as 0.
+        Outside ``jax.jit``, the call reads the sizes to check them, so the call waits until the
+        device has computed the sizes.
       tail: the content of the result after the last group. ``"zero"`` writes zeros.
         ``"unspecified"`` leaves any values, including NaN, in the result and in the gradient of
-        ``rows``, and saves the time to write zeros. Use ``"unspecified"`` if all functions that get
-        the result ignore these rows, as ``combine`` and ``grouped_dot`` do.
+        ``rows``, and saves the time to write zeros. Use ``"unspecified"`` if all functions that
+        read the result ignore these rows, as ``combine`` and ``grouped_dot`` do.
       num_sms: the largest number of multiprocessors (SMs) that the kernel may use, or None for all.
         Other work can then run on the other SMs. Other implementations ignore ``num_sms``.
       preferred_element_type: dtype of the product of quantized arrays: bfloat16 or float32. None
           means bfloat16. It must be None for arrays that are not quantized.
 
     Returns:
-      [C, N] with the dtype of ``rows``; with ``preferred_element_type`` if they are quantized.
+      [C, N] with the dtype of ``rows``. For quantized arrays, ``preferred_element_type`` decides.
 
     Raises:
       TypeError: if an argument has the wrong type or dtype.
@@ -99,8 +98,8 @@ def grouped_dot(
     if num_sms is not None:
         num_sms = check_int("num_sms", num_sms, least=1)
     params: dict[str, Any] = dict(tail=tail, num_sms=num_sms)
-    # Narrow integers are cast before the clip, because they may not hold num_rows. Wide integers
-    # are cast after the clip, because large sizes would wrap.
+    # Integers of less than 32 bits are cast before the clip, because they may not hold num_rows.
+    # Larger integers are cast after the clip, because large sizes would wrap.
     if sizes.dtype.itemsize < 4:
         sizes = sizes.astype(jnp.int32)
     clipped = jnp.clip(sizes, 0, num_rows).astype(jnp.int32)

@@ -1,18 +1,17 @@
 """Multiply rows by frozen weights, which exist only in FP8. Only the rows have derivatives.
 
 Let Q be the rounding to ``BlockwiseFp8``, and W the numbers of the weights. ``grouped_dot_fp8_p``
-computes the product of rows r, ``Q(r) W``. The derivative is defined to be the derivative of
-``r W``, as in ``straight_through.py``. ``frozen_dot_p``, which is linear in the rows, computes
-tangents and cotangents: ``r W`` or, with the parameter ``quantizes``, ``Q(r) W``.
+computes the product of rows r, ``Q(r) W``. Its derivative is defined as the derivative of ``r W``,
+as in ``straight_through.py``. ``frozen_dot_p`` computes tangents and cotangents, and is linear in
+the rows. The result is ``r W``, or ``Q(r) W`` if the parameter ``quantizes`` is True.
 
 - jvp: ``dr W``, with ``quantizes=False``.
-- transpose: ``Q(ct) W^T``, with ``quantizes=True``. The derivative of this product ignores Q, too:
-  it is the derivative of ``ct W^T``. Therefore derivatives of any order exist.
+- transpose: ``Q(ct) W^T``, with ``quantizes=True``. The derivative of this product also ignores Q,
+  and equals the derivative of ``ct W^T``. Therefore derivatives of any order exist.
 
 The operands of ``frozen_dot_p`` are rows [*B, C, K], sizes [*B, L], and the leaves of a tuple of
-``QuantizedExperts``: the home weights, and the spare weights if the last groups have spare weights.
-The parameter ``tree`` is the structure of this tuple. The other parameters are those of
-``grouped_dot_p``.
+``QuantizedExperts``. The tuple has the home weights, and perhaps spare weights for the last groups.
+The parameter ``tree`` is its structure. ``grouped_dot_p`` describes the other parameters.
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ def dot_of_frozen(
 ) -> jax.Array:
     """Multiply rows [C, K] by frozen weights [L, K, N]. The result has the dtype of the floats.
 
-    Only the derivatives of the floats are used, so a compiled program does not compute the floats.
-    The gradient of rows is a product in FP8 if N is a multiple of 128. This product reads the
-    transposed values, or transposes the values. ``tail`` is also the tail of the derivatives.
+    A compiled program does not compute the floats, because only their derivatives are used. If N is
+    a multiple of 128, the gradient of rows is a product in FP8. This product reads the transposed
+    values, or transposes the values. ``tail`` also applies to the derivatives.
     """
     params: dict[str, Any] = dict(dtype=rows.floats.dtype, tail=tail, num_sms=None)
     product = bind_dot_fp8(rows.encoded, w, sizes, **params)

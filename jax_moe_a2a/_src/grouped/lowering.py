@@ -1,8 +1,8 @@
 """Lower grouped products on NVIDIA GPUs to the kernel, cuBLASLt, or ``lax.ragged_dot``.
 
-The kernel computes all leading axes of a product in one launch. The rows of all leading axes are
-then one array. For each group, a table has the first row, the number of rows and the index of the
-weights.
+The kernel computes all leading axes of a product in one launch. The launch reads the rows of all
+leading axes as one array. A table has the first row, the number of rows and the index of the
+weights of each group.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ from .reference import groups_of, sum_lead
 TARGET = "moe_a2a_grouped_gemm"
 # The values of GroupedProduct in cuda/gemm/grouped_gemm.h (tests/test_layout.py compares them).
 FORWARD, FORWARD_FEW, TRANSPOSED, WEIGHT_GRADIENT = range(4)
-# Largest mean number of rows per group for which tiles of few rows are faster.
+# Tiles of few rows are faster up to this mean number of rows per group.
 FEW_ROWS = native.tuning("GEMM_FEW_ROWS")
 # A tile of a weight gradient has this many rows, and twice as many columns.
 TILE_ROWS = 128
 CAPABILITY = "9.0"  # kGemmCapability in cuda/gemm/grouped_gemm.h
-# By major compute capability: the first version of cuBLAS whose grouped products are used, and the
-# first later version whose products are not used. Release notes and users report wrong results of
-# other versions: before 13.3, gradients of groups without rows; from 13.7, products on Blackwell.
+# For each major compute capability: the first version of cuBLAS that is used, and the first later
+# version that is not used. Release notes and users report wrong results of other versions. Before
+# 13.3, gradients of groups without rows are wrong. From 13.7, products on Blackwell are wrong.
 LIBRARY_VERSIONS = {"10": ((13, 3), (13, 7))}
-NO_WEIGHTS = -1  # in the table of groups, for a group whose results are zeros
+NO_WEIGHTS = -1  # the index of the weights of a group whose results are zeros
 
 
 def why_no_kernel(dtype: jnp.dtype, num_rows: int, num_groups: int, k: int, n: int) -> str:
     """Return why the kernel does not compute products of these sizes on the GPUs of this process,
     or ''. Weights of a group are [k, n]."""
-    # The rows after the last group of each batch element may be one more group.
+    # In each batch element, the rows after the last group may be one more group.
     return why_no_call(num_rows, num_groups, k, n) or native.why_not_grouped_gemm(
         dtype, num_rows, 2 * num_groups, k, n
     )
 
 
 def why_no_fp8_kernel(num_rows: int, num_groups: int, k: int, n: int) -> str:
-    """Return why the GPUs of this process have no kernel for products in FP8 of these sizes, or ''.
-    Weights of a group are [n, k]."""
+    """Return why the kernel does not compute products in FP8 of these sizes on the GPUs of this
+    process, or ''. Weights of a group are [n, k]."""
     return why_no_call(num_rows, num_groups, k, n) or native.why_not_fp8_gemm(
         num_rows, 2 * num_groups, k, n
     )
 
 
 def why_no_call(*sizes: int) -> str:
-    """Return why no kernel of this package runs, whatever the dtype, or ''."""
+    """Return why no kernel of this package computes products of these sizes, or ''."""
     if not native.has_grouped_gemm():
         return "jax_moe_a2a was built without the kernel of grouped_dot"
     if why := _why_other_gpu():
@@ -78,14 +78,14 @@ def _why_other_gpu() -> str:
 
 
 def library_versions() -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return the range of ``LIBRARY_VERSIONS`` for the GPUs of this process, or None if they do not
-    use cuBLASLt."""
+    """Return the range of ``LIBRARY_VERSIONS`` for the GPUs of this process. Return None if these
+    GPUs do not use cuBLASLt."""
     majors = {gpu.compute_capability.split(".")[0] for gpu in native.local_gpus()}
     return LIBRARY_VERSIONS.get(majors.pop()) if len(majors) == 1 else None
 
 
 def why_no_library(dtype: jnp.dtype, num_rows: int, num_groups: int, k: int, n: int) -> str:
-    """Return why cuBLASLt does not compute products of these sizes, on GPUs that use it, or ''."""
+    """Return why cuBLASLt does not compute products of these sizes on the GPUs here, or ''."""
     assert (versions := library_versions())
     oldest, wrong = versions
     if not oldest <= (version := native.library_version()) < wrong:
@@ -102,8 +102,8 @@ def _dotted(version: tuple[int, ...]) -> str:
 
 
 def sizes_of(rows: Any, sizes: Any, weights: Sequence[int]) -> tuple[int, int, int, int]:
-    """Return the sizes for ``why_no_kernel``: the numbers of rows and of groups over all leading
-    axes together, and the last two sizes of the weights."""
+    """Return the sizes for ``why_no_kernel``: total rows and total groups over all leading axes,
+    and the last two sizes of the weights."""
     batch, (k, n) = math.prod(rows.shape[:-2]), weights[-2:]
     return batch * rows.shape[-2], batch * sizes.shape[-1], k, n
 
@@ -152,8 +152,8 @@ def by_kernel(
     composition: Callable[..., Any],
     what: str = "not fused",
 ) -> Callable[..., Choice]:
-    """Return a chooser of paths for ``paths.lowering``. ``why_not`` receives operand types and
-    parameters, and returns why the kernel does not run, or ''."""
+    """Return a function for ``paths.lowering`` that chooses the path. ``why_not`` receives operand
+    types and parameters. It returns why the kernel does not run, or ''."""
 
     def choose(ctx: compat.Context, *operands: compat.Value, **params: object) -> Choice:
         why = why_not(*ctx.avals_in, **params)
@@ -173,7 +173,7 @@ def kernel_dot(
     num_sms: int | None,
     by_library: bool = False,
 ) -> jax.Array:
-    """Compute ``grouped_dot_p`` by the kernel, or by cuBLASLt."""
+    """Compute ``grouped_dot_p`` with the kernel or with cuBLASLt."""
     num_rows, columns = rows.shape[-2], w.shape[-2 if transposed else -1]
     few = num_rows <= FEW_ROWS * sizes.shape[-1]
     product = TRANSPOSED if transposed else FORWARD_FEW if few else FORWARD
@@ -212,8 +212,8 @@ def kernel_outer(
     by_library: bool = False,
     **_: object,
 ) -> list[jax.Array]:
-    """Compute each part of ``grouped_outer_p`` in a separate launch, whose table has only the
-    groups of the part."""
+    """Compute each of ``parts`` of ``grouped_outer_p`` in a separate launch. The table of a launch
+    has only the groups of its part."""
     if y.shape[-1] <= TILE_ROWS < x.shape[-1]:  # such as the gradient of an adapter
         options: dict[str, Any] = dict(parts=parts, dtype=dtype, num_sms=num_sms)
         transposed = kernel_outer(y, x, sizes, by_library=by_library, **options)
@@ -237,7 +237,7 @@ def kernel_outer(
 
 
 def add_outer(total: jax.Array, x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Add the products to the total, in the memory of the total."""
+    """Compute ``add_outer_p`` with the kernel. The result uses the memory of the total."""
     batch = x.shape[:-2]
     groups = table(sizes, batch, x.shape[-2], (*batch, sizes.shape[-1]), has_tail=False)
     flat_total = flat(total, 3)
@@ -253,8 +253,8 @@ def flat(x: jax.Array, num_axes: int) -> jax.Array:
 
 
 def aligned(w: jax.Array, other: Any, axes: int) -> tuple[tuple[int, ...], jax.Array, jax.Array]:
-    """Flatten weights [..., L, K, N] and an array ``other``, whose last ``axes`` axes begin with L.
-    A group then has the same index in both arrays. Return the axes [..., L] and both arrays."""
+    """Flatten weights [..., L, K, N] and an array ``other`` whose last ``axes`` axes begin with L.
+    A group has the same index in both results. Return the axes [..., L] and both flat arrays."""
     lead = np.broadcast_shapes(w.shape[:-3], other.shape[:-axes])
     w3, flat_other = (
         flat(jnp.broadcast_to(x, (*lead, *x.shape[-n:])), n) for x, n in ((w, 3), (other, axes))
@@ -271,8 +271,8 @@ def table(
 ) -> jax.Array:
     """Return the table of groups, int32 [3, G]: first rows, numbers of rows, indices of weights.
 
-    With ``has_tail``, the rows after the last group are a group without weights. ``leads`` are the
-    axes [..., L] of each array of weights.
+    With ``has_tail``, the rows after the last group are a group without weights. Each of ``leads``
+    is the axes [..., L] of an array of weights.
     """
     num_groups = sizes.shape[-1]
     starts, sizes = (jnp.broadcast_to(x, (*batch, num_groups)) for x in groups_of(sizes, num_rows))
@@ -301,7 +301,7 @@ def call(
     counters: int = 1,
     **attributes: Any,
 ) -> list[jax.Array]:
-    """Call a kernel, and return its results without the last one, which holds counters."""
+    """Call a kernel. Return its results, except the last result, which holds counters."""
     all_results = [*results, jax.ShapeDtypeStruct((counters,), jnp.int32)]
     attributes["num_sms"] = num_sms or 0
     return native.call_product(target, all_results, operands, aliases, **attributes)[:-1]

@@ -2,19 +2,19 @@
 
 ``grouped_dot_p`` multiplies rows by the weights of their groups, or by the transposed weights.
 ``grouped_outer_p`` computes the gradient with respect to the weights. Each primitive is bilinear,
-and its transposes are these two primitives again. Therefore derivatives of any order exist.
+and transposes to these two primitives. Therefore derivatives of any order exist.
 
 The operands of ``grouped_dot_p`` are ``rows [*B, C, K], w [*B, L, K, N], sizes [*B, L]``. The
 operands of ``grouped_outer_p`` are ``x [*B, C, K], y [*B, C, N], sizes [*B, L]``. The weights of
-the last S groups may be one more operand of ``grouped_dot_p``, ``spare [*B, S, K, N]``, so that no
-program joins two arrays of weights. In this case, ``w`` has the weights of the first L - S groups.
+the last S groups may be one more operand of ``grouped_dot_p``, ``spare [*B, S, K, N]``. Then ``w``
+has the weights of the first L - S groups, and no program has to join two arrays of weights.
 Batching adds the leading axes ``B``. All operands have the same number of leading axes. A leading
 axis of ``w``, ``sizes`` or ``spare`` is 1 if the batch shares the array.
 
-Both primitives have the parameters ``dtype`` (of the result; today the dtype of the operands), and
-``tail`` and ``num_sms`` of ``grouped_dot``. With ``transposed``, ``grouped_dot_p`` maps rows [*B,
-C, N] to [*B, C, K]. ``parts`` of ``grouped_outer_p`` has the leading axes and the number of groups
-of each result. If a leading axis of a result has the size 1, the result is summed over this axis.
+Both primitives have the parameters ``dtype`` (dtype of the operands and the result), and ``tail``
+and ``num_sms`` of ``grouped_dot``. With ``transposed``, ``grouped_dot_p`` maps rows [*B, C, N] to
+[*B, C, K]. ``parts`` of ``grouped_outer_p`` has the leading axes and the number of groups of each
+result. If a leading axis of a result has the size 1, the result is summed over this axis.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ grouped_outer_p.multiple_results = True
 
 
 def bind(primitive: Any, *operands: Any, **params: Any) -> Any:
-    """Bind a primitive after casting all operands to vary over the same mesh axes."""
+    """Bind a primitive. First cast all operands, so that they vary over the same mesh axes."""
     return primitive.bind(*compat.align_varying(operands, ()), **params)
 
 
@@ -63,9 +63,9 @@ def unspecified_dot(
     primitive: compat.Primitive = grouped_dot_p,
     **params: object,
 ) -> jax.Array:
-    """Bind a product in the dtype of its rows, unspecified after the last group. ``w`` may be a
-    tuple of home and spare weights, each of at least one matrix. ``params`` are more parameters of
-    the primitive."""
+    """Bind a product in the dtype of its rows, with ``tail="unspecified"``. ``w`` may be a tuple of
+    home and spare weights, each with at least one matrix. ``params`` has more parameters of the
+    primitive."""
     tail = check_tail("unspecified")
     params.update(transposed=transposed, dtype=rows.dtype, tail=tail, num_sms=None)
     w, *spare = (x.astype(rows.dtype) for x in reference.arrays_of(w))
@@ -89,9 +89,9 @@ def register(
     Args:
       abstract: returns the types of the results. The caller of ``bind`` has already checked the
         operands.
-      composition: what the primitive computes, with jnp and other primitives.
-      is_full: a bool for each operand, True if the operand has all leading axes in full; or a
-        function of the parameters that returns these bools. The batch may share the other operands.
+      composition: computes the results of the primitive with jnp and other primitives.
+      is_full: a bool for each operand, or a function of the parameters that returns these bools. If
+        False, the batch may share the operand. If True, each leading axis has its full size.
       passed: a function of the parameters. The function returns the indices of the operands that
         the primitive returns as its last results.
       batch: a batching rule to use in place of ``is_full`` and ``passed``.
@@ -119,7 +119,7 @@ def register(
 
 
 def rows_like(rows: Any, columns: int, dtype: Any = None) -> Any:
-    """Return the type of an array [*B, C, columns], by default with the dtype of ``rows``."""
+    """Return the type of an array [*B, C, columns]. The default dtype is the dtype of ``rows``."""
     dtype = rows.dtype if dtype is None else dtype
     return compat.result_aval(rows, (*rows.shape[:-1], columns), dtype)
 
@@ -164,7 +164,7 @@ def bilinear_jvp(
 
 
 def _dot_jvp(primals: Any, tangents: compat.Tangents, **params: object) -> Any:
-    """Compute the jvp, which is linear in both arrays of weights together."""
+    """Compute the jvp. Tangents of home and spare weights use one product."""
     rows, _, sizes, *_ = primals
     d_rows, d_w, _, *d_spare = tangents
     out, terms = grouped_dot_p.bind(*primals, **params), []
@@ -176,15 +176,15 @@ def _dot_jvp(primals: Any, tangents: compat.Tangents, **params: object) -> Any:
 
 
 def all_or_none(d: Any) -> Any:
-    """Return the tangents of a tuple of arrays, with arrays in place of symbolic zeros; or one
-    symbolic zero if all are symbolic zeros. A single tangent stays unchanged."""
+    """Return the tangents of a tuple of arrays, with symbolic zeros converted to arrays. If all
+    tangents are symbolic zeros, return one of them. Return a single tangent unchanged."""
     if not isinstance(d, tuple):
         return d
     return d[0] if all(map(is_zero, d)) else tuple(map(ad.instantiate_zeros, d))
 
 
 def sum_of(like: Any, terms: Sequence[Any]) -> Any:
-    """Return the sum of terms, or the zero tangent of ``like`` if there are none."""
+    """Return the sum of terms, or the zero tangent of ``like`` if there are no terms."""
     return sum(terms[1:], terms[0]) if terms else zero_tangent(like)
 
 
@@ -206,8 +206,8 @@ def _dot_transpose(
 def outers_like(
     ws: Sequence[Any], x: jax.Array, y: Any, sizes: jax.Array, ct: Any, **params: object
 ) -> list[Any]:
-    """Return the cotangents of arrays of weights, and None for known arrays. ``ct`` is also passed
-    as ``x`` or as ``y``."""
+    """Return the cotangents of arrays of weights, and None for known arrays. Either ``x`` or ``y``
+    is ``ct``."""
     avals = [aval_of(w) for w in ws]
     is_wanted = list(map(ad.is_undefined_primal, ws))
     if is_zero(ct):
@@ -238,7 +238,7 @@ def _with_batch(
     args: Sequence[jax.Array], dims: Sequence[int | None], is_full: Sequence[bool]
 ) -> tuple[list[Any], int]:
     """Return operands with the batch as a leading axis, and the size of the batch. If ``is_full``
-    has no bool for an operand, the elements of the batch may share this operand."""
+    has no bool for an operand, the batch may share the operand."""
     (size,) = {arg.shape[dim] for arg, dim in zip(args, dims) if dim is not None}
 
     def with_axis(arg: Any, dim: int | None, is_full: bool) -> Any:

@@ -1,9 +1,9 @@
-"""Multiply rows by the weights of their groups, both in ``BlockwiseFp8``, as a primitive.
+"""Define ``grouped_dot_fp8_p``, which multiplies rows and weights, both in ``BlockwiseFp8``.
 
-The operands of ``grouped_dot_fp8_p`` are the values and scales of rows [*B, C, K] and [*B, C,
-K / 128]; of weights [*B, L, N, K] and [*B, L, N / 128 rounded up, K / 128]; sizes [*B, L]; and the
-values and scales of spare weights, if the last groups have them. The leading axes ``B`` are as in
-``primitives.py``. Parameters are ``dtype`` of the result, ``tail`` and ``num_sms``.
+The operands are values and scales of rows, [*B, C, K] and [*B, C, K / 128]; values and scales of
+weights, [*B, L, N, K] and [*B, L, N / 128 rounded up, K / 128]; and sizes [*B, L]. Values and
+scales of spare weights may follow. ``primitives.py`` describes the leading axes ``B``. Parameters
+are ``dtype`` of the result, ``tail`` and ``num_sms``.
 
 docs/fp8.md defines the arithmetic. The primitive has no derivatives, because a float8 array cannot
 hold a gradient.
@@ -41,7 +41,7 @@ from .weights import (
 
 RESULT_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
 TARGET = "moe_a2a_fp8_gemm"
-# Largest mean number of rows per group for which tiles of few rows are faster.
+# Tiles of few rows are faster up to this mean number of rows per group.
 FEW_ROWS = native.tuning("FP8_FEW_ROWS")
 NO_GRADIENT = (
     "an array in FP8 has no gradient, and no product of grouped_dot passes a gradient through it. "
@@ -53,13 +53,13 @@ grouped_dot_fp8_p = compat.Primitive("moe_a2a_grouped_dot_fp8")
 
 
 def is_quantized(rows: object, w: object) -> bool:
-    """Return True if rows or weights are quantized, so that their product is in FP8."""
+    """Return True if rows or weights are quantized. Their product is then in FP8."""
     return any(isinstance(x, QuantizedExperts) or as_quantized(x) is not None for x in (rows, w))
 
 
 def check_operands(rows: Any, w: object) -> tuple[Quantized, QuantizedExperts]:
-    """Return quantized rows and weights, or raise an error. Float rows are quantized. All arrays
-    may be ``jax.ShapeDtypeStruct``."""
+    """Return quantized rows and weights, or raise an error. Quantize rows that are floats. All
+    arrays may be ``jax.ShapeDtypeStruct``."""
     weights = check_experts("w", w)
     if weights.source is not None:
         raise ValueError(
@@ -90,8 +90,8 @@ def check_operands(rows: Any, w: object) -> tuple[Quantized, QuantizedExperts]:
 
 
 def check_experts(name: str, w: object, *, may_be_pairs: bool = False) -> QuantizedExperts:
-    """Return quantized weights with values [L, N, K], or raise an error. With ``may_be_pairs``,
-    values may also be [L, 2, I, K]."""
+    """Return quantized weights if their values are [L, N, K]; otherwise raise an error. With
+    ``may_be_pairs``, values may also be [L, 2, I, K]."""
     if not isinstance(w, QuantizedExperts):
         got = short(w) if hasattr(w, "dtype") else type(w).__name__
         raise TypeError(
@@ -131,7 +131,7 @@ def check_experts(name: str, w: object, *, may_be_pairs: bool = False) -> Quanti
 
 @scopes.quantization
 def encode_rows(rows: jax.Array, name: str) -> Quantized:
-    """Quantize rows [C, K] for a product. Asking for their gradient raises an error."""
+    """Quantize rows [C, K] for a product. A gradient with respect to these rows is an error."""
     fmt = BlockwiseFp8()
     fmt.check_numbers(rows, name)
     return fmt.encode(without_gradient(rows))
@@ -153,8 +153,7 @@ def _array(x: Any) -> Any:
 
 @jax.custom_jvp
 def without_gradient(x: jax.Array) -> jax.Array:
-    """Return ``x``, whose derivative raises a TypeError. Without the error, the derivative would
-    silently be zero."""
+    """Return ``x``. A derivative of the result raises a TypeError instead of being zero."""
     return x
 
 
@@ -189,7 +188,7 @@ def refusing_jvp(
     tangents: compat.Tangents,
     **params: object,
 ) -> Any:
-    """Compute the jvp of a primitive that has no gradient: zeros, or a TypeError."""
+    """Compute the jvp of a primitive without a gradient: zeros, or a TypeError."""
     if not all(map(is_zero, tangents)):
         raise TypeError(NO_GRADIENT)
     out = primitive.bind(*primals, **params)
@@ -197,7 +196,7 @@ def refusing_jvp(
 
 
 def _decoded(operands: Sequence[jax.Array], dtype: jnp.dtype) -> list[jax.Array]:
-    """Return the operands of ``grouped_dot_p``, with rows and weights in a dtype."""
+    """Return the operands of ``grouped_dot_p``, with rows and weights decoded to a dtype."""
     values, scales, w_values, w_scales, sizes, *spare = operands
     rows = BlockwiseFp8().decode(Quantized(values, scales), dtype)
     decoded = (decode_experts(*pair, dtype) for pair in _pairs(w_values, w_scales, *spare))
@@ -211,14 +210,14 @@ def _pairs(*parts: jax.Array) -> Iterable[tuple[jax.Array, jax.Array]]:
 
 
 def _reference(*operands: jax.Array, dtype: jnp.dtype, **_: object) -> jax.Array:
-    """Decode to float32, which is exact for scales that are powers of two, and multiply."""
+    """Decode to float32 and multiply. Decoding is exact for scales that are powers of two."""
     return reference.dot(*_decoded(operands, jnp.float32), transposed=False, dtype=dtype)
 
 
 def _in_bfloat16(
     *operands: jax.Array, dtype: jnp.dtype, tail: Tail, num_sms: int | None
 ) -> jax.Array:
-    """Decode to bfloat16, which is exact for scales that are powers of two, and multiply."""
+    """Decode to bfloat16 and multiply. Decoding is exact for scales that are powers of two."""
     decoded = _decoded(operands, jnp.bfloat16)
     if dtype == jnp.bfloat16:
         params = dict(transposed=False, dtype=dtype, tail=tail, num_sms=num_sms)
@@ -239,14 +238,14 @@ def _kernel(
 ) -> jax.Array:
     num_rows, columns = values.shape[-2], w_values.shape[-2]
     few = num_rows <= FEW_ROWS * sizes.shape[-1]
-    # The batch may share only the values or only the scales, but a kernel reads both at one index.
+    # The batch may share only values or only scales. The kernel reads both at the same index.
     pairs = _pairs(w_values, w_scales, *spare)
     leads, flat_values, flat_scales = zip(*(lowered.aligned(*pair, 3) for pair in pairs))
     groups = lowered.table(sizes, values.shape[:-2], num_rows, *leads, has_tail=tail == "zero")
     rows2 = lowered.flat(values, 2)
     out = jax.ShapeDtypeStruct((rows2.shape[0], columns), dtype)
     product = lowered.FORWARD_FEW if few else lowered.FORWARD
-    # The kernel reads one array of scales. To join small arrays is cheap.
+    # The kernel reads one array of scales. These arrays are small, so joining them is cheap.
     scales3 = jnp.concatenate(flat_scales) if spare else flat_scales[0]
     w3, *spare3 = flat_values
     operands = rows2, w3, groups, lowered.flat(scales, 2), scales3, *spare3

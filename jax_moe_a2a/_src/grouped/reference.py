@@ -1,6 +1,6 @@
-"""Define grouped products with jnp and lax: the meaning of the primitives, and the fallback.
+"""Compute grouped products with jnp and lax. This code defines the primitives, and is the fallback.
 
-Operands are as in ``primitives.py``.
+``primitives.py`` describes the operands.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..ad import accumulation_dtype
 def groups_of(sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
     """Return two arrays, int32 [..., L]: the first row of each group, and its number of rows.
 
-    A negative size counts as 0. Groups are cut at ``num_rows``, because kernels do not check it.
+    A negative size counts as 0. Groups are cut at ``num_rows``, because kernels do not check sizes.
     """
     sizes = jnp.clip(sizes, 0, num_rows)
     ends = jnp.clip(jnp.cumsum(sizes, axis=-1, dtype=jnp.int32), 0, num_rows)
@@ -28,7 +28,7 @@ def groups_of(sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
 
 
 def arrays_of(w: Any) -> tuple[Any, ...]:
-    """Return a tuple (home, spare) unchanged, and a single array as a tuple."""
+    """Return a tuple (home, spare) unchanged. Return a single array as a tuple."""
     return w if isinstance(w, tuple) else (w,)
 
 
@@ -36,10 +36,10 @@ def ragged_dot(
     rows: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bool, dtype: jnp.dtype
 ) -> jax.Array:
     """Multiply rows [C, K] by w [L, K, N], or rows [C, N] by the transposed weights. Rows after the
-    last group must be zero, and may have any results.
+    last group must be zero. Their results may have any value.
 
     ``lax.ragged_dot`` may multiply zeros by the weights of groups without rows. Zeros replace these
-    weights, because weights of an empty slot, which were never written, may hold NaN."""
+    weights, because the weights of an empty expert slot may hold NaN."""
     w = jnp.where((sizes > 0)[:, None, None], w, jnp.zeros_like(w))
     w = jnp.swapaxes(w, -1, -2) if transposed else w
     out = lax.ragged_dot(rows, w, sizes, preferred_element_type=accumulation_dtype(dtype))
@@ -47,8 +47,8 @@ def ragged_dot(
 
 
 def ragged_outer(x: jax.Array, y: jax.Array, sizes: jax.Array, *, dtype: jnp.dtype) -> jax.Array:
-    """Return the sums [L, K, N] of the outer products of each group's rows, x [C, K] and y [C, N].
-    Rows after the last group are zero."""
+    """Return for each group the sum [L, K, N] of the outer products of its rows in x [C, K] and
+    y [C, N]. Rows after the last group are zero."""
     dimensions = lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((0,), (0,)), ((), ())),
         lhs_ragged_dimensions=[0],
@@ -69,8 +69,8 @@ def dot(
     dtype: jnp.dtype,
     **_: object,
 ) -> jax.Array:
-    """Return the rows times the weights of their groups, [*B, C, N], or times the transposed
-    weights, [*B, C, K]. Rows after the last group are zero.
+    """Multiply rows by the weights of their groups, [*B, C, N], or by the transposed weights,
+    [*B, C, K]. Results after the last group are zero.
 
     Spare weights have a separate product, because joining all weights would need memory for a copy.
     """
@@ -107,9 +107,9 @@ def outer(
     dtype: jnp.dtype,
     **_: object,
 ) -> list[jax.Array]:
-    """Return for each group the sum of the outer products of its rows. Each of ``parts``, leading
-    axes and a number of groups, has a result [*part, K, N], which is also summed over leading axes
-    of size 1."""
+    """Return for each group the sum of the outer products of its rows. Each of ``parts`` has the
+    leading axes and the number of groups of a result [*part, K, N]. The result is also summed over
+    leading axes of size 1."""
     found, first = [], 0
     for *lead, num in parts:
         shape = (*x.shape[:-2], num, x.shape[-1], y.shape[-1])
@@ -134,7 +134,7 @@ def outer(
 
 
 def sum_lead(x: jax.Array, lead: tuple[int, ...]) -> jax.Array:
-    """Sum over the leading axes that are 1 in ``lead``, and keep these axes with size 1."""
+    """Sum over the leading axes that are 1 in ``lead``. These axes remain with size 1."""
     axes = tuple(i for i, size in enumerate(lead) if size != x.shape[i])
     if not axes:
         return x
@@ -151,7 +151,7 @@ def _without_tail(rows: jax.Array, sizes: jax.Array) -> jax.Array:
 def _for_each(
     of_one: Callable[..., jax.Array], lead: tuple[int, ...], *operands: tuple[jax.Array, int]
 ) -> jax.Array:
-    """Call ``of_one`` for each element of the leading axes, in sequence to save memory. Each
+    """Call ``of_one`` for each element of the leading axes, one after the other to save memory. An
     operand is a pair: an array, and the number of its axes after the leading axes."""
     if not math.prod(lead) > 1:
         out = of_one(*(x.reshape(x.shape[x.ndim - axes :]) for x, axes in operands))
@@ -165,9 +165,9 @@ def _for_each(
 
 
 def scaled(x: jax.Array, weights: jax.Array, selects: bool) -> jax.Array:
-    """Return rows times their weights, in the dtype of sums. With ``selects``, rows of weight 0
-    become zeros, whatever they hold. Derivatives are computed without ``selects``, because the
-    selection would make the derivative with respect to a weight of 0 also 0."""
+    """Return rows times their weights, in the accumulation dtype. With ``selects``, rows of weight
+    0 become zeros, even if they hold NaN. Derivatives need ``selects=False``, because the selection
+    would set the derivative with respect to a weight of 0 to 0."""
     weights = weights[..., None]
     scaled = x.astype(weights.dtype) * weights
     return jnp.where(weights != 0, scaled, 0) if selects else scaled

@@ -1,18 +1,18 @@
-"""Multiply rows and weights after quantizing them, with the derivatives of the product of floats.
+"""Multiply quantized rows and weights, with the derivative of the product of floats.
 
 Let Q be the rounding to ``BlockwiseFp8``. ``straight_through_dot_p`` computes ``Q(r) Q(w)`` for
-rows r and weights w or, if its parameter ``quantizes`` is False, ``r w``. Its derivative is defined
-to be the derivative of ``r w``: quantization counts as the identity.
+rows r and weights w. If its parameter ``quantizes`` is False, it computes ``r w``. The derivative
+is defined as the derivative of ``r w``, so quantization counts as the identity.
 
 - jvp: ``dr w + r dw``, with ``quantizes=False``.
-- transpose in rows: ``Q(ct) Q(w^T)``, with ``quantizes=True``. The derivative of this product is
-  again the derivative without Q, so derivatives of any order exist.
+- transpose in rows: ``Q(ct) Q(w^T)``, with ``quantizes=True``. The derivative of this product also
+  ignores Q, so derivatives of any order exist.
 - transpose in weights: the outer product of rows and ct, without Q.
 
-The other parameters and the first operands are those of ``grouped_dot_p``. If Q(r) is given
-(parameter ``encoded``), its values and scales follow. If Q(w) is given, the values, the scales and
-perhaps the transposed values of ``encode_source`` follow. A quantized product sums over an axis
-whose size is a multiple of 128.
+The first operands and the other parameters are as in ``grouped_dot_p``. With ``encoded``, the next
+operands are the values and scales of Q(r). The last operands may be the values, the scales and the
+transposed values of ``encode_source``. In a quantized product, the size of the summed axis is a
+multiple of 128.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ def dot_in_fp8(
     transposed: bool = False,
     quantizes: bool = True,
 ) -> jax.Array:
-    """Multiply rows [C, K] by weights [L, K, N] in FP8. Rows after the last group, and their
-    derivatives, are unspecified.
+    """Multiply rows [C, K] by weights [L, K, N] in FP8. In rows after the last group, results and
+    derivatives are unspecified.
 
     Args:
-      rows: bfloat16 or float32, which the product quantizes, or ``RowsInFp8``. K is a multiple of
+      rows: ``RowsInFp8``, or bfloat16 or float32, which the product quantizes. K is a multiple of
         128.
-      w: weights whose source has the dtype of ``rows``. N is a multiple of 128. Without values,
-        they are quantized once for this product and its gradients.
+      w: weights whose source has the dtype of ``rows``. N is a multiple of 128. If ``w`` has no
+        values, the source is quantized once for this product and its gradients.
       transposed: True to multiply rows [C, N] by the transposed weights.
-      quantizes: False to multiply rows and source, as the derivative does.
+      quantizes: False to multiply float rows and the source, as in a derivative.
     """
     w = encode_source(w)
     encoded = rows.encoded if isinstance(rows, RowsInFp8) else None
@@ -93,7 +93,7 @@ def _dot(
     else:
         quantized = encode_experts(w, turned=not transposed, plain=transposed)
     if transposed:
-        # ``_dce`` may have removed the transposed values before the program was differentiated.
+        # If ``_dce`` removed the transposed values before differentiation, compute them here.
         quantized = transposed_experts(quantized)
     if encoded:
         of_rows = Quantized(*parts[:2])
@@ -142,11 +142,11 @@ def _jvp(primals: compat.Primals, tangents: compat.Tangents, **params: Any) -> A
 
 
 def _dce(used: Sequence[bool], eqn: compat.Equation) -> tuple[list[bool], Any]:
-    """Do not read the orientation of quantized weights that only the transposed product needs. A
-    program without gradients then does not write this orientation."""
+    """Remove the transposed values of weights if this product does not read them. A program without
+    gradients then does not compute these values."""
     num = len(eqn.invars)
     reads_all = eqn.params["transposed"] or not eqn.params["quantizes"]
-    # Rows, w, sizes, perhaps the rows in FP8, values and scales.
+    # The operands are rows, w, sizes, perhaps rows in FP8 (two arrays), values and scales.
     num_read = num if reads_all else 5 + 2 * eqn.params["encoded"]
     return [i < num_read for i in range(num)], eqn.replace(invars=eqn.invars[:num_read])
 

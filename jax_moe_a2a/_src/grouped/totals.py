@@ -1,17 +1,16 @@
 """Multiply rows by weights that are used several times, and sum their gradients in one array.
 
-A *total* is an array of zeros like the weights, in the dtype of sums, whose tangent is the tangent
-of the weights. A product takes the total and returns it, for the next product with these weights.
-The transpose of a chain of such products starts at the last product: each product adds the gradient
-of its weights to the total that it receives, and passes the total to the previous product.
-Therefore one array in float32 holds the sum, and the gradient of each use is freed after it has
-been added.
+A *total* is an array of zeros like the weights, in the accumulation dtype. Its tangent is the
+tangent of the weights. A product receives the total, and returns it for the next product with these
+weights. The transpose of a chain of products starts at the last product. Each product adds the
+gradient of its weights to the total, and passes the total to the previous product. Therefore one
+array in float32 holds the sum, and the gradient of each use is freed after it was added.
 
-- ``passing_dot_p``, linear in d: ``(r d, d)``.
-- ``add_outer_p``, its transpose: ``total + outer(r, ct)``.
-  On GPUs, the kernel that multiplies also adds, in float32, in the memory of the total.
+- ``passing_dot_p`` computes ``(r d, d)``, which is linear in d.
+- ``add_outer_p`` is its transpose, and computes ``total + outer(r, ct)``. On GPUs, the kernel of
+  the product also adds in float32, in the memory of the total.
 
-Operands are as in ``primitives.py``. A total has the leading axes of its weights.
+``primitives.py`` describes the operands. A total has the leading axes of its weights.
 """
 
 from __future__ import annotations
@@ -47,16 +46,17 @@ passing_dot_p.multiple_results = True
 
 
 def total_of(w: jax.Array, given: jax.Array | None = None) -> jax.Array:
-    """Return the total of weights of any shape. Its tangent is the sum of the tangents of the
-    weights and of a ``given`` total."""
+    """Return the total of weights of any shape. The tangent of the result is the tangent of the
+    weights, plus the tangent of ``given`` if it is a total."""
     zeros = jnp.zeros(w.shape, accumulation_dtype(w.dtype)) if given is None else given
     total, w = compat.align_varying([zeros, w], ())
     return _total_of(_batched_with(total, w), w)
 
 
 def _batched_with(x: jax.Array, other: jax.Array) -> jax.Array:
-    """Return x, batched under ``vmap`` if the other array is batched. A traced ``custom_jvp`` needs
-    results that are batched like their tangents (jax 0.12.0). XLA removes the selection."""
+    """Return x. If ``vmap`` batches ``other``, the result is also batched, because a traced
+    ``custom_jvp`` needs results that are batched like their tangents (jax 0.12.0). XLA removes the
+    select."""
     return lax.select(False, other.astype(x.dtype), x)
 
 
@@ -86,9 +86,9 @@ def summing_dot(
     total: jax.Array,
     sizes: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the products of rows, unspecified after the last group, and the total. The product has
-    the tangent of ``r w`` with respect to r. ``passing_dot_p`` is the tangent with respect to the
-    total, because w has the tangent of the total."""
+    """Return the product of rows and weights, and the total. The product is unspecified after the
+    last group. ``passing_dot_p`` computes the tangent with respect to the total, which replaces the
+    tangent with respect to the weights."""
     w = encode_source(w) if isinstance(w, QuantizedExperts) else w
     leaves, tree = jax.tree.flatten((rows, w, total, sizes))
     return _summing_dot(*jax.tree.unflatten(tree, compat.align_varying(leaves, ())))
@@ -157,8 +157,7 @@ def _add_outer(total: jax.Array, x: jax.Array, y: jax.Array, sizes: jax.Array) -
 def _add_outer_by_product(
     total: jax.Array, x: jax.Array, y: jax.Array, sizes: jax.Array
 ) -> jax.Array:
-    """Add products that are already rounded, because paths without the kernel have no float32
-    results."""
+    """Add rounded products to the total. Paths without the kernel have no float32 products."""
     params: dict[str, Any] = dict(lead=total.shape[:-3], dtype=x.dtype)
     params.update(tail="unspecified", num_sms=None)
     outer = bind_outer(x, y, sizes, **params)

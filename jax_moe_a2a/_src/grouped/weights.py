@@ -1,9 +1,9 @@
 """Quantize the weights of experts to ``BlockwiseFp8``: a scale for each square of 128 x 128.
 
-``encode_squares_p`` quantizes weights [*B, L, K, N], or [*B, L, K, 2, I] with ``k_axis=-3``. Its
-results are the scales, the values with K as the last axis if ``turned``, and the values in the
-order of the weights if ``plain``. ``QuantizedExperts`` has the shapes of these results. Like a
-composition of integer operations, the primitive has no gradient: tangents are zeros.
+``encode_squares_p`` quantizes weights [*B, L, K, N], or [*B, L, K, 2, I] with ``k_axis=-3``. It
+returns scales. With ``turned``, it also returns values with K as the last axis. With ``plain``, it
+also returns values in the order of the weights. ``QuantizedExperts`` describes their shapes.
+Tangents of the results are zeros, as for integer operations.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ SCALE_DTYPE = jnp.dtype(BlockwiseFp8.scale_dtype)
 QUANTIZED_CHECKPOINT_NAME = "moe_a2a_quantized"
 """Checkpoint name, a str, of the quantized weights of ``Experts.in_fp8``.
 
-If a policy saves this name, which takes up to two bytes for each weight, the backward pass of
-``jax.checkpoint`` does not quantize the weights again."""
+If a policy of ``jax.checkpoint`` saves this name, the backward pass does not quantize the weights
+again. The saved arrays need up to two bytes for each weight."""
 
 encode_squares_p = compat.Primitive("moe_a2a_encode_squares")
 encode_squares_p.multiple_results = True
@@ -48,26 +48,26 @@ class QuantizedExperts:
     """The weights of experts in ``BlockwiseFp8``, float weights to train with FP8 products, or
     both.
 
-    This class is a pytree, which ``quantize_experts`` and ``Experts.in_fp8`` make. If it has only
-    values and scales, the weights are frozen: they have no gradient. If it has a source (float
+    This class is a pytree, which ``quantize_experts`` and ``Experts.in_fp8`` return. If it has only
+    values and scales, the weights are frozen and have no gradient. If it has a source (float
     weights), the gradients of a layer are gradients of the source. If it has only a source, each
     call of a layer quantizes the source.
 
-    With weights [L, K, N] of ``grouped_dot``, each square of 128 rows and 128 columns has one
-    scale. Squares at the end of N may have fewer columns. With weights [L, K, 2, I], which have a
-    gate and an up projection, N is I, and all arrays have the axis of size 2 after L.
+    In weights [L, K, N] of ``grouped_dot``, each square of 128 rows and 128 columns has one scale.
+    Squares at the end of N may have fewer columns. Weights [L, K, 2, I] have a gate and an up
+    projection. For these weights, N is I, and all arrays have one more axis of size 2 after L.
     """
 
     values: Any = None
-    """[L, N, K] float8_e4m3fn, or None. An expert's matrix is transposed, because the tensor cores
-    of Hopper read numbers that are added next to each other."""
+    """[L, N, K] float8_e4m3fn, or None. K is the last axis, because the tensor cores of Hopper need
+    the summed axis to be contiguous in memory."""
     scales: Any = None
     """[L, N / 128 rounded up, K / 128] float32, or None without values."""
     transposed: Any = None
-    """[L, K, N] float8_e4m3fn: the same numbers in the order of the weights, which the gradient of
-    rows reads; or None."""
+    """[L, K, N] float8_e4m3fn, or None: the same numbers in the order of the weights. The gradient
+    of rows reads this array."""
     source: Any = None
-    """[L, K, N] floats, which have the gradients; or None."""
+    """[L, K, N] floats, or None. The gradients of a layer belong to this array."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -80,7 +80,7 @@ class QuantizedExperts:
 
     @property
     def k(self) -> int:
-        """Return K, the size of the axis that a product sums over."""
+        """Return K, the size of the axis over which a product sums."""
         return self.shape[1]
 
 
@@ -94,7 +94,7 @@ class QArrayLike(Protocol):
 def quantize_weights(
     w: ArrayLike | Quantized | QArrayLike, *, transposed: bool, trainable: bool
 ) -> QuantizedExperts:
-    """Return what ``quantize_experts`` returns for one array of weights."""
+    """Return the result of ``quantize_experts`` for one array of weights."""
     check_bool("transposed", transposed)
     check_bool("trainable", trainable)
     given = as_quantized(w)
@@ -128,21 +128,21 @@ def quantize_weights(
 def decode_experts(values: jax.Array, scales: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Return the weights of ``QuantizedExperts`` [..., N, K], rounded to a dtype."""
     (*lead, rows, columns), (n, k) = scales.shape, values.shape[-2:]
-    # Two reshapes, because JAX places a result over Explicit axes only if one axis is merged.
+    # Use two reshapes, because over Explicit axes JAX can merge only one axis in a reshape.
     squares = jnp.broadcast_to(scales[..., :, None, :, None], (*lead, rows, BLOCK, columns, BLOCK))
     numbers = squares.reshape(*lead, rows, BLOCK, k).reshape(*lead, rows * BLOCK, k)
     return (values.astype(SCALE_DTYPE) * numbers[..., :n, :]).astype(dtype)
 
 
 def transposed_experts(w: QuantizedExperts) -> QuantizedExperts:
-    """Return the transposed weights, by which the gradient of rows is multiplied."""
+    """Return the transposed weights for the gradient of rows."""
     values = jnp.swapaxes(w.values, -1, -2) if w.transposed is None else w.transposed
     return QuantizedExperts(values, jnp.swapaxes(w.scales, -1, -2))
 
 
 def as_quantized(x: object) -> Quantized | None:
-    """Return a ``Quantized``, or an object with ``qvalue`` and ``scale``, as a ``Quantized``; None
-    for anything else."""
+    """Convert a ``Quantized``, or an object with ``qvalue`` and ``scale``, to a ``Quantized``.
+    Return None for other objects."""
     if isinstance(x, Quantized):
         return x
     if hasattr(x, "qvalue") and hasattr(x, "scale"):
@@ -151,7 +151,7 @@ def as_quantized(x: object) -> Quantized | None:
 
 
 def check_dtypes(name: str, values: Any, scales: Any) -> None:
-    """Raise a TypeError if values or scales of the argument ``name`` have another dtype."""
+    """Raise a TypeError if values or scales of the argument ``name`` have a wrong dtype."""
     for part, array, dtype in (("values", values, VALUE_DTYPE), ("scales", scales, SCALE_DTYPE)):
         if array.dtype != dtype:
             raise TypeError(
@@ -160,7 +160,7 @@ def check_dtypes(name: str, values: Any, scales: Any) -> None:
 
 
 def check_squares(name: str, values: Any, scales: Any, shape: tuple[int, ...]) -> None:
-    """Raise a ValueError if the scales of the argument ``name`` have another shape."""
+    """Raise a ValueError if the scales of the argument ``name`` have a wrong shape."""
     if scales.shape != shape:
         raise ValueError(
             f"the scales of {name} must have the shape {list(shape)}, one number for each square of"
@@ -208,9 +208,9 @@ def encode_experts(
 
 
 def encode_source(w: QuantizedExperts) -> QuantizedExperts:
-    """Return weights to train with values. If the values are not given, quantize the source, which
-    is read once for both orientations, and name the values for policies of ``jax.checkpoint``.
-    Values are integers (``as_bits``), which ``from_bits`` converts back."""
+    """Return weights with a source and values. If ``w`` has no values, quantize the source, and
+    give the values their checkpoint name. Values are integers (``as_bits``), which ``from_bits``
+    converts back."""
     if w.values is not None:
         found = jax.tree.map(as_bits, dataclasses.replace(w, source=None))
     else:
@@ -227,17 +227,17 @@ def from_bits(values: jax.Array, scales: jax.Array, *transposed: jax.Array) -> Q
 
 def _encode_squares(w: jax.Array, **params: Any) -> list[jax.Array]:
     if any(axis is not None for axis in jax.typeof(w).sharding.spec):
-        return _composition(w, **params)  # JAX places its results over Explicit mesh axes
+        return _composition(w, **params)  # its results keep the sharding over Explicit mesh axes
     return bind(encode_squares_p, w, **params)
 
 
 def _composition(w: jax.Array, *, k_axis: int, turned: bool, plain: bool) -> list[jax.Array]:
-    """Quantize by XLA, which reads the weights once for the scales and once for each orientation of
-    the values. No array is transposed before it is quantized."""
+    """Quantize with XLA. XLA reads the weights once for the scales, and once for each orientation
+    of the values. Values are transposed only after they are quantized."""
     n, k_axis = w.shape[-1], k_axis + w.ndim
     w = _in_whole_squares(w, (k_axis, w.ndim - 1))
     padded = jnp.pad(w, [(0, 0)] * (w.ndim - 1) + [(0, -n % BLOCK)])
-    # JAX places the result of a reshape over Explicit axes only if it changes one axis.
+    # Divide one axis at a time, because over Explicit axes JAX can change only one in a reshape.
     by_rows = _divided(padded, k_axis)
     squares = _divided(by_rows, w.ndim)
     values, scales = BlockwiseFp8().encode_blocks(squares, (k_axis + 1, w.ndim + 1))
@@ -247,7 +247,7 @@ def _composition(w: jax.Array, *, k_axis: int, turned: bool, plain: bool) -> lis
 
 
 def _in_whole_squares(w: jax.Array, axes: tuple[int, int]) -> jax.Array:
-    """Over Explicit mesh axes, gather each of the two axes whose parts are not whole squares. Over
+    """Gather an axis of ``w`` if its shards over Explicit mesh axes are not whole squares. Over
     Auto axes, the compiler gathers."""
     sharding = jax.typeof(w).sharding
     spec = list(sharding.spec)
@@ -285,7 +285,7 @@ def _batch(args: Sequence[jax.Array], dims: Any, **params: object) -> Any:
 
 
 def _dce(used: Sequence[bool], eqn: compat.Equation) -> tuple[list[bool], Any]:
-    """Leave out values that are not used."""
+    """Do not compute values that are not used."""
     names = [name for name in ("turned", "plain") if eqn.params[name]]
     keeps = dict(zip(names, used[1:], strict=True))
     outvars = [var for var, keep in zip(eqn.outvars, (True, *used[1:]), strict=True) if keep]

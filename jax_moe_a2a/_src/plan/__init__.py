@@ -1,1 +1,1 @@
-"""Compute from ids where each token goes, how many rows arrive, and how much memory they need."""
+"""Compute from ids the destination of each token and the number of rows, and estimate memory."""

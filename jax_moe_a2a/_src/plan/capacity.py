@@ -22,7 +22,7 @@ class Sizes(NamedTuple):
     replicated: bool
 
     def rows(self, factor: float | None = None) -> int:
-        """Return the rows that hold ``factor`` times the balanced load, or the worst case."""
+        """Return the rows for ``factor`` times the balanced load, or for the worst case (None)."""
         leasts = dict(num_tokens=0, top_k=0, group_size=1, num_experts=1, alignment=1)
         num_tokens, top_k, group_size, num_experts, alignment = (
             check_int(name, getattr(self, name), least=least) for name, least in leasts.items()
@@ -32,7 +32,7 @@ class Sizes(NamedTuple):
             # Use decimal arithmetic, so that 1.1 times 10 rows is 11 rows and not 12.
             share = Fraction(str(factor)) / group_size
             num_rows = min(num_rows, math.ceil(share * num_rows))
-        # The most padding, and all rows rounded up to the alignment.
+        # Add the largest possible padding, and round up to the alignment.
         num_rows += min(num_experts // group_size, num_rows) * (alignment - 1)
         return -(-num_rows // alignment) * alignment
 

@@ -14,37 +14,37 @@ from .capacity import check_top_k
 from .options import Exchange, check_exchange, without_capacity
 from .plan import plan_shapes
 
-RING_DEPTH = 2  # ring halves, each with landing zones for one exchange; all exchanges take turns
+RING_DEPTH = 2  # number of ring halves; exchanges use the halves in turn
 HEADER_BYTES = 10 << 20  # flags, credits and counters, before the ring
 WEIGHT_BYTES = 4  # bytes of a router weight
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryEstimate:
-    """The memory that one exchange needs on each rank, in bytes unless stated otherwise."""
+    """The memory that one exchange needs on each rank."""
 
     capacity: int
     """Number of rows that ``dispatch`` returns."""
     rows_bytes: int
     """Bytes of the rows and their weights (4 bytes per row)."""
     routing_bytes: int
-    """Bytes of the integer arrays of one routing."""
+    """Bytes of the integer arrays of one routing, over all levels."""
     workspace_bytes: int
-    """Bytes of the workspace on the CUDA path, without its header. All layers of a group share it.
-    With two levels, it is the workspace within a host."""
+    """Bytes of the workspace on the CUDA path, without its header. All layers of a group share the
+    workspace. With two levels, the number is for the workspace within a host."""
     worst_case_capacity: int
-    """Number of rows with which nothing is dropped."""
+    """The smallest capacity that never drops a row."""
     collective_bytes: int = 0
-    """With two levels: bytes of the buffers that XLA's collective between hosts sends from and
-    receives into. They are in XLA's memory pool during an exchange."""
+    """With two levels: bytes of the buffers of XLA's collective between hosts. The buffers are in
+    XLA's memory pool during an exchange."""
     levels: tuple[MemoryEstimate, ...] = ()
-    """With two levels: the estimates of the exchange between hosts, whose rows are the relayed
-    tokens, and of the exchange within a host. ``routing_bytes`` is then the sum over both levels.
-    The ``workspace_bytes`` between hosts are needed only if the kernels run between hosts."""
+    """With two levels: the estimates of the exchange between hosts and of the exchange within a
+    host. The rows between hosts are relayed tokens. If the kernels do not run between hosts, the
+    ``workspace_bytes`` of this level are not needed."""
 
     @property
     def half_bytes(self) -> int:
-        """Return the bytes of a ring half: the landing zones of one exchange."""
+        """Return the size of a ring half in bytes."""
         return self.workspace_bytes // RING_DEPTH
 
     def __str__(self) -> str:
@@ -69,12 +69,12 @@ class DeviceMemory:
     header_bytes: int
     """Bytes of flags, credits and counters."""
     half_bytes: int
-    """Bytes of a ring half, for the largest exchange that was reserved or compiled so far."""
+    """Bytes of a ring half, for the largest exchange that was reserved or compiled until now."""
     ring_depth: int
-    """Number of ring halves: exchanges that can be under way between two ranks."""
+    """Number of ring halves. Each exchange between two ranks uses one of them."""
     mapped_bytes: int
-    """The header plus ``ring_depth`` ring halves of ``half_bytes``, rounded up to the driver's
-    pages. This memory lies outside XLA's pool."""
+    """Bytes of the header and of ``ring_depth`` ring halves, rounded up to the driver's pages. This
+    memory is outside XLA's pool."""
 
     def __str__(self) -> str:
         return (
@@ -100,10 +100,10 @@ def memory_estimate(
       num_tokens: tokens of each rank; under ``vmap``, the tokens of the whole batch.
       hidden: elements of a token.
       top_k: choices of each token.
-      num_experts: number of experts of all ranks together, a multiple of the ranks.
+      num_experts: number of experts of all ranks together, a multiple of the number of ranks.
       group_size: number of ranks, or (hosts, ranks per host) for a group of two levels.
-      dtype: dtype of tokens and of the sums that ``combine`` returns.
-      exchange: how tokens travel, an ``Exchange`` without chunks.
+      dtype: dtype of the tokens, and of the sums that ``combine`` returns.
+      exchange: an ``Exchange`` without chunks, which says how tokens travel.
 
     Returns:
       A ``MemoryEstimate``; print it for a summary.
@@ -154,7 +154,7 @@ def memory_estimate(
     )
     has_token_scales = fmt is not None and fmt.token_scales is not None
     token_bytes = sum(row_bytes) + has_token_scales * WEIGHT_BYTES
-    # The global scale of a token lands once for each choice, unless the kernels decode rows.
+    # If the kernels do not decode rows, a token's global scale lands once for each choice.
     row_bytes.append(has_token_scales * top_k * WEIGHT_BYTES)
 
     def of_exchange(
@@ -197,7 +197,7 @@ def memory_estimate(
     buffer_bytes = max(token_bytes, sum(sum_bytes)) + weights * WEIGHT_BYTES
     return dataclasses.replace(
         within,
-        # ``within.routing_bytes`` includes the index of each row's relayed token. The index of its
+        # ``within.routing_bytes`` includes the index of each row's relayed token. The index of the
         # original token, ``row_token``, needs 4 more bytes per row.
         routing_bytes=between.routing_bytes + within.routing_bytes + 4 * capacity,
         collective_bytes=2 * relayed * buffer_bytes if hosts > 1 else 0,
@@ -206,7 +206,7 @@ def memory_estimate(
 
 
 def _row_bytes(hidden: int, dtype: DTypeLike, fmt: TokenFormat | None) -> list[int]:
-    """Return the bytes of a row's values, and of its scales if there is a format."""
+    """Return the bytes of a row's values, and with a format also the bytes of its scales."""
     if fmt is None:
         return [hidden * jnp.dtype(dtype).itemsize]
     token = jax.ShapeDtypeStruct((1, hidden), dtype)
@@ -217,7 +217,7 @@ def _row_bytes(hidden: int, dtype: DTypeLike, fmt: TokenFormat | None) -> list[i
 
 
 def _array_bytes(num_slots: int, row_bytes: int) -> int:
-    """Return the bytes of a payload array in its slots, as ``array_bytes`` of ``cuda/layout.h``."""
+    """Return the bytes of a payload array in its slots, like ``array_bytes`` in cuda/layout.h."""
     return -(-num_slots * (-(-row_bytes // 16) * 16) // 128) * 128
 
 

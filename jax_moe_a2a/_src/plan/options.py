@@ -13,19 +13,19 @@ from ..checks import check_bool, check_factor, check_int
 from ..formats.formats import TokenFormat, as_wire_dtype
 from .capacity import Sizes
 
-KEEP_ALL = ". Omit {} to drop no row"  # in some libraries, a number such as -1 means this
+KEEP_ALL = ". Omit {} to drop no row"  # some libraries use -1 to drop no row
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Exchange:
     """The options of an exchange: how tokens travel to their experts and back.
 
-    Functions that exchange tokens accept it as ``exchange``, and None stands for ``Exchange()``.
-    ``route`` reads only the first four options. With a ``Routing`` in place of ids, omit these
-    four, or pass equal values. ``dataclasses.replace`` changes options.
+    Functions that exchange tokens have an argument ``exchange``, and None stands for
+    ``Exchange()``. ``route`` reads only the first four options. If you pass a ``Routing`` in place
+    of ids, omit these four options, or pass equal values. ``dataclasses.replace`` changes options.
 
     An ``Exchange`` is a pytree, so it may be an argument of a function under ``jax.jit``. Its only
-    leaf is the array of an ``NvFp4`` as ``token_format``; all other options are static. Without
+    leaf is ``token_format.global_scale`` if that is an array. All other options are static. Without
     this leaf, an ``Exchange`` is hashable.
 
     Attributes:
@@ -34,35 +34,35 @@ class Exchange:
       capacity_factor: capacity as a multiple of the balanced load, in place of ``capacity``. The
         load is balanced if every rank receives the same number of rows: ``num_tokens * top_k``, or
         with replicated tokens ``num_tokens * top_k / group.size``. Padding for ``alignment`` is
-        added to the multiple, and at most the worst case is reserved. In GShard (arXiv:2006.16668),
-        Switch and MaxText, each expert has this capacity. The load of an expert varies more than
-        the load of a rank, so this package drops as few rows with a smaller factor.
+        added to the multiple. The result is at most the worst case. In GShard (arXiv:2006.16668),
+        Switch and MaxText, the factor limits the rows of each expert. The load of an expert varies
+        more than the load of a rank. Therefore a smaller factor is sufficient in this package.
       alignment: the rows of each local expert start at a multiple of this number. None means 1.
-      replicated: True if all ranks hold the same tokens, ids and weights (tensor parallelism).
-        Nothing is exchanged, each rank keeps the rows of its own experts, and ``lax.psum`` of the
-        result of ``combine`` or ``moe_mlp`` completes the sum. None means False, except in
-        ``moe``, which adds the sums itself, and decides by the number of tokens. Use True to
-        decode few tokens (inference), because no token travels.
+      replicated: True if all ranks hold the same tokens, ids and weights (tensor parallelism). Then
+        no token travels, and each rank keeps the rows of its own experts. ``lax.psum`` of the
+        result of ``combine`` or ``moe_mlp`` completes the sum. None means False. In ``moe``, which
+        adds the sums itself, None means that the number of tokens decides. Use True for inference
+        with few tokens.
       wire_dtype: dtype or token format of partial sums while they travel, as in ``combine``. It
         applies to the sums of a layer's result and of the gradient of the tokens. None means the
         dtype of each array.
       token_format: the format in which tokens travel to their experts: ``BlockwiseFp8()``,
-        ``MxFp8()`` or ``NvFp4(...)``. None sends them unchanged; layers whose products are in FP8
+        ``MxFp8()`` or ``NvFp4(...)``. None sends tokens unchanged; layers whose products are in FP8
         then use ``BlockwiseFp8``. Tokens must be bfloat16, float16 or float32 [T, ..., H], and H a
-        multiple of the format's group size. Products in FP8 read rows in ``BlockwiseFp8`` as they
-        arrive. Layers decode all other rows. They compute the same gradient as without a format.
+        multiple of the format's group size. Products in FP8 directly read rows in ``BlockwiseFp8``.
+        Layers decode all other rows. The gradient is the same as without a format.
       num_chunks: for layers only: number of chunks into which each rank's tokens are divided. The
-        chunks run one after the other, each under ``jax.checkpoint``. None means 1. The rows of
-        only one chunk need memory at a time, so a worst-case capacity needs about ``1/num_chunks``
-        of the memory. The number must divide the tokens in ``moe_mlp``, but not in ``moe``. Each
-        chunk is routed separately: ``capacity`` and ``capacity_factor`` apply to a chunk, drops are
-        decided for each chunk, and a ``Routing`` is not accepted. The backward pass dispatches each
-        chunk again, so a chunk makes two exchanges forward and three backward. Gradients of weights
-        and biases are summed over chunks in float32, and rounded once.
+        chunks run one after the other, each under ``jax.checkpoint``. None means 1. Only one chunk
+        at a time needs memory for its rows, so a worst-case capacity needs about ``1/num_chunks``
+        of the memory. In ``moe_mlp``, the number must divide the number of tokens. Each chunk has a
+        separate routing, so ``capacity`` and ``capacity_factor`` apply to a chunk, and a
+        ``Routing`` is not accepted. The backward pass dispatches each chunk again, so a chunk makes
+        two exchanges forward and three backward. Gradients of weights and biases are summed over
+        chunks in float32, and rounded once.
 
     Example:
-      This is the capacity for 1.25 times the balanced load of 1,024 tokens with 8 choices, with and
-      without alignment for 8 local experts:
+      This program prints the capacity for 1.25 times the balanced load of 1,024 tokens with 8
+      choices. The second line also aligns the rows of 8 local experts:
 
       ```python
       import jax_moe_a2a as ma
@@ -116,12 +116,12 @@ class Exchange:
     def rows_per_rank(
         self, num_tokens: int, top_k: int, *, group_size: int, num_experts: int
     ) -> int:
-        """Return the number of rows that each rank reserves: ``capacity``, or the rows for
-        ``capacity_factor``, or the worst case (all tokens choose only experts of one rank).
+        """Return the number of rows that each rank reserves. ``capacity`` or ``capacity_factor``
+        decides it. The default is the worst case: all tokens choose only experts of one rank.
 
         Args:
-          num_tokens: tokens of each rank, or with ``num_chunks`` tokens of a chunk.
-          top_k: choices of each token.
+          num_tokens: number of tokens of each rank, or of each chunk with ``num_chunks``.
+          top_k: number of choices of each token.
           group_size: number of ranks.
           num_experts: number of experts of all ranks together.
         """

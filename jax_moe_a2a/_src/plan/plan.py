@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-# Arguments that exclude negative indices. Otherwise JAX adds three operations to each indexing.
+# These arguments exclude negative indices. Otherwise JAX adds three operations to each access.
 _IN_BOUNDS: dict[str, Any] = dict(mode="promise_in_bounds", wrap_negative_indices=False)
 _DROP: dict[str, Any] = dict(mode="drop", wrap_negative_indices=False)
-TAIL_ROW = -2  # ``row_slot`` of rows after the last group; kTailRow in cuda/params.h
+TAIL_ROW = -2  # ``row_slot`` of the rows in the tail; kTailRow in cuda/params.h
 
 
 class RoutingArrays(NamedTuple):
@@ -29,7 +29,7 @@ class RoutingArrays(NamedTuple):
 
 
 class RoutePlan(NamedTuple):
-    """The results of a route. The fields are those of ``Routing``."""
+    """The results of a route. ``Routing`` describes the fields."""
 
     arrays: RoutingArrays
     row_token: jax.Array
@@ -71,14 +71,14 @@ def plan_shapes(
     )
 
 
-NUM_RESULTS = len(RoutingArrays._fields) + len(RoutePlan._fields) - 1  # of the route primitive
+NUM_RESULTS = len(RoutingArrays._fields) + len(RoutePlan._fields) - 1  # results of ``route_p``
 
 
 class PlanOptions(NamedTuple):
     """The static options of a route."""
 
     num_local_experts: int
-    """L; expert e lives on rank e // L."""
+    """L, the number of experts per rank. Expert e is on rank e // L."""
     capacity: int
     """C, the number of rows of this rank."""
     alignment: int
@@ -90,8 +90,8 @@ class PlanOptions(NamedTuple):
 
 
 def plan_route(all_ids: jax.Array, rank: jax.Array, options: PlanOptions) -> RoutePlan:
-    """Compute one rank's routing from the global expert ids of all ranks, int32 [R, T, K]. An id
-    outside [0, R * L) sends nothing."""
+    """Compute the plan of one rank from the expert ids of all ranks, int32 [R, T, K]. A choice with
+    an id outside [0, R * L) sends nothing."""
     num_local_experts, capacity, alignment, may_drop, parts = options
     num_ranks, num_tokens, top_k = all_ids.shape
     int32 = jnp.int32
@@ -123,7 +123,7 @@ def plan_route(all_ids: jax.Array, rank: jax.Array, options: PlanOptions) -> Rou
 
     slot_rows = rows_of_slots(slots, is_here, jnp.where(is_kept, row, -2))
 
-    # The index of a row's choice determines rank, token and k, so one scatter (a launch) suffices.
+    # Scatter only the index of each row's choice, because rank, token and k follow from the index.
     choices = jnp.arange(row.size, dtype=int32).reshape(row.shape)
     choice = values_by_row(jnp.where(is_kept, row, capacity), capacity, choices)
     token = quotient(choice, max(1, top_k))
@@ -151,25 +151,25 @@ class Slots(NamedTuple):
     """The slots of tokens on the ranks that receive them."""
 
     token_slot: jax.Array
-    """[T, R]: slot of each own token on each rank, or -1."""
+    """[T, R]: slot of each token of this rank on each rank, or -1."""
     slot_token: jax.Array
-    """[R, T]: own token in each slot, or -1."""
+    """[R, T]: token of this rank in each slot of each rank, or -1."""
     here: jax.Array
     """[R, T, 1]: slot of each rank's tokens on this rank, or -1."""
     token_here: jax.Array
-    """[R, T, 1]: token of each rank in each slot on this rank, or -1."""
+    """[R, T, 1]: token in each slot of each source rank on this rank, or -1."""
 
 
 def number_slots(choice_rank: jax.Array, rank: jax.Array) -> Slots:
-    """Return the slots of tokens, from the rank of each choice, int32 [R, T, K], or -1. A token
-    uses one slot on each rank of its choices, in token order."""
+    """Return the slots of tokens from ``choice_rank`` int32 [R, T, K]: the rank of each choice, or
+    -1. A token uses one slot on each rank of its choices. Slots are in token order."""
     num_ranks, num_tokens, _ = choice_rank.shape
     own = lax.dynamic_index_in_dim(choice_rank, rank)
     ranks = lax.broadcasted_iota(jnp.int32, (num_ranks, 1, 1), 0)
-    # [2R, T]: whether this rank sends a token to each rank, then whether it receives a token from
-    # each rank.
+    # [2R, T]: the first R rows say which tokens this rank sends to each rank. The other R rows say
+    # which tokens this rank receives from each rank.
     goes = jnp.concatenate([own == ranks, choice_rank == rank]).any(axis=2)
-    # The tokens that travel come first. XLA:CPU compiles a sort in less time than a prefix sum or a
+    # The sort puts tokens that travel first. XLA:CPU compiles a sort faster than a prefix sum or a
     # scatter.
     token = lax.broadcasted_iota(jnp.int32, goes.shape, 1)
     token_of = lax.sort(jnp.where(goes, token, token + num_tokens), dimension=1)
@@ -187,7 +187,7 @@ def number_slots(choice_rank: jax.Array, rank: jax.Array) -> Slots:
 
 def rows_of_slots(slots: Slots, is_here: jax.Array, row: jax.Array) -> jax.Array:
     """Return ``slot_rows``. ``is_here``, bool [R, T, K], says which choices are for this rank.
-    ``row``, int32 [R, T, K], is the row of each of these choices, or a negative mark."""
+    ``row``, int32 [R, T, K], is the row of these choices, or a negative number without a row."""
     if row.size == 0:
         return row
     r, k = (lax.broadcasted_iota(jnp.int32, row.shape, axis) for axis in (0, 2))
@@ -198,17 +198,16 @@ def rows_of_slots(slots: Slots, is_here: jax.Array, row: jax.Array) -> jax.Array
 
 def values_by_row(row: jax.Array, num_rows: int, values: jax.Array) -> jax.Array:
     """Return the value of each row's choice, int32 [num_rows], or -1 for a row without a choice.
-    ``row``, int32 [R, T, K], is the row of each choice, or ``num_rows`` for a choice without a
-    row."""
+    ``row``, int32 [R, T, K], is the row of each choice, or ``num_rows`` without a row."""
     values = jnp.broadcast_to(values, row.shape).ravel()
     return jnp.full(num_rows, -1, jnp.int32).at[row.ravel()].set(values, **_DROP)
 
 
 def has_room(group: jax.Array, options: PlanOptions) -> jax.Array:
-    """Return which choices for this rank fit, bool [R, T, K]. Choices reserve room in order: by
-    choice, then token, then source rank (docs/protocol.md, section 17). The first choice of a block
-    of ``alignment`` rows reserves the block. ``group``, int32 [R, T, K], is the group of each
-    choice, or the number of groups for a choice of another rank."""
+    """Return which choices for this rank fit, bool [R, T, K]. Choices reserve rows in the order of
+    k, then token, then source rank (docs/protocol.md, section 17). The first choice of a block of
+    ``alignment`` rows reserves the block. ``group``, int32 [R, T, K], is the group of each choice.
+    For a choice of another rank's expert, it is the number of groups."""
     if group.size == 0:
         return jnp.zeros(group.shape, bool)
     alignment, num_groups = options.alignment, options.num_local_experts // options.parts
@@ -222,17 +221,17 @@ def has_room(group: jax.Array, options: PlanOptions) -> jax.Array:
 
 
 def count_and_number(group: jax.Array, num_groups: int) -> tuple[jax.Array, jax.Array]:
-    """Return the size of each group, int32 [num_groups], and for each element the number of earlier
-    elements of its group, int32 [N]. ``group`` is as in ``sort_by_group``."""
+    """Return the size of each group, int32 [num_groups], and the index of each element in its
+    group, int32 [N]. ``group`` is as in ``sort_by_group``."""
     firsts, position = sort_by_group(group, num_groups)
     return firsts[1:] - firsts[:-1], position - firsts.at[group].get(**_IN_BOUNDS)
 
 
 def sort_by_group(group: jax.Array, num_groups: int) -> tuple[jax.Array, jax.Array]:
-    """Sort elements by group, in a stable order. Return the first position of each group and of the
-    elements without a group, int32 [num_groups + 1], and the position of each element, int32 [N].
-    ``group``, int32 [N], is ``num_groups`` for an element without a group."""
-    # A mark for each group is sorted before the group's elements, and shows their first position.
+    """Sort elements by group, in a stable order. ``group``, int32 [N], is ``num_groups`` for an
+    element without a group. Return the first position of each group, int32 [num_groups + 1], where
+    elements without a group are the last group. Also return the position of each element, [N]."""
+    # A mark for each group is sorted before its elements. It shows the group's first position.
     marks = jnp.arange(num_groups + 1, dtype=jnp.int32)
     keys = jnp.concatenate([marks, group])
     order = lax.sort((keys, lax.iota(jnp.int32, keys.size)), num_keys=1)[1]
@@ -241,33 +240,33 @@ def sort_by_group(group: jax.Array, num_groups: int) -> tuple[jax.Array, jax.Arr
 
 
 def inverse_permutation(order: jax.Array) -> jax.Array:
-    """Return the place of each number in ``order`` int32 [..., N], a permutation of 0 to N - 1."""
+    """Return the position of each number in ``order``, a permutation of 0 to N - 1 [..., N]."""
     place = lax.broadcasted_iota(jnp.int32, order.shape, order.ndim - 1)
     return lax.sort((order, place), num_keys=1, is_stable=False)[1]
 
 
 def take(x: jax.Array, index: jax.Array) -> jax.Array:
-    """Return ``x[index]`` for x [N]; any number where ``index`` is negative."""
+    """Return ``x[index]`` for x [N]. A negative index returns any number."""
     if x.size == 0:
         return jnp.zeros(index.shape, x.dtype)
     return x.at[jnp.maximum(index, 0)].get(**_IN_BOUNDS)
 
 
 def quotient(x: jax.Array, divisor: int) -> jax.Array:
-    """Return ``x // divisor`` for int32 x >= 0; any number for negative x. ``//`` would emit ten
-    more operations for negative numbers."""
+    """Return ``x // divisor`` for int32 x >= 0, and any number for negative x. The operator ``//``
+    would emit ten more operations for negative numbers."""
     return lax.div(x.astype(jnp.uint32), np.uint32(divisor)).astype(jnp.int32)
 
 
 def remainder(x: jax.Array, divisor: int) -> jax.Array:
-    """Return ``x % divisor`` for int32 x >= 0; any number for negative x."""
+    """Return ``x % divisor`` for int32 x >= 0, and any number for negative x."""
     return lax.rem(x.astype(jnp.uint32), np.uint32(divisor)).astype(jnp.int32)
 
 
 def running_sum(x: jax.Array, axis: int = 0) -> jax.Array:
     """Return the inclusive prefix sum along an axis, in the dtype of ``x``. ``jnp.cumsum`` emits
-    many operations on CPU. In jax 0.12.0.1 it becomes a scan, on which XLA:CPU aborts if one export
-    serves several platforms."""
+    many operations on CPU. In jax 0.12.0.1 it becomes a scan. XLA:CPU aborts on this scan if a
+    program was exported for several platforms."""
     length = x.shape[axis]
     if length == 0:
         return x
@@ -277,8 +276,8 @@ def running_sum(x: jax.Array, axis: int = 0) -> jax.Array:
 
 
 def fold_batch(routing: RoutingArrays) -> RoutingArrays:
-    """Merge B routings (leading axis B on every array) into one routing over B*T tokens and B*C
-    rows. The same rows are dropped as in the B routings. Empty slots may lie between used slots."""
+    """Merge a batch of B routings (leading axis B on every array) into one routing over B*T tokens
+    and B*C rows. The merge drops no row. Empty slots may be between used slots."""
     batch, num_tokens, _ = routing.choice_rank.shape
     capacity = routing.row_rank.shape[1]
 

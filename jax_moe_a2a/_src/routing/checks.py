@@ -1,4 +1,4 @@
-"""Check the arguments of ``route``, or a routing that replaces them."""
+"""Check the arguments of ``route``, or the routing that replaces these arguments."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from ..plan.options import Exchange, without_capacity
 from .two_level import AnyRouting
 from .types import RouteOptions
 
-# This limit bounds the memory of arrays with an entry for each local expert.
+# This number limits the memory of arrays with an entry for each local expert.
 MAX_LOCAL_EXPERTS = 2**20
 INT32_MAX = int(np.iinfo(np.int32).max)
 
-# A name, or a tuple of names, stands for the group of these axes with the default options.
+# A name or a tuple of names stands for a group over these axes with default options.
 GroupOrAxes: TypeAlias = Group | str | tuple[str, ...]
 
 
 class RouteArguments(NamedTuple):
-    """The keyword arguments of ``dispatch`` that its route reads; None for omitted arguments."""
+    """The keyword arguments of ``dispatch`` for the route. An omitted argument is None."""
 
     group: GroupOrAxes | None
     num_experts: int | None
@@ -119,7 +119,7 @@ def check_ids(name: str, value: ArrayLike) -> jax.Array | np.ndarray:
 
 
 def _check_repeated(given: RouteArguments, routing: AnyRouting) -> None:
-    """Raise an error if an argument next to a routing differs from the option of the routing."""
+    """Raise an error if an argument differs from the same option of the routing."""
     arguments = {**vars(given.exchange), "group": given.group, "num_experts": given.num_experts}
     for field in dataclasses.fields(RouteOptions):
         name, value, own = field.name, arguments[field.name], getattr(routing, field.name)
@@ -158,9 +158,9 @@ def axes_of(group: object, argument: str = "group") -> tuple[str, ...]:
 
 
 def check_scope(group: object) -> Group:
-    """Return the argument if it is a ``Group``, or the group over the axes that it names. Raise an
-    error if the axes or the mesh of a ``Group`` do not match those in scope, or if it requires the
-    CUDA kernels and they cannot run."""
+    """Return a ``Group`` unchanged. For names of axes, return the group over these axes. Raise an
+    error if the axes or the mesh do not match the axes or the mesh in scope. Also raise an error if
+    the group requires the CUDA kernels and they cannot run."""
     axes = axes_of(group)
     if not isinstance(group, Group):
         return Group(axis_name=axes, size=math.prod(_sizes_in_scope(axes, repr(group))))

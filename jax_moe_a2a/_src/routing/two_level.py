@@ -14,22 +14,22 @@ from .types import RoutedRows, Routing, check_arrays, check_int32
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TwoLevelRouting(RoutedRows):
-    """The routing of a group of two levels. It has the rows of a ``Routing``, in the same order.
+    """The routing of a group of two levels. The rows and their order are as in a ``Routing``.
 
     In the shapes, T is the number of tokens per rank, K the number of choices of a token, H the
-    number of hosts, C the capacity, and L the number of experts per rank. All arrays are int32.
-    Only rows are dropped, never relayed tokens.
+    number of hosts, C the capacity, and L the number of experts per rank. All arrays are int32. The
+    capacity limits only rows. Relayed tokens are never dropped.
     """
 
     hosts: RoutingArrays
-    """Routing of the exchange between hosts, with T tokens, min(K, H) choices, and H * T rows
-    (relayed tokens)."""
+    """Routing of the exchange between hosts, with T tokens and min(K, H) choices per token. Its
+    H * T rows are relayed tokens."""
     ranks: RoutingArrays
     """Routing of the exchange within the host, with H * T relayed tokens, K choices, and C rows."""
 
     @property
     def row_k(self) -> jax.Array:
-        """Return the choice of each row [C], -1 for a row without a token."""
+        """Return the choice of each row, [C]; -1 for a row without a token."""
         return self.ranks.row_k
 
     def check(self, argument: str) -> None:

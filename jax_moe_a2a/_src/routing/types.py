@@ -17,12 +17,12 @@ from ..plan.plan import RoutingArrays, plan_shapes
 ROUTING_CHECKPOINT_NAME = "moe_a2a_routing"
 """Checkpoint name of every routing array, a str.
 
-If a policy of ``jax.checkpoint`` saves this name, the backward pass does not route again, as with
-``jax.checkpoint_policies.save_only_these_names(ROUTING_CHECKPOINT_NAME)``.
+If a policy of ``jax.checkpoint`` saves this name, the backward pass does not route again. An
+example is ``jax.checkpoint_policies.save_only_these_names(ROUTING_CHECKPOINT_NAME)``.
 """
 
 
-STATIC = dict(static=True)  # metadata of a field that is not a leaf of a pytree
+STATIC = dict(static=True)  # metadata of a field that is not a leaf of the pytree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,15 +77,16 @@ class RoutedRows(RouteOptions):
     row_token: jax.Array
     """[C]: index of a row's token at its source rank, or -1 if the row holds no token."""
     group_sizes: jax.Array
-    """[L]: rows of each local expert, alignment padding included, clipped at the capacity."""
+    """[L]: number of rows of each local expert, with padding. Rows beyond the capacity are not
+    counted."""
     num_rows: jax.Array
-    """[]: rows that hold a token."""
+    """[]: number of rows that hold a token."""
     num_dropped: jax.Array
-    """[]: rows dropped at this rank because the capacity was too small."""
+    """[]: number of rows that this rank dropped because the capacity was too small."""
     num_invalid: jax.Array
-    """[]: number of this rank's ids outside [-1, num_experts). They are treated as -1."""
+    """[]: number of this rank's ids outside [-1, num_experts), which are treated like -1."""
     topk_ids: jax.Array
-    """[T, K]: the ids that this rank routed. No exchange reads them."""
+    """[T, K]: the ids that this rank routed. No exchange reads this array."""
 
     @property
     def num_tokens(self) -> int:
@@ -122,29 +123,27 @@ class Routing(RoutedRows):
     """The destinations of this rank's tokens and the sources of its rows, as a pytree.
 
     In the shapes, T is the number of tokens per rank, K the number of choices of a token, R the
-    number of ranks, C the capacity, and L the number of experts per rank. All arrays are int32. A
-    token uses one *slot* in the landing zone of each rank that has any of its experts. On that rank
-    it has one *row* for each of its choices.
+    number of ranks, C the capacity, and L the number of experts per rank. All arrays are int32. If
+    a rank has any expert of a token, the token uses one *slot* in the landing zone of this rank.
+    There, the token has one *row* for each of its choices of this rank's experts.
 
     Do not change the arrays of a routing: ``dispatch`` and ``combine`` check their dtypes and
     shapes, but not their values. To leave choices out, set their ids to -1 before ``route``.
 
-    With replicated tokens, R is 1, and choices of other ranks' experts are left out as if their ids
-    were -1.
+    With replicated tokens, R is 1. Choices of other ranks' experts are treated like the id -1.
     """
 
     token_slot: jax.Array
-    """[T, R]: slot of each token of this rank on each rank; -1 if the rank has none of the token's
-    experts."""
+    """[T, R]: slot of each token of this rank on each rank, or -1 without a slot there."""
     slot_token: jax.Array
-    """[R, T]: the token of this rank in each slot of each rank's zone; -1 for an empty slot."""
+    """[R, T]: token of this rank in each slot on each rank; -1 for an empty slot."""
     choice_rank: jax.Array
     """[T, K]: rank of a choice; -1 if its id sends nothing."""
     slot_rows: jax.Array
-    """[R, T, K]: row of each choice of the token in a slot of each source rank. -1: the choice is
-    not for this rank. -2: the choice was dropped for capacity."""
+    """[R, T, K]: rows of the choices of the token in each slot of each source rank. -1 means that
+    the choice is not for this rank. -2 means that the choice was dropped."""
     row_slot: jax.Array
-    """[C]: slot of a row's token. -1: padding within a group. -2: a row after the last group."""
+    """[C]: slot of a row's token. -1 means padding, and -2 means a row of the tail."""
     row_k: jax.Array
     """[C]: index of a row's choice, or -1 if the row holds no token."""
 
@@ -162,8 +161,8 @@ class Routing(RoutedRows):
 def check_arrays(
     argument: str, arrays: RoutingArrays, num_ranks: int, capacity: int, *, level: str = ""
 ) -> None:
-    """Check dtype and shape of the arrays that an exchange reads. Kernels would read outside of
-    arrays with other shapes. The names of the arrays begin with ``level``."""
+    """Check dtype and shape of the arrays that an exchange reads, because kernels would read
+    outside of arrays with other shapes. In errors, ``level`` precedes the names of the arrays."""
     what = f"{argument} must be a routing as route returned it"
     named = {f"{level}{name}": _shaped(array) for name, array in arrays._asdict().items()}
     choices = named[f"{level}choice_rank"]
@@ -185,7 +184,7 @@ def check_arrays(
 def check_int32(
     what: str, arrays: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], reason: str
 ) -> None:
-    """Raise a TypeError unless every array is int32 with its shape, which ``reason`` explains."""
+    """Raise a TypeError unless every array is int32 and has its shape. ``reason`` explains it."""
     for name, shape in shapes.items():
         if arrays[name].dtype != jnp.int32 or arrays[name].shape != shape:
             expected = ",".join(map(str, shape))
