@@ -19,9 +19,9 @@ void end_store_group();
 void wait_until_read(int pending_groups);
 void wait_until_stored();
 
-// Orders this thread's accesses, and what it has acquired, before its next bulk copies.
+// This thread's next bulk copies see its earlier accesses, and everything that it has acquired.
 void fence_global_for_bulk();
-// Orders this thread's accesses before the next bulk copies of the block.
+// The next bulk copies of the block see this thread's earlier accesses.
 void fence_shared_for_bulk();
 
 }  // namespace emulation

@@ -122,7 +122,7 @@ inline unsigned long long atomicCAS(unsigned long long* address, unsigned long l
   return expected;
 }
 namespace emulation {
-// Counts to `last` and back to 0.
+// Increments the counter, and wraps from `last` to 0.
 inline unsigned count_up(unsigned* address, unsigned last, bool is_ordered) {
   const int order = is_ordered ? __ATOMIC_ACQ_REL : __ATOMIC_RELAXED;
   unsigned before = __atomic_load_n(address, __ATOMIC_RELAXED);
