@@ -14,9 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 TABLE = pathlib.Path(__file__).with_name("table.txt")
 HEAD = """\
-XLA has compiled the programs of tests/compiled/programs.py for four H100 GPUs. This table counts the
-calls, kernels and data moves of one rank by kind. CONTRIBUTING.md ("The compiled table") explains
-the words. `make compiled` writes this file.
+XLA has compiled the programs of tests/compiled/programs.py for four H100 GPUs. This table counts
+the calls, kernels and data moves of one rank by kind. CONTRIBUTING.md ("The compiled table")
+explains the words. `make compiled` writes this file.
 """
 
 

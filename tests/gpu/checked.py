@@ -117,8 +117,8 @@ enough_tokens_to_be_late = pytest.mark.skipif(
 def enough_rows(shape, group):
     """Return a capacity at which no choice is dropped. None is the worst case.
 
-    On one GPU, the worst case of many ranks would not fit. There, the capacity is twice the number
-    of a rank's choices, because the ids are hashes, and a rank receives about the mean load.
+    On one GPU, the worst case of many ranks does not fit into the memory. Twice the mean load is
+    enough there, because the ids are hashes, so all loads are close to the mean.
     """
     if not ONE_GPU:
         return None
@@ -135,7 +135,7 @@ MANY_CHUNKS = Shape(tokens=512)
 class Counts(NamedTuple):
     """Numbers of errors: int32 [] on a device, [ranks] on the host."""
 
-    wrong: object  # elements with a plausible but wrong value
+    wrong: object  # elements that are neither right nor NaN
     lost: object  # values that are NaN, and tags that are zero
     misplaced: object  # rows, sizes or counts that differ from the expected routing
     unsafe: object  # sizes and indices outside of their range
@@ -148,7 +148,7 @@ def counted(**found):
     )
 
 
-# Values that every rank can compute. Arguments broadcast.
+# Every rank can compute these values. Arguments broadcast.
 
 
 def hashed(*values):
@@ -196,7 +196,7 @@ def my_rank(group):
     return lax.axis_index(group.axis_name)
 
 
-# The operations, of one rank.
+# These functions run on one rank.
 
 
 def route_args(shape, group):
@@ -250,7 +250,7 @@ def dispatch_start(shape, group, step, routing):
 
 
 def mark_of(rank):
-    """Return what experts of a rank add to rows. bfloat16 has all integers only up to 256."""
+    """Return the small integer that experts of a rank add to rows, so that bfloat16 is exact."""
     return rank % 8
 
 
@@ -275,7 +275,7 @@ def weighted(y, weights):
     return y * weights[:, None].astype(y.dtype)
 
 
-# Expected results.
+# These functions compare results with the expected results.
 
 
 def compare(actual, expected):
@@ -308,7 +308,7 @@ def count_sums(shape, group, step, ids, out):
     ranks = ids // shape.local_experts
 
     def partial(rank):
-        """Return the sum of a token at one rank, or over all ranks if `rank` is None."""
+        """Return the partial sums of one rank, or the sums over all ranks if `rank` is None."""
         at = True if rank is None else ranks == rank
         mine = jnp.where(at, weights, 0)
         marked = [x + mark_of(ranks[:, k, None]) for k in range(shape.top_k)]
@@ -379,8 +379,8 @@ def count_psum(group, step, size):
     return counted(wrong=total != jnp.sum(every, axis=0, dtype=every.dtype))
 
 
-# The exchanges that have been called since a workspace opened, if all ranks share one GPU. The key
-# is the number of ranks, because each number has its own workspace.
+# If all ranks share one GPU: the exchanges that were called since a workspace opened. The key is
+# the number of ranks, because each number of ranks has a separate workspace.
 _noted = collections.defaultdict(Count)
 _noting = threading.Lock()
 
@@ -446,7 +446,7 @@ class Noted:
         self.exchanges = counters_of(self.group) - before
         calls = harness.count_primitives(self.program.trace(*args).jaxpr)
         if calls and self.group.implementation != "portable":
-            assert self.exchanges != Count(), f"no kernel has run, of {calls}"
+            assert self.exchanges != Count(), f"no kernel has run; the program has {calls}"
         note(self.group, self.exchanges)
         return results
 
@@ -454,7 +454,7 @@ class Noted:
         return self.program.lower(*args)
 
 
-# Orders are functions (shape, group, step) -> counts of one rank.
+# An order is a function (shape, group, step) -> counts of one rank.
 
 
 def received(shape, group, step, recv):
@@ -486,14 +486,14 @@ def route_only(shape, group, step):
 
 
 def dispatch_only(shape, group, step):
-    """Dispatch, and combine without using the sums, so that XLA eliminates the combine."""
+    """Dispatch. XLA eliminates the combine, because its sums are unused."""
     recv = dispatch(shape, group, step, route(shape, group, step))
     combine(shape, group, recv)
     return count_rows(shape, step, recv)
 
 
 def two_dispatches_first(shape, group, step):
-    """Dispatch twice, combine the rows of the second dispatch, and then those of the first."""
+    """Dispatch twice. Combine the rows of the second dispatch before the rows of the first."""
     steps = (2 * step, 2 * step + 1)
     recvs = [dispatch(shape, group, s, route(shape, group, s)) for s in steps]
     recvs = lax.optimization_barrier(recvs)
@@ -522,7 +522,7 @@ def combine_given(shape, group, step, routing):
     return count_sums(shape, group, step, own_ids(shape, group, 0), out)
 
 
-# Programs.
+# These functions make programs.
 
 
 def mapped(fn, group):
@@ -539,8 +539,8 @@ def mapped(fn, group):
 
 
 def on_all_ranks(fn, group, exchanges=None, **jit_options):
-    """Return `mapped(fn, group)` under jit. `exchanges` is the number of exchanges of a call, or
-    None if `Noted` shall read it from the counters."""
+    """Return `mapped(fn, group)` under jit. `exchanges` is the number of exchanges of a call. If it
+    is None, `Noted` reads it from the counters."""
     program = jax.jit(mapped(fn, group), **jit_options)
     if ONE_GPU:
         return Noted(program, group, exchanges)

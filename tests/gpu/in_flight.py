@@ -11,7 +11,7 @@ from jax_moe_a2a._src.exchange import split
 
 
 def in_order(inflights, *arrays):
-    """Return the arrays, tied together: no use of an array begins before all are computed."""
+    """Tie the arrays together: no use of an array begins before all arrays are computed."""
     tied = iter(split.tie(*(a for each in inflights for a in each._arrays), *arrays))
     for each in inflights:
         each._arrays = [next(tied) for _ in each._arrays]
@@ -44,7 +44,7 @@ def split_whole(shape, group, step):
 
 
 def product(step):
-    """Return a matrix product whose elements are ones, which the compiler cannot know."""
+    """Return a matrix product. The compiler does not know that its elements are ones."""
     side = 512
     ones = jnp.ones((side, side), jnp.bfloat16) + (step * 0).astype(jnp.bfloat16)
     return ones @ jnp.full((side, side), 1 / side, jnp.bfloat16)
@@ -82,8 +82,8 @@ def random_script(seed, num_actions=14, most=4):
 
 def scripted(script):
     """Return an order that performs the actions (name, index) of a script. "done" finishes the
-    exchange with this index in the list of exchanges in flight; after a dispatch, it also starts
-    the combine."""
+    exchange at this index of the list of exchanges in flight. If it finishes a dispatch, it also
+    starts the combine."""
 
     def order(shape, group, step):
         pool, counts, first = [], checked.counted(), len(script) * step

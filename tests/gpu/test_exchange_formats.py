@@ -18,7 +18,7 @@ def test_thousands_of_exchanges_with_a_format_show_no_error(name):
 
     def order(step):
         whole = checked.whole(shape, group, step) + checked.whole(plain, group, step)
-        # Other tokens, because XLA would merge equal calls.
+        # Use other tokens, because XLA would merge equal calls.
         step += 1
         return whole + checked.at_once(shape, group, step) + checked.at_once(plain, group, step)
 

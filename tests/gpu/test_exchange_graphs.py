@@ -1,7 +1,7 @@
-"""Test that calls that CUDA graphs replay return the results of launched calls.
+"""Test that calls in replayed CUDA graphs return the same results as launched calls.
 
-XLA replays a graph from the second run of a program on, and drops all graphs if it compiles another
-program. The tests therefore compile all programs first, and run them often.
+XLA replays a graph from the second run of a program on. If XLA compiles another program, it drops
+all graphs. The tests therefore compile all programs first, and run them often.
 """
 
 import concurrent.futures
@@ -81,8 +81,8 @@ def test_captured_calls_return_the_bits_of_launched_calls():
 
 @pytest.mark.one_process("the number of its calls is by the clock")
 def test_compiling_another_program_while_graphs_replay_changes_nothing():
-    """A thread compiles three programs while another thread runs a captured loop. XLA then drops
-    all graphs, so one device may launch a call that another device replays. No result is wrong."""
+    """If one thread compiles programs while another thread runs a captured loop, no result is
+    wrong. XLA drops all graphs, so one device may launch a call that another device replays."""
     group = captured_group()
     captured = checked.new_program(SHAPE, group, num_steps=STEPS)
     state = captured(checked.begin())

@@ -15,13 +15,13 @@ NO_SEARCH = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 
 
 def run_beside_collectives_and_products(num_sms=None):
-    # NCCL and the products start slowly, and at different times on different devices.
+    # The timeout is long, because NCCL and the products start slowly and at different times.
     group = checked.new_group(num_sms=num_sms, timeout=10.0, cuda_graphs=None)
 
     def once(carry, _):
         (step, counts), ones = carry
         counts = counts + checked.whole(checked.SMALL, group, step)
-        # The elements stay exactly one, which the compiler does not know.
+        # The compiler does not know that the elements stay exactly one.
         ones = ones @ jnp.full((SIDE, SIDE), 1 / SIDE, ones.dtype)
         counts = counts + checked.count_psum(group, step, SUMMED) + checked.counted(wrong=ones != 1)
         return ((step + 1, counts), ones), None

@@ -37,7 +37,7 @@ def nan_arrays():
 
 
 def leave_nan_in_both_ring_halves():
-    """Fill every landing slot of dispatch and of combine."""
+    """Fill every landing slot of dispatch and of combine with NaN."""
     experts = FULL.num_experts(RANKS)
     # Together, these routings send every token to every rank. Up to 16 ranks need one routing.
     for first in range(0, experts, FULL.top_k):

@@ -20,13 +20,13 @@ pytestmark = [
 ]
 GATHERED = 1 << (20 if checked.ON_GPU else 10)  # integers of each rank
 NAMES = list(ROUTINGS)
-# Initial sums: differences of layers, and wrong elements of three collectives.
+# These sums count differences of layers, and wrong elements of three collectives.
 ZEROS = tuple(
     np.zeros((routings.RANKS, number), np.int32) for number in (len(layers.Differences._fields), 3)
 )
 ASYNCHRONOUS = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
-    "xla_gpu_all_gather_combine_threshold_bytes": 1,  # XLA does not merge collectives
+    "xla_gpu_all_gather_combine_threshold_bytes": 1,  # keeps XLA from merging collectives
     "xla_gpu_all_reduce_combine_threshold_bytes": 1,
 }
 

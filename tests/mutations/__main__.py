@@ -18,7 +18,7 @@ import time
 
 from .catalogue import ROOT, read
 
-TREE = ROOT / "build" / "mutations"  # kept, so that later runs compile little C++ code
+TREE = ROOT / "build" / "mutations"  # not deleted, so that later runs compile little C++ code
 
 
 def main():
