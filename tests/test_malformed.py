@@ -1,7 +1,7 @@
 """A malformed call is a bug of the lowering. It must raise an error while a program is lowered, and
 must not lead to the portable path.
 
-Each test damages a call between the lowering and the kernels, in several ways.
+Each test damages a call between the lowering and the kernels in several ways.
 """
 
 from collections.abc import Callable

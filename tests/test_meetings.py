@@ -1,7 +1,7 @@
 """Two processes with pretended GPUs meet, lower programs in different orders, and begin a second
 job. They use JAX's coordination service.
 
-Two processes run this file once. Each test checks one scenario of this run.
+Both processes run this file, once for all tests. Each test checks one scenario.
 """
 
 import itertools

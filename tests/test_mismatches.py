@@ -1,8 +1,8 @@
 """If a pytree was made for a different group, size or form, tracing a program with it raises an
 error. A routing with a damaged array raises an error, too.
 
-These tests run no program. Each pytree is made in a program of its group, and then used in a
-program of a group of 8 ranks.
+These tests run no program. Each pytree is made in a program of its group. A program of a group of 8
+ranks then uses it.
 """
 
 import dataclasses

@@ -555,7 +555,7 @@ def test_experts_in_16_bits_with_any_router(router_dtype):
 
 
 def test_an_axis_that_spans_hosts_is_divided_into_two_levels(monkeypatch):
-    """Results and gradients equal those of a group of one level."""
+    """Results and gradients equal the results and gradients of a group of one level."""
     mesh, hosts = mesh_of(data=1, ep=4), 2
 
     def hosts_of(mesh, axes):

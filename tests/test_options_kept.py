@@ -1,6 +1,6 @@
 """Every static option of a dispatch reaches all exchanges of the dispatch, forward and backward.
 
-Options that these tests do not interpret have sentinels as values. One option is invented."""
+Most options have sentinels as values here. One option is invented."""
 
 import collections
 import functools

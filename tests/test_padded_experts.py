@@ -1,4 +1,4 @@
-"""FP8 experts whose sizes are no multiples of 128 are padded with zeros, which changes no result.
+"""If a size of FP8 experts is no multiple of 128, padding with zeros changes no result.
 
 The oracle does not pad, so the last group of its rows has fewer than 128 numbers. All inputs are
 integers, so that sums are exact in any order.

@@ -191,8 +191,8 @@ def test_tensors_of_pytorch_in_fp8_make_a_round_trip():
 
 
 def e2m1(nibble):
-    """Decode a number of 4 bits by section 5.3.3 of the OCP MX specification v1.0: sign, two bits
-    of exponent with bias 1, one bit of mantissa. Exponent 0 is subnormal."""
+    """Decode a number of 4 bits (OCP MX specification v1.0, section 5.3.3): a sign, two bits of
+    exponent with bias 1, and one bit of mantissa. Exponent 0 is subnormal."""
     sign, exponent, mantissa = nibble >> 3, nibble >> 1 & 3, nibble & 1
     magnitude = mantissa / 2 if exponent == 0 else 2.0 ** (exponent - 1) * (1 + mantissa / 2)
     return -magnitude if sign else magnitude

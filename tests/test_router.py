@@ -218,7 +218,7 @@ def test_ids_alone_are_right_over_auto_axes(options):
     np.testing.assert_array_equal(found, route(logits, TOP_K, **options).ids)
     text = ids_of.lower(put).compile().as_text()
     assert re.search("topk|sort", text, re.IGNORECASE)
-    assert "minimum" in text, "XLA removes what prevents zeros on GPUs"
+    assert "minimum" in text, "XLA has removed the minimum, which prevents zeros on GPUs"
 
 
 @pytest.mark.parametrize("score", ("softmax", "sigmoid"))

@@ -1,5 +1,5 @@
-"""Exchanges work in all forms of shard_map: with and without check_vma, with Auto and Explicit
-axes, over several axes, and on partial-manual meshes."""
+"""Exchanges work with and without check_vma, with Auto and Explicit axes, over several axes, and on
+partial-manual meshes."""
 
 import harness
 import jax

@@ -202,8 +202,8 @@ def test_under_every_transform_a_split_layer_is_the_whole_one_and_every_done_has
     small_layer.assert_close(actual, expected, tolerance=1e-4)
 
 
-# On GPUs, XLA would fuse a call with the slices that it reads or writes, if the slices begin at
-# multiples of 128 bytes, as in this layout. Many ranks have fewer tokens, because the rows of the
+# The slices of this layout begin at multiples of 128 bytes. On GPUs, XLA would fuse a call with
+# such slices if it reads or writes them. Many ranks have fewer tokens, because the rows of the
 # worst case grow with the square of the number of ranks.
 NUM_LARGE = 128 if RANKS <= cases.MOST_RANKS else 32
 LARGE = cases.Layout("large", tokens=NUM_LARGE, top_k=4, local_experts=2, hidden=64)

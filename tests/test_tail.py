@@ -135,8 +135,8 @@ def assert_finite_and_same(actual, expected, atol):
 
 @jax.custom_vjp
 def unwriting_dot(rows, w, sizes):
-    """Multiply rows as another library may: rows after the last group are NaN in the result and in
-    the gradient of rows. The weight gradient reads every row, and multiplies it by 0 or 1. On
+    """Multiply rows as another library may. In the result and in the gradient of rows, rows after
+    the last group are NaN. The weight gradient reads every row, and multiplies it by 0 or 1. On
     Hopper, tokamax 0.0.17 does this near the end of a group."""
     return unwritten(jax.lax.ragged_dot(rows, w, sizes), sizes)
 
@@ -165,7 +165,7 @@ unwriting_dot.defvjp(lambda *args: (unwriting_dot(*args), args), unwriting_dot_b
 
 @pytest.mark.exchanges(15)
 def test_rows_that_a_product_of_another_library_leaves_unwritten_reach_no_result():
-    """docs/api/grouped.md shows the mask for products whose weight gradient reads such rows."""
+    """docs/api/grouped.md shows the mask for a product whose weight gradient reads all rows."""
 
     def of_product(multiply, x, weights, w, ids):
         def layer(x, weights, w):

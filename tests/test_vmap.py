@@ -1,8 +1,8 @@
-"""A vmap over another axis than the group's makes one exchange for the whole batch. A vmap over the
-group's axis runs all ranks on one device.
+"""A vmap over a batch axis makes one exchange for the whole batch. A vmap over the group's axis
+runs all ranks on one device.
 
-For each element of the batch, results equal the oracle's, and gradients equal those of the dense
-layer. Elements have separate routings, capacities and drops.
+For each element of the batch, results equal the oracle's results, and gradients equal the gradients
+of the dense layer. Elements have separate routings, capacities and drops.
 """
 
 import functools

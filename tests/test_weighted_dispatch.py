@@ -1,4 +1,4 @@
-"""A weighted dispatch is the transpose of a weighted combine. It equals its separate steps.
+"""A weighted dispatch, which is the transpose of a weighted combine, equals its separate steps.
 
 The steps are G = dispatch(g), weights * G and <rows, G>. Results are zero for rows without a token,
 whatever these rows contain.
@@ -26,7 +26,7 @@ ROWS = (LAYOUT.capacity, LAYOUT.hidden)
 
 
 def fused(g, rows, weights, routing):
-    """Return all weights_i * G and all <rows_i, G>. They are results of one primitive."""
+    """Return all weights_i * G and all <rows_i, G>, computed by one primitive."""
     results = WEIGHTED_DISPATCH.bind(
         [g, *rows, *weights],
         routing.arrays,

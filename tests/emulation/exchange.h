@@ -76,7 +76,7 @@ struct LaunchOn {
   const moe_a2a::Kernels& kernels;
   JointLaunch* joint;  // null unless ranks share a device
 
-  // Calls launch(params, stream), once for all ranks if the ranks share a device.
+  // Calls launch(params, stream). If ranks share a device, there is one call for all ranks.
   template <typename Params, typename Launch>
   cudaError_t run(const Params& params, Launch&& launch) const {
     if (joint != nullptr) return joint->join(rank, params, launch);

@@ -1,8 +1,8 @@
 """List the mutations of the device code. With each mutation, a run of the emulator must fail.
 
-A mutation leaves out a call that orders memory or waits (``Place``), swaps two neighbouring stores
-(``Swap``), or breaks a rule of the protocol (``Rule``). The calls and stores are read from the
-sources, so new barriers are in the list. ``JUSTIFIED`` has the mutations that no run can detect.
+A ``Place`` leaves out a call that orders memory or waits. A ``Swap`` swaps two neighbouring stores.
+A ``Rule`` breaks a rule of the protocol. The calls and stores are read from the sources, so new
+barriers are in the list. ``JUSTIFIED`` has the mutations that no run can detect.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """Draw faults, inject each fault in a separate run, and check how the run ends.
 
-The seed and the number of a run determine its kind, the number of processes, the victim (the
-process with the fault), and when the fault happens.
+The seed and the number of a run determine the kind of fault, its time, the number of processes, and
+the victim (the process with the fault).
 """
 
 import collections

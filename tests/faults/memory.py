@@ -146,7 +146,7 @@ class Member(Inside):
         left["bytes"] = sum(self.driver.fake_used_bytes(gpu.id) for gpu in jax.local_devices())
         return left
 
-    # These methods are faults of this process.
+    # These methods cause faults in this process.
 
     def fail_after(self, calls):
         self.driver.fake_fail_after(ctypes.c_long(calls))

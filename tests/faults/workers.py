@@ -1,5 +1,5 @@
-"""Start, command and end the processes of a run. They are forks of a process that has imported JAX
-and this package, so that a run takes only a second or two."""
+"""Start, command and end the processes of a run. A process starts fast, because it is a fork of a
+process that has imported JAX and this package."""
 
 import contextlib
 import dataclasses
@@ -52,7 +52,7 @@ def forks():
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["faults.preload"])
     path = map(str, (ROOT, ROOT / "tests", *filter(None, [os.environ.get("PYTHONPATH")])))
-    # These are the flags of `conftest.py`. Each worker has one device.
+    # FLAGS are the flags of `conftest.py`. Each worker has one device.
     variables = dict(PYTHONPATH=os.pathsep.join(path), XLA_FLAGS=FLAGS, JAX_PLATFORMS="cpu")
     with environment.restored():
         os.environ.update(variables)

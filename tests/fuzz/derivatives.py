@@ -4,8 +4,8 @@ import jax
 import oracle
 
 FIRST = ("jvp", "vjp")
-# Each method computes H v. H is the Hessian of <g, fn>, g is the cotangent of the result, and v are
-# the tangents of the floats.
+# Each method computes H v. H is the Hessian of <g, fn>, g is a cotangent of the result, and v are
+# tangents of the floats.
 SECOND = ("forward over reverse", "reverse over forward", "reverse over reverse")
 
 

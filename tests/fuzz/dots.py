@@ -232,8 +232,8 @@ def canonical(p, kind, array):
 
 
 def axes_of_vmaps(p, kind):
-    """Return two positions for the axis of each vmap that batches the array: in the program's
-    array, and in an array whose axes of vmaps directly follow the rank axis."""
+    """Return two positions for the axis of each vmap that batches the array. The first is in the
+    program's array. The second is directly after the rank axis, in the order of vmaps."""
     at = (*NAMES, "sizes").index(kind)
     axes = [axes[at] for axes in p.axes if axes[at] is not None]
     return [(1 + number + axis, 1 + number) for number, axis in enumerate(axes)]

@@ -1,7 +1,7 @@
 """Draw programs for the fuzzer, and the arrays of their runs.
 
 A program consists of static choices. It is compiled once, and runs with several routings. A program
-depends only on the seed and its number, so a failure can be repeated without earlier programs.
+depends only on the seed and on its number, so a failure can be repeated without earlier programs.
 """
 
 import dataclasses
@@ -194,8 +194,8 @@ def program(seed, number, *, has_mesh=True):
     scale_of = one_of(rng, ("format", "tensor", "token", "token")) if fmt == "nv" else "format"
     is_empty = Sizes(**numbers).is_empty or any(0 in leaf.shape for leaf in (*leaves, *sums))
     if is_empty or not has_mesh:
-        # Gradients of empty arrays in shard_map may not compile (XLA of jax 0.12.0.1), even without
-        # this package: "'func.call' op expected at least one operand of
+        # Gradients of empty arrays in shard_map may not compile, even without this package. XLA of
+        # jax 0.12.0.1 says: "'func.call' op expected at least one operand of
         # @xla.sdy.manual_computation_body to be produced by ...".
         kind = "vmap"
     has_domains = batch > 0 and kind != "vmap" and batch * ranks <= harness.NUM_DEVICES

@@ -42,8 +42,8 @@ def nan_at_zero(h):
     return h + (0 * jnp.log(jnp.abs(h.astype(jnp.float32)))).astype(h.dtype)
 
 
-# Each entry: the activation, the oracle's activation, 2 if it is gated (else 1), and the axes of
-# the array `p` that the activation reads: "columns", "none", or None without `p`.
+# Each entry: the activation, the oracle's activation, 2 if it is gated (else 1), and the axes of an
+# array `p` that it reads ("columns" or "none"), or None without `p`.
 ACTIVATIONS = {
     "identity": (lambda h, p: h, oracle.elementwise(lambda h: h, np.ones_like), 1, None),
     "tanh": (lambda h, p: jnp.tanh(h), oracle.elementwise(np.tanh, tanh_slope), 1, None),

@@ -5,11 +5,10 @@ communication which values must arrive, and detects rows of a wrong step, rank o
 are small integers, so sums are exact in any dtype and order.
 
 A program maps a state to a state: the next step, and the number of wrong values so far. The host
-reads the counts once, after thousands of calls.
-
-With MOE_A2A_TEST_RANKS_ON_ONE_GPU=N all N ranks share one GPU: a program is then a vmap over the
-group's axis instead of a shard_map over a mesh. `assert_right` then also compares the number of
-called exchanges with the workspace's counters, so a test whose calls take the portable path fails.
+reads the counts once, after thousands of calls. With MOE_A2A_TEST_RANKS_ON_ONE_GPU=N, all N ranks
+share one GPU. A program is then a vmap over the group's axis, and not a shard_map over a mesh.
+`assert_right` then also compares the number of called exchanges with the workspace's counters. A
+test whose calls take the portable path therefore fails.
 """
 
 import collections
@@ -98,8 +97,8 @@ class Shape:
 def fitting(shape, gigabytes=4.0):
     """Halve the tokens until the zones of all ranks on one GPU fit into the memory.
 
-    Each rank has a zone for each source in both ring halves, so the bytes grow with the square of
-    the number of ranks.
+    Both ring halves of each rank have a zone for each source. The bytes therefore grow with the
+    square of the number of ranks.
     """
     row_bytes = shape.hidden * jnp.dtype(shape.dtype).itemsize
     tokens = shape.tokens
@@ -454,7 +453,7 @@ class Noted:
         return self.program.lower(*args)
 
 
-# An order is a function (shape, group, step) -> counts of one rank.
+# An order maps (shape, group, step) to the counts of one rank.
 
 
 def received(shape, group, step, recv):
@@ -548,8 +547,8 @@ def on_all_ranks(fn, group, exchanges=None, **jit_options):
 
 
 class MetProgram:
-    """A program of several processes. Before its first call, each process waits until all have
-    compiled it, because the kernels of the first process could otherwise time out."""
+    """A program of several processes. Each process waits until all processes have compiled it,
+    because the kernels of the first process could otherwise time out."""
 
     def __init__(self, program):
         self.program, self.met = program, set()
@@ -706,7 +705,7 @@ def outcome(run, group=GROUP):
 
 def assert_stopped(failed, run, group, shown="lost"):
     """Check that a failed call ended in time without a wrong number, and that the next call raises
-    an error at once."""
+    an error."""
     assert failed.seconds < group.timeout + 1, failed
     assert failed.counts is not None and failed.is_never_wrong(), failed
     assert getattr(failed.counts, shown).all(), failed

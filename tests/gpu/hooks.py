@@ -1,5 +1,5 @@
-"""Set the hooks of a test build: which rule of the protocol to break, which phase to delay, and how
-many ring halves to use."""
+"""Set the hooks of a test build: a rule of the protocol to break, a phase to delay, and the number
+of ring halves."""
 
 import contextlib
 import enum

@@ -1,5 +1,5 @@
-"""Define orders with split exchanges. As in `checked`, an order is a function (shape, group, step)
--> counts of one rank."""
+"""Define orders with split exchanges. As in `checked`, an order maps (shape, group, step) to the
+counts of one rank."""
 
 import random
 
@@ -51,8 +51,8 @@ def product(step):
 
 
 def started_first(number, reverse):
-    """Return a script that starts dispatches, finishes them in the order of their starts (or in the
-    reverse order), and then finishes their combines in that order."""
+    """Return a script that starts dispatches, and finishes them in the order of their starts or in
+    the reverse order. Their combines finish in the same order."""
     places = reversed(range(number)) if reverse else [0] * number
     return [("start", None)] * number + [("done", i) for i in places] * 2
 
@@ -82,8 +82,8 @@ def random_script(seed, num_actions=14, most=4):
 
 def scripted(script):
     """Return an order that performs the actions (name, index) of a script. "done" finishes the
-    exchange at this index of the list of exchanges in flight. If it finishes a dispatch, it also
-    starts the combine."""
+    exchange at this index of the list of exchanges in flight. After a dispatch, "done" also starts
+    the combine."""
 
     def order(shape, group, step):
         pool, counts, first = [], checked.counted(), len(script) * step

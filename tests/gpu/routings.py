@@ -95,8 +95,8 @@ def one_expert_with_90_percent(group, step):
 def skewed(sigma):
     """Return a routing to the experts with the largest b_e + Gumbel noise.
 
-    b_e is drawn from N(0, sigma^2). On 32 ranks with 256 experts, the sigmas below give the loads
-    of DeepSeek-R1's layers: the most even, the mean, and the least even.
+    b_e is drawn from N(0, sigma^2). The sigmas below fit 32 ranks with 256 experts. They give the
+    most even, the mean and the least even load of DeepSeek-R1's layers.
     """
 
     def routing(group, step):

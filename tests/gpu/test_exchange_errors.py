@@ -1,5 +1,5 @@
-"""Test that all ranks stop in time and return NaN if a rank does not arrive, and that the error
-names both the waiting rank and the missing rank."""
+"""Test that all ranks stop in time and return NaN if a rank does not arrive. The error must name
+the waiting rank and the missing rank."""
 
 import dataclasses
 import re
@@ -62,7 +62,7 @@ STALLS = {
 @pytest.mark.parametrize("operation", ("route", "dispatch", "combine"))
 def test_a_stalled_rank_stops_all_in_time_with_nan_and_never_a_wrong_number(run, operation, stall):
     """If a rank is late in one phase, the error names this rank, and all results are NaN. After the
-    group was closed, it returns right results."""
+    group was closed, results are right."""
     slow_phase, depth, calls, waits = STALLS[stall]
     state = checked.repeat(run, 2)
     checked.assert_right(state, GROUP)
@@ -168,7 +168,7 @@ def test_a_program_over_another_order_of_devices_is_told_so():
 )
 def test_an_index_out_of_range_is_an_error_and_not_a_stray_access(routing, operation, field, limit):
     """If one field of a routing has indices that are too large, the error says so. After the group
-    was closed, it returns right results."""
+    was closed, results are right."""
     run = checked.program_with_routing(OPERATIONS[operation], SHAPE, GROUP)
     checked.assert_right(run(checked.begin(), routing), GROUP)
 

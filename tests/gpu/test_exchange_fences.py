@@ -82,8 +82,8 @@ def test_rows_have_arrived_when_their_flag_has(name):
             checked.assert_right(checked.repeat(run, CASES[name].calls))
 
 
-# On H200 the stores of a bulk copy are visible before a flag that follows `wait_group.read`,
-# although PTX does not guarantee this order. The test cannot detect this mutation on H200.
+# PTX does not guarantee that stores of a bulk copy are visible before a flag that follows
+# `wait_group.read`. On H200 they are, so the test cannot detect this mutation there.
 NOT_SHOWN_BY_HOPPER = pytest.mark.xfail(
     reason="Hopper shows no difference between read and stored", strict=False
 )

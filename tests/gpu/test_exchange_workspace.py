@@ -12,8 +12,8 @@ from exchanges import Count
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.group import native
 
-# This order of devices has its own workspace, so that these tests do not disturb other tests. On
-# one GPU, another number of ranks has its own workspace.
+# A mesh with this order of devices has a separate workspace, so these tests do not disturb other
+# tests. On one GPU, a separate number of ranks has the same effect.
 MESH = checked.mesh_of((checked.DEVICES[1::2] + checked.DEVICES[::2])[::-1])
 RANKS = max(checked.RANKS - 1, 3 if checked.RANKS == 2 else 2) if checked.ONE_GPU else checked.RANKS
 SHAPE = checked.Shape(tokens=64)
@@ -79,8 +79,8 @@ def test_a_program_finds_what_was_reserved_for_it(group):
 
 
 def test_programs_that_exist_go_on_when_the_workspace_grows(group):
-    """If the workspace grows after a program has run, the program still returns right results, also
-    in turns with a larger program. Graphs may have captured the old addresses."""
+    """The workspace grows after a program has run, and graphs may have captured its old addresses.
+    The program still returns right results, also in turns with a larger program."""
     old = checked.new_program(SHAPE, group)
     state = checked.repeat(old, 20, begin())  # later calls are replays
     before = group.memory()[0].mapped_bytes

@@ -1,8 +1,8 @@
 """Test layers next to NCCL collectives on another stream, as in FSDP and data parallelism.
 
-Each step has a layer with all gradients, and collectives that do not depend on the layer, so XLA
-may run both at the same time. The layer is compared with the portable path, as in
-`test_hostile_layers.py`. The collectives are compared with numbers that every rank computes alone.
+Each step has a layer with all gradients. Its collectives do not depend on the layer, so XLA may run
+them at the same time. The layer is compared with the portable path, as in `test_hostile_layers.py`.
+The collectives are compared with numbers that every rank computes alone.
 """
 
 import checked

@@ -605,8 +605,8 @@ def test_less_can_be_reserved_when_another_process_had_no_room_for_more(folder):
 
 
 def test_opening_and_closing_leaves_no_descriptor_and_makes_no_context(folder):
-    """22 cycles of opening and closing leave no more descriptors than 2 cycles. They create no CUDA
-    context, not even on the GPU of the other process."""
+    """22 cycles of opening and closing leave no more descriptors than 2 cycles. The cycles create
+    no CUDA context, not even on the GPU of the other process."""
     with Pair(reopening, folder) as pair:
         for right in pair.hear_right():
             few, many = right["descriptors"]

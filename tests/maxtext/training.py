@@ -1,9 +1,9 @@
 """Compare MaxText's training with and without ``maxtext.enable``, for five kinds of models.
 
-``make test-maxtext`` installs MaxText and runs this module. Unchanged MaxText multiplies all tokens
-by all experts (``sparse_matmul=False``), because only this layer of MaxText runs on CPUs, drops no
-token, and computes losses over all tokens. The optimizer is plain SGD, so the first update of the
-parameters shows the gradients.
+``make test-maxtext`` installs MaxText and runs this module. MaxText without ``enable`` multiplies
+all tokens by all experts (``sparse_matmul=False``). Only this layer of MaxText runs on CPUs, drops
+no token, and computes losses over all tokens. The optimizer is plain SGD, so the first update of
+the parameters shows the gradients.
 """
 
 import os
@@ -109,7 +109,7 @@ def enabled():
 
 @pytest.mark.parametrize("model", MODELS)
 def test_training_is_that_of_maxtext(model):
-    """The metrics of five steps and the first update of the parameters equal those of MaxText."""
+    """The metrics of five steps and the first update of the parameters equal MaxText's."""
     maxtext.disable()
     expected = train(MODELS[model] | AS_IT_IS)
     maxtext.enable()

@@ -12,7 +12,7 @@ constexpr int kMaxDevices = 16;
 // `room` is the memory of each device, and `used` is its allocated memory, in bytes.
 extern std::atomic<int64_t> room[kMaxDevices], used[kMaxDevices];
 
-// The numbers of existing handles and mappings. If they are not 0 at the end, memory has leaked.
+// Numbers of existing handles and mappings. If they are not 0 at the end, memory has leaked.
 extern std::atomic<int> handles, mappings;
 
 // If true, the devices run work that does not end.

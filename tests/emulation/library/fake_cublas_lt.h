@@ -1,4 +1,4 @@
-// Counts of the fake cuBLASLt. It exports them to a check as the symbol "fake_counts".
+// Counts of the fake cuBLASLt, which exports them to a check as "fake_counts".
 #pragma once
 
 struct FakeCounts {
