@@ -209,7 +209,7 @@ def test_zeros_of_both_signs_are_equal():
 @pytest.mark.several_devices("Auto axes need a mesh")
 @pytest.mark.parametrize("options", ({}, GROUPS), ids=("all", "groups"))
 def test_ids_alone_are_right_over_auto_axes(options):
-    """On GPUs, XLA would return zeros of another shape for lax.top_k alone."""
+    """On GPUs, XLA would return zeros if the ids of lax.top_k were the only result."""
     mesh = harness.mesh_over(data=harness.SEVERAL)
     logits = logits_of(14)
     ids_of = jax.jit(lambda logits: choose(logits, TOP_K, **options).ids)

@@ -493,7 +493,7 @@ def test_collective_bytes_are_those_that_xla_sends_and_receives_between_hosts(dt
     shapes = (choices, "int32"), ((tokens, 40), dtype), (choices, "float32")
     traced = jax.jit(mapped).trace(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    found = [  # ids, tokens, weights and sums; bytes sent and received
+    found = [  # bytes of ids, tokens, weights and sums, sent and received
         2 * math.prod(map(int, shape[:-1].split("x"))) * int(bits) // 8
         for line in text.splitlines()
         if "all_to_all" in line

@@ -86,7 +86,7 @@ class Module:
         return Instruction(name, shape, op, operands, rest[end:])
 
     def _walk(self, computation, in_loop):
-        """Yield each instruction that a GPU runs, and whether it is in a loop."""
+        """Yield (instruction, whether it is in a loop) for each instruction that a GPU runs."""
         for i in self.computations[computation]:
             if i.op == "while":
                 yield from self._walk(i.attribute(r"body=%([\w.\-]+)"), in_loop=True)
@@ -101,7 +101,7 @@ class Module:
                 yield i, in_loop
 
     def fused(self, i):
-        """Return the instructions of a kernel, which may consist of nested fusions."""
+        """Return the instructions of a kernel, including the instructions of nested fusions."""
         if i.op != "fusion":
             return [i]
         body = self.computations[i.attribute(r"calls=%([\w.\-]+)")]
@@ -124,13 +124,13 @@ class Module:
         return " and ".join(sorted(ops.intersection(MOVES))) if ops <= {*MOVES, *PLAIN} else ""
 
     def shapes_of(self, i):
-        """Return the shapes of a kernel's in-place updates or, if it has none, of its results."""
+        """Return the shapes of a kernel's updates in place or, without updates, of its results."""
         updates = [b.operands[1] for b in self.fused(i) if b.op == UPDATE]
         written = [s for name in updates for s in self.by_name[name].shapes]
         return " ".join(written or i.shapes)
 
     def scope(self, i):
-        """Return the innermost scope of this package around an instruction, and its direction."""
+        """Return the innermost package scope of an instruction. Mark the backward pass."""
         names = re.findall(r"\bmoe_\w+", i.op_name.removesuffix(i.op_name.rsplit("/", 1)[-1]))
         of = f"of {names[-1]}" if names else "of no scope"
         return f"{of}, backward" if "transpose(" in i.op_name else of

@@ -6,8 +6,7 @@ using namespace moe_a2a;
 
 namespace {
 
-// Returns the ids that a router would return, or unusual ids: no ids, equal ids, or ids out of
-// range.
+// Returns ids as a router chooses them, or unusual ids: no ids, equal ids, or ids out of range.
 std::vector<int32_t> make_ids(const Shape& shape, Random& random) {
   enum { kSomeMissing, kSomeInvalid, kAllTheSame, kNone, kPlain };
   const int kind = random.below(6);

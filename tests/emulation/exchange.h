@@ -34,7 +34,7 @@ struct Making {
   int corrupt_one_in = 0;     // N: about one of N indices of the routing is corrupted; 0: none
 };
 
-// The launches that the ranks of a device make together.
+// A launch that the ranks of a device make together.
 class JointLaunch {
  public:
   explicit JointLaunch(int num_ranks) : params_(static_cast<size_t>(num_ranks)) {}
@@ -94,7 +94,7 @@ class Exchange {
   // Returns the first error in the results of a rank, or "".
   virtual std::string wrong(int rank) const = 0;
 
-  // Returns true if all results of a rank are the results of a failed exchange.
+  // Returns true if each result of a rank has only the bytes of a failed exchange.
   bool is_failure(int rank) const {
     for (const Output& output : outputs_[rank]) {
       for (size_t i = 0; i < output.array->bytes(); ++i) {
@@ -103,7 +103,7 @@ class Exchange {
     }
     return true;
   }
-  // Returns true if no memory around the results of a rank was written.
+  // Returns true if the memory around the results of a rank is unchanged.
   bool is_intact_around(int rank) const {
     for (const Output& output : outputs_[rank]) {
       if (!output.array->is_intact_around()) return false;

@@ -187,7 +187,7 @@ class Combine : public Exchange {
     return a;
   }
 
-  // Returns the row of a choice, or -1 if it has none. Sets `at` to the rank of the row.
+  // Returns the row of a choice, or -1 if the choice has no row. Sets `at` to the rank of the row.
   int row_of(int rank, int token, int k, int* at) const {
     const Shape& shape = routing_.shape;
     *at = routing_.plans[rank].choice_rank(shape, token, k);

@@ -26,7 +26,7 @@ class InMemoryOf {
   InMemoryOf(const InMemoryOf&) = delete;
   ~InMemoryOf() { current() = previous_; }
 
-  // Returns a range of addresses of the current rank, without memory, or null if there is no rank.
+  // Reserves addresses of the current rank, without memory. Returns null if there is no rank.
   static char* reserve(size_t bytes) {
     using moe_a2a::kMaxRanks;
     constexpr size_t kBytesOfRank = size_t{1} << 30;

@@ -198,7 +198,7 @@ class Sequence {
   double first_timeout() const { return options_.number("first-timeout", timeout()); }
   uint64_t seed() const { return static_cast<uint64_t>(options_.whole("seed", 1)); }
 
-  // Reads the records while the ranks run, like a host. A record that has a kind must be complete.
+  // Reads the records while the ranks run, as the host does. A record with a kind must be complete.
   void watch_records(const std::atomic<bool>& is_over) {
     // Skip this check, because ThreadSanitizer would report the kernels' volatile store as a race.
     if (kHasSanitizer) return;

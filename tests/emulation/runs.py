@@ -60,7 +60,7 @@ def check_host(sanitizer, check, seconds):
     return done.stdout or "no output" if done.returncode != 0 or has_report else ""
 
 
-# The signs of errors in the output of a run.
+# A run has a sign if its output matches the pattern.
 _SIGNS = {
     "race": r"ThreadSanitizer: data race",
     "wrong result": r"^wrong: step",

@@ -8,7 +8,7 @@ struct Site {
   const char* file;
   int line;
 
-  // Returns the place of a call if the called function has here() as a default argument.
+  // If a parameter has the default argument here(), its value is the place of the call.
   static constexpr Site here(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
     return {file, line};
   }

@@ -39,7 +39,7 @@ def descriptors(process="self"):
 
 
 def by_sort(targets):
-    """Count descriptors: all sockets together, all pipes together, and each file."""
+    """Count all sockets together, all pipes together, and each file separately."""
     return collections.Counter(target.partition("[")[0] for target in targets.values())
 
 

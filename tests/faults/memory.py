@@ -251,8 +251,8 @@ def bound_of(run):
 
 
 def judge(run, replies, start, *patterns, must_fail=False):
-    """Return the outcome. Fail unless every error names a process or the cause, and at least one
-    error names the victim."""
+    """Return the outcome. Every error must name a process or the cause, and one error must name the
+    victim."""
     errors = {index: reply.error for index, reply in replies.items() if reply.error}
     victim = rf"process {run.victim}\b"
     for index, error in errors.items():
@@ -429,7 +429,7 @@ def never_comes(run):
 
 
 def a_busy_device(run):
-    """Let the victim's device run endless work. close() must end with an error, not wait."""
+    """Let the victim's device run endless work. close() must then end with an error."""
     victim = begin(run)
     run.all("reserve")
     start = time.monotonic()

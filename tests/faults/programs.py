@@ -1,4 +1,4 @@
-"""Inject faults while JAX processes with one CPU device each run dispatch, experts and combine.
+"""Inject faults while JAX processes run dispatch, experts and combine on one CPU device each.
 
 The portable path runs over gloo. tests/gpu/test_processes_failures.py tests the kernels. Each
 process compares every result with a sum that it computes without an exchange.

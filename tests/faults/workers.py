@@ -57,7 +57,7 @@ def forks():
     with environment.restored():
         os.environ.update(variables)
         forkserver.ensure_running()
-        first = context.Process(target=os.getpid)  # starts when the server has imported all
+        first = context.Process(target=os.getpid)  # starts after the imports of the server
         first.start()
         first.join()
         first.close()

@@ -173,7 +173,7 @@ class Expected:
     routings: list[oracle.Routing]
 
     def each(self, fn, *arrays):
-        """Call fn(*arrays, routing) for each domain (each rank if replicated). Join the results."""
+        """Call fn(*arrays, routing) for each domain (if replicated: rank). Join the results."""
         alone = len(self.routings) > 1 or self.program.replicated
         found = []
         for r, routing in enumerate(self.routings):
@@ -195,7 +195,7 @@ class Expected:
 
     @functools.cached_property
     def routing(self):
-        """Return one routing with the fields of all ranks."""
+        """Join the fields of all routings in one routing."""
         fields = [field.name for field in dataclasses.fields(oracle.Routing)]
         joined = {f: np.concatenate([getattr(r, f) for r in self.routings]) for f in fields}
         return oracle.Routing(**joined)

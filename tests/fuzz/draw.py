@@ -296,7 +296,7 @@ def trailing(rng):
     return one_of(rng, ((), (width,), (width,), (width,), (2, width), (0,)))
 
 
-# Arrays of all ranks [R, ...], or [R, B, ...] of a batch
+# These arrays have all ranks: [R, ...], or [R, B, ...] with a batch.
 
 
 def anything(rng, ranks, layout):
@@ -333,7 +333,7 @@ def routings_of(program, ids):
 
 
 def has_row(program, routings):
-    """Return True for choices [R, T, K'] that have a row."""
+    """Return True for each choice [R, T, K'] that has a row."""
     kept = np.concatenate([r.choice_row for r in routings]) >= 0
     if program.replicated:  # arrays of tokens are the same on all ranks
         kept = np.broadcast_to(kept.any(axis=0), kept.shape)

@@ -337,7 +337,7 @@ def is_summed_result(program, name):
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """The arrays of one run, [R, ...], or [R, B, ...] if elements of the batch differ. For a scan,
+    """The arrays of one run: [R, ...], or [R, B, ...] if elements of the batch differ. With a scan,
     the next axis is the layer."""
 
     floats: dict[str, np.ndarray]
@@ -363,7 +363,7 @@ def inputs(program, seed, number, run):
         return np.stack(own, axis=1) if p.is_batched(name) else own[0]
 
     def is_read(name):
-        """Return the entries that a program reads: a mask for each element of the batch."""
+        """Return a mask of the entries that a program reads, for each element of the batch."""
         masks = []
         for own in routings:
             has_row = draw.has_row(p, own[0])

@@ -45,8 +45,8 @@ def mesh_of(devices):
     return None if ONE_GPU else Mesh(np.array(devices), (AXIS,))
 
 
-# Every order of devices has a separate workspace. Tests in other folders use another order, so the
-# tests of this folder cannot close or break their workspaces.
+# Every order of devices has a separate workspace. Tests in other folders use another order, so
+# tests of this folder cannot close or break a workspace of other tests.
 MESH = mesh_of(DEVICES[1::2] + DEVICES[::2])
 
 
@@ -62,8 +62,8 @@ def new_group(
 ):
     """Return a group that must run the kernels.
 
-    If all ranks share one GPU, `mesh` is None and `ranks` is their number. If `first_timeout` is
-    None, the first exchange also has the timeout `timeout`.
+    If all ranks share one GPU, `mesh` is None, and `ranks` is the number of ranks. If
+    `first_timeout` is None, the first exchange also has the timeout `timeout`.
     """
     return ma.Group(
         mesh,
@@ -160,7 +160,7 @@ def hashed(*values):
 
 
 def ids_at(shape, num_ranks, step, rank, token, k):
-    """Return the expert of a choice, or -1 for one choice of eight."""
+    """Return the expert of a choice, or -1 for one choice in eight."""
     mixed = hashed(1, step, rank, token, k)
     ids = (mixed >> 8) % jnp.uint32(num_ranks * shape.local_experts)
     return jnp.where(mixed % 8 == 0, -1, ids.astype(jnp.int32))
@@ -426,7 +426,7 @@ def assert_counted(group=GROUP):
 
 
 class Noted:
-    """A program that notes its exchanges. If `exchanges` is None, the first call counts them."""
+    """A program that notes its exchanges. The first call counts them if `exchanges` is None."""
 
     def __init__(self, program, group, exchanges=None):
         self.program, self.group, self.exchanges = program, group, exchanges
@@ -581,7 +581,7 @@ def steps_of(order, num_steps):
 
 
 def sum_program(group, shape=SMALL):
-    """Return a program from the state to the sum of all dispatched rows of all ranks."""
+    """Return a program that maps a state to the sum of all dispatched rows of all ranks."""
 
     def on_rank(state):
         routing = route(shape, group, state[0])
@@ -603,14 +603,14 @@ def program(shape=SMALL, group=GROUP, order=whole):
 
 @functools.cache
 def routing_program(shape=SMALL, group=GROUP):
-    """Return a function () -> the Routing of step 0. Its leaves have a leading rank axis."""
+    """Return a function that returns the Routing of step 0. Leaves have a leading rank axis."""
     run = on_all_ranks(lambda step: route(shape, group, step), group)
     return functools.partial(run, begin(group)[0])
 
 
 @functools.cache
 def program_with_routing(order, shape=SMALL, group=GROUP):
-    """Return a program (state, Routing) -> state."""
+    """Return a program that maps (state, Routing) to the next state."""
 
     def on_rank(state, routing):
         return steps_of(lambda step: order(shape, group, step, routing), 1)(state)
@@ -678,7 +678,7 @@ def own_counts(state):
 
 
 def outcome(run, group=GROUP):
-    """Call `run() -> state`, and wait for its end. Return one outcome for all processes."""
+    """Call `run`, which returns a state, and wait. Return one outcome for all processes."""
     counts, error = None, ""
     start = time.perf_counter()
     try:
@@ -698,7 +698,7 @@ def outcome(run, group=GROUP):
     else:
         by_rank = sorted((rank, own) for each in counts for rank, own in each.items())
         counts = Counts(*np.stack([own for _, own in by_rank]).T)
-    # Prefer the error of the rank that failed to errors of ranks that were stopped.
+    # Prefer an error of the failed rank to an error of a rank that was stopped.
     error = min(filter(None, errors), key=lambda error: "stopped:" in error, default="")
     return Outcome(counts, error, max(seconds))
 

@@ -1,6 +1,6 @@
 """Define hostile routings, and run thousands of steps with one of them.
 
-A routing is a function (group, step) -> ids [TOKENS, TOP_K] of one rank, computed on the device.
+A routing maps (group, step) to ids [TOKENS, TOP_K] of one rank. The device computes the ids.
 """
 
 import checked

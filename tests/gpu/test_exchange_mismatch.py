@@ -85,7 +85,7 @@ def routing():
 
 @functools.cache
 def compiled_program(case):
-    """Return a program (state, Routing) -> state, in which rank 0 makes another call."""
+    """Return a program that maps (state, Routing) to a state. Rank 0 makes another call."""
     calls = [
         lambda *args, call=call: jnp.sum(call(*args), dtype=jnp.float32) for call in CASES[case]
     ]

@@ -1,4 +1,4 @@
-"""Test groups whose ranks all share one GPU, and that tests fail if no kernel runs."""
+"""Test groups whose ranks share one GPU. Test that a test fails if no kernel runs."""
 
 import checked
 import jax
@@ -19,7 +19,7 @@ STEPS = 200
 
 
 def alternating_program():
-    """Return a program (states of both groups) -> states. The groups alternate in a loop."""
+    """Return a program that maps the states of both groups. The groups alternate in a loop."""
     orders = {GROUP: checked.whole, SMALLER: checked.at_once}
 
     def a_step(group):

@@ -30,7 +30,7 @@ ROUTINGS = (
 
 @functools.cache
 def nan_arrays():
-    """Return NaN for the tokens, weights and rows of `harness.exchange_fn`."""
+    """Return tokens, weights and rows of NaN for `harness.exchange_fn`."""
     (_, *arrays), _ = harness.exchange_inputs(cases.Case(FULL, "uniform"), RANKS)
     sharding = harness.placement(harness.mesh_of(RANKS))
     return jax.tree.map(lambda array: harness.poison(array, sharding), arrays)

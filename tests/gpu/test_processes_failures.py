@@ -107,7 +107,7 @@ class Job:
 
     def until_it_fails(self, program):
         """Call a program until it raises an error or returns wrong numbers that are not NaN. Return
-        the error, and the number of such wrong numbers."""
+        the error and the number of wrong numbers."""
         state, checked = self.begin(), self.checked
         try:
             while True:

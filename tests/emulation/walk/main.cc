@@ -66,7 +66,7 @@ const char* check(Random& random) {
     return "the launch failed";
   }
 
-  std::set<std::tuple<int, int, int>> seen;  // start of the group, m and n
+  std::set<std::tuple<int, int, int>> seen;  // the start of a tile's group, and the tile's m and n
   for (const Work& work : found) {
     if (work.size == -2) return "a position is missing";
     if (work.is_end()) break;
