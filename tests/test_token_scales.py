@@ -183,8 +183,8 @@ def small_arguments(elements=2):
 
 
 def by_form(form, group, ids, **options):
-    """Return a function (x, scales) -> rows. If ``scales`` is None, the dispatch has no format.
-    Otherwise, it decodes the rows."""
+    """Return a function that maps (x, scales) to rows. If ``scales`` is None, the dispatch has no
+    format. Otherwise, the function decodes the rows."""
 
     def rows(x, scales):
         given = dict(options)

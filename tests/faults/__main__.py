@@ -15,7 +15,7 @@ import argparse
 import pathlib
 import sys
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # tests/, as pytest does
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # adds tests/, as pytest does
 
 
 def main():

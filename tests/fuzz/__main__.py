@@ -14,7 +14,7 @@ import pathlib
 import secrets
 import sys
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # tests/, as pytest does
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # adds tests/, as pytest does
 
 import conftest  # noqa: F401  it sets the number of devices before jax is imported
 

@@ -134,7 +134,7 @@ MANY_CHUNKS = Shape(tokens=512)
 class Counts(NamedTuple):
     """Numbers of errors: int32 [] on a device, [ranks] on the host."""
 
-    wrong: object  # elements that are neither right nor NaN
+    wrong: object  # elements that are wrong, but not NaN
     lost: object  # values that are NaN, and tags that are zero
     misplaced: object  # rows, sizes or counts that differ from the expected routing
     unsafe: object  # sizes and indices outside of their range

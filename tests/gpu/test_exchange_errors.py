@@ -62,7 +62,7 @@ STALLS = {
 @pytest.mark.parametrize("operation", ("route", "dispatch", "combine"))
 def test_a_stalled_rank_stops_all_in_time_with_nan_and_never_a_wrong_number(run, operation, stall):
     """If a rank is late in one phase, the error names this rank, and all results are NaN. After the
-    group was closed, results are right."""
+    group was closed, results are correct."""
     slow_phase, depth, calls, waits = STALLS[stall]
     state = checked.repeat(run, 2)
     checked.assert_right(state, GROUP)
@@ -88,7 +88,7 @@ def test_a_stalled_rank_stops_all_in_time_with_nan_and_never_a_wrong_number(run,
 @pytest.mark.parametrize("operation", ("dispatch",))
 def test_a_rank_that_was_done_keeps_its_results(run):
     """If a rank is slow in the first of two calls, the second call returns NaN on all ranks. The
-    first call returns right results on all ranks except the slow rank."""
+    first call returns correct results on all ranks except the slow rank."""
     state = checked.repeat(run, 2)
     with hooked(GROUP, phase=Phase.RECEIVE_CHUNK, rank=SLOW_RANK, delay=DELAY):
         first = run(state)
@@ -115,7 +115,7 @@ def test_only_the_first_exchange_waits_longer_for_a_rank_that_is_late():
 
 def test_a_group_that_does_not_raise_returns_nan_until_it_is_closed():
     """With on_failure="nan", a program that ends with a psum returns NaN after a failure. After the
-    group was closed, the program is right again."""
+    group is closed, the program returns correct results."""
     group = checked.new_group(timeout=TIMEOUT, on_failure="nan")
     run = checked.sum_program(group, SHAPE)
     state = checked.begin(group)
@@ -168,7 +168,7 @@ def test_a_program_over_another_order_of_devices_is_told_so():
 )
 def test_an_index_out_of_range_is_an_error_and_not_a_stray_access(routing, operation, field, limit):
     """If one field of a routing has indices that are too large, the error says so. After the group
-    was closed, results are right."""
+    was closed, results are correct."""
     run = checked.program_with_routing(OPERATIONS[operation], SHAPE, GROUP)
     checked.assert_right(run(checked.begin(), routing), GROUP)
 

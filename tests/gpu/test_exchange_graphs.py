@@ -107,7 +107,7 @@ def two_independent_exchanges(shape, group, step):
 
 def test_exchanges_that_xla_lets_overlap_are_right_or_raise():
     """In the mode "CONCURRENT", a graph orders calls only by their buffers. Two independent
-    exchanges are right or raise an error, but never return a wrong number."""
+    exchanges are correct or raise an error, but never return a wrong number."""
     group = checked.new_group(cuda_graphs=True, timeout=1.0)
     step = checked.steps_of(lambda step: two_independent_exchanges(SHAPE, group, step), 1)
     concurrent = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
@@ -141,6 +141,6 @@ def replay_after_close_and_after_failure():
 
 @pytest.mark.one_process("it starts a process of its own")
 def test_a_captured_program_runs_again_after_close_and_after_failure():
-    """Captured programs return right results after their group was closed or has failed. They run
+    """Captured programs return correct results after their group was closed or has failed. They run
     in a separate process, because access to freed memory would make the devices unusable."""
     run_alone(replay_after_close_and_after_failure)

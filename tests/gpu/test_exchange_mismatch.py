@@ -122,7 +122,7 @@ def programs_are_compiled():
 @pytest.mark.usefixtures("programs_are_compiled")
 def test_ranks_that_make_different_calls_are_told_so_at_once(case):
     """If rank 0 makes another call than the other ranks, the error says "mismatched calls" before
-    the timeout. After the group was closed, results are right."""
+    the timeout. After the group is closed, results are correct."""
     mismatched = run_mismatched(case)
     assert "mismatched calls" in mismatched.error, mismatched
     assert mismatched.seconds < GROUP.timeout, mismatched

@@ -53,8 +53,8 @@ def test_groups_of_different_sizes_alternate_on_one_device():
 
 
 def test_a_group_that_was_closed_between_calls_counts_from_the_first_epoch_again():
-    """If a group is closed between its calls, its counters restart, and all results are right. The
-    other group on the device keeps its counters."""
+    """If a group is closed between its calls, its counters restart, and all results are correct.
+    The other group on the device keeps its counters."""
     run, other = checked.program(SHAPE, GROUP), checked.program(SHAPE, SMALLER)
     state, other_state = checked.begin(GROUP), checked.begin(SMALLER)
     checked.close(GROUP)

@@ -55,7 +55,7 @@ def test_a_slow_rank_changes_no_result(num_sms):
 
 
 def test_blocks_that_outnumber_the_gpu_end_because_senders_are_admitted_first():
-    """Calls are right if not all blocks fit. If receivers start first, a call times out."""
+    """Results are correct if not all blocks fit. If receivers start first, a call times out."""
     run = checked.program(FLOOD, FLOODED)
     with uncapped(FLOODED) if checked.ONE_GPU else contextlib.nullcontext():
         state = checked.repeat(run, 3)
@@ -67,7 +67,7 @@ def test_blocks_that_outnumber_the_gpu_end_because_senders_are_admitted_first():
 
 
 def test_the_order_of_admission_is_free_where_all_blocks_run_at_once():
-    """If all blocks fit, results are right even if receivers start first."""
+    """If all blocks fit, results are correct even if receivers start first."""
     for group in (FLOODED, SMALL_GRID) if checked.ONE_GPU else (SMALL_GRID,):
         run = checked.program(FLOOD if group is FLOODED else checked.SMALL, group)
         state = checked.repeat(run, 1)

@@ -58,7 +58,7 @@ def test_a_rank_waits_for_a_credit_that_is_not_there_and_says_so():
 
 
 def test_a_missing_credit_is_not_noticed_where_the_rule_is_broken():
-    """With IGNORE_CREDIT, the call of the test above is right without its credit."""
+    """With IGNORE_CREDIT, the call of the test above succeeds without its credit."""
     run = checked.program(checked.SMALL, GROUP)
     state = checked.repeat(run, 2)
     with hooked(GROUP, mutation=Mutation.IGNORE_CREDIT):

@@ -80,7 +80,7 @@ def test_a_program_finds_what_was_reserved_for_it(group):
 
 def test_programs_that_exist_go_on_when_the_workspace_grows(group):
     """The workspace grows after a program has run, and graphs may have captured its old addresses.
-    The program still returns right results, also in turns with a larger program."""
+    The program still returns correct results, also in turns with a larger program."""
     old = checked.new_program(SHAPE, group)
     state = checked.repeat(old, 20, begin())  # later calls are replays
     before = group.memory()[0].mapped_bytes

@@ -617,7 +617,7 @@ def test_opening_and_closing_leaves_no_descriptor_and_makes_no_context(folder):
 
 
 def test_processes_that_see_only_their_own_gpu_exchange(folder):
-    """Processes with different CUDA_VISIBLE_DEVICES, as under schedulers, get right results."""
+    """Processes with different CUDA_VISIBLE_DEVICES, as under schedulers, get correct results."""
     with Pair(exchange, folder, own_gpu_only=True) as pair:
         pair.hear_right()
         pair.finish()

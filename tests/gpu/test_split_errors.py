@@ -141,7 +141,7 @@ def test_a_stalled_rank_stops_all_in_time_with_nan_and_never_a_wrong_number(
 
 
 def test_whole_exchanges_go_on_where_only_a_split_one_is_slow():
-    """If only the split workspace has a slow rank, whole and split exchanges are right."""
+    """If only the split workspace has a slow rank, whole and split exchanges are correct."""
     run = checked.program(SHAPE, GROUP, in_flight.whole_between)
     state = checked.repeat(run, 1)
     with hooked(GROUP, phase=Phase.SEND, rank=SLOW_RANK, delay=TIMEOUT / 8, kind=native.SPLIT):
