@@ -1,6 +1,6 @@
 """Run a few tests of the suite in two processes. `make test-processes` runs the whole suite.
 
-On CPU, the processes run the portable path over gloo. Each has four virtual devices.
+On CPU, the processes run the portable path over gloo. Each process has four virtual devices.
 """
 
 import harness

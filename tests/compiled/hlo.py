@@ -124,7 +124,7 @@ class Module:
         return " and ".join(sorted(ops.intersection(MOVES))) if ops <= {*MOVES, *PLAIN} else ""
 
     def shapes_of(self, i):
-        """Return the shapes of a kernel's in-place updates, or its result shapes if there are none."""
+        """Return the shapes of a kernel's in-place updates or, if it has none, of its results."""
         updates = [b.operands[1] for b in self.fused(i) if b.op == UPDATE]
         written = [s for name in updates for s in self.by_name[name].shapes]
         return " ".join(written or i.shapes)

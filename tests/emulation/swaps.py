@@ -74,7 +74,7 @@ def _name(store):
 class _Source:
     """A source without its comments, and its runs of neighbouring stores.
 
-    A run is a list of at least two stores. Each store is a pair: where it begins and where it ends.
+    A run is a list of at least two stores. Each store is a pair (begin, end) of places.
     """
 
     def __init__(self, path):

@@ -338,7 +338,7 @@ def is_summed_result(program, name):
 @dataclasses.dataclass(frozen=True)
 class Inputs:
     """The arrays of one run: [R, ...], or [R, B, ...] if elements of the batch differ. With a scan,
-    the next axis is the layer."""
+    the axis after R and B is the layer."""
 
     floats: dict[str, np.ndarray]
     others: dict[str, np.ndarray]

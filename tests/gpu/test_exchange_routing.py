@@ -51,7 +51,7 @@ def leave_nan_in_both_ring_halves():
 @pytest.mark.parametrize("layout", (*LAYOUTS, FULL), ids=lambda layout: layout.name)
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_stale_bytes_never_reach_a_result(layout, routing):
-    """All results equal the oracle's after earlier calls have filled both ring halves with NaN."""
+    """Earlier calls have filled both ring halves with NaN. All results still equal the oracle's."""
     case = cases.Case(layout, routing)
     leave_nan_in_both_ring_halves()
     for seed in range(2):  # each run begins with another ring half
