@@ -2,7 +2,7 @@
 error. A routing with a damaged array raises an error, too.
 
 These tests run no program. Each pytree is made in a program of its group. A program of a group of 8
-ranks then uses it.
+ranks then uses the pytree.
 """
 
 import dataclasses
