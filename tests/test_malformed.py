@@ -1,8 +1,8 @@
-"""A malformed call is a bug of the lowering. It raises an error while the program is lowered, and
-does not lead to another path.
+"""A malformed call is a bug of the lowering. It must raise an error while a program is lowered, and
+must not lead to the portable path.
 
-Each test damages a call of one kernel between the lowering and the kernels, in one way after the
-other."""
+Each test damages a call between the lowering and the kernels in several ways.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -29,18 +29,18 @@ from jax_moe_a2a._src.placement import fill
 
 pytestmark = test_lowering.pytestmark
 
-# If TOKENS equaled RANKS, token_slot [T, R] and slot_token [R, T] would have the same shape.
+# If TOKENS equaled RANKS, swapping token_slot [T, R] and slot_token [R, T] would raise no error.
 TOKENS = 6
 IDS = aval(TOKENS, TOP_K, dtype="int32")
 WEIGHTS = aval(TOKENS, TOP_K, dtype="float32")
 X = aval(TOKENS, 128)
 CAPACITY = harness.worst_case(TOKENS, TOP_K, RANKS, EXPERTS)
 ROWS, ROW_WEIGHTS = aval(CAPACITY, 128), aval(CAPACITY, dtype="float32")
-ANOTHER_DTYPE = jnp.dtype("complex64")  # no array of a call has this dtype
+ANOTHER_DTYPE = jnp.dtype("complex64")  # no array has this dtype
 
 
 class Call(NamedTuple):
-    """A call that is being lowered, with the types of its arrays."""
+    """A call that is being lowered."""
 
     target: str
     attributes: dict[str, Any]
@@ -119,7 +119,7 @@ def patch_calls(patch, damaged):
 
 
 def check_every_damage(target, fn, monkeypatch, caplog, unchecked=()):
-    """Check that no program with a damaged call of the target is lowered. Return the call."""
+    """Check that no program is lowered if the call of the target is damaged. Return the call."""
     caplog.set_level("INFO", "jax_moe_a2a")
     seen = []
 
@@ -176,7 +176,7 @@ def weighted_gradient(y, weights, ids, ct):
 
 
 FP8 = dict(token_format=ma.BlockwiseFp8())
-EXCHANGES = {  # the target, the program and its operands
+EXCHANGES = {  # name: (target, program, types of the operands)
     "exchange": ("dispatch", dispatched, X, IDS),
     "exchange to tokens": ("combine", summed, ROWS, IDS),
     "split": ("dispatch", split, X, IDS),
@@ -206,9 +206,9 @@ def test_a_malformed_exchange_raises_while_it_is_lowered(name, monkeypatch, capl
     ids=("route", "routed", "routed_in_a_format"),
 )
 def test_a_malformed_route_raises_while_it_is_lowered(target, fn, monkeypatch, caplog):
-    """The kernels do not check a route's results, which are the plan and the scratch memory."""
+    """The kernels do not check the dtypes of a route's results."""
     args = f"moe_a2a_{target}", lambda: lower(fn, IDS), monkeypatch, caplog
-    # The last operand of a routed dispatch is its payload, whose dtype may be any.
+    # The last operand of a routed dispatch is its payload, which may have any dtype.
     unchecked = ["a result has another dtype"] if target == "route" else []
     unchecked += ["an operand has another dtype"] if target != "route" else []
     check_every_damage(*args, unchecked=unchecked).error(lambda call: swapped(call, 0, 1))
@@ -271,14 +271,14 @@ def test_a_malformed_product_raises_while_it_is_lowered(name, hopper, monkeypatc
 
     assert f"@moe_a2a_{name}(" in lower_it()
     args = f"moe_a2a_{name}", lower_it, monkeypatch, caplog
-    # Two additional operands are too many. A single additional operand would be the spare weights.
+    # Add two operands, because a single additional operand would be the spare weights.
     too_many = "an operand is too many"
     call = check_every_damage(*args, unchecked=[too_many])
     call.error(lambda call: call._replace(operands=[*call.operands, *call.operands[:1] * 2]))
     for i, operand in enumerate(call.operands):
         if i:
             call.error(lambda call: swapped(call, i - 1, i))
-        # The table of groups, [3, groups], may have any number of groups.
+        # Resize axis 0 of int32 operands: the table [3, groups] may have any number of groups.
         axis = 0 if operand.dtype == "int32" else operand.ndim - 1
         call.error(lambda call: resized(call, i, axis))
 

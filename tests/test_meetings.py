@@ -1,7 +1,7 @@
-"""Two processes with pretended GPUs use JAX's coordination service. The processes meet, lower
-programs in different orders, and begin a second job.
+"""Two processes with pretended GPUs meet, lower programs in different orders, and begin a second
+job. They use JAX's coordination service.
 
-One run starts this file in two processes. Each test looks at one scenario of this run.
+Both processes run this file, once for all tests. Each test checks one scenario.
 """
 
 import itertools
@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.several_devices("it starts processes of its own"),
 ]
 
-DEADLINE = 150  # seconds, for everything; it needs about ten on idle cores
+DEADLINE = 150  # seconds for all scenarios; they need about ten on idle cores
 PATIENCE = 3.0  # seconds that a meeting waits
 SECOND_ADDRESS = "MOE_A2A_TEST_SECOND_ADDRESS"  # address of the second job
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -53,12 +53,12 @@ class Worker:
         native.add_process = lambda *process: self.met.append(process[:3])
 
     def step(self):
-        """Wait for the other process, without the tested code."""
+        """Wait for the other process. This function does not use the tested code."""
         why = self.compat.coordination_barrier(f"test/{next(self.steps)}", 30.0)
         assert not why, why
 
     def outcome(self, act):
-        """Return '' or the error of a call, and how long it took."""
+        """Return the error of a call ('' if there is none), and the duration of the call."""
         start, error = time.monotonic(), ""
         try:
             act()
@@ -73,7 +73,7 @@ class Worker:
 
 
 def one_sided(worker):
-    """Process 0 arrives alone. Then both processes meet under another name."""
+    """Let process 0 arrive alone. Then let both processes meet under another name."""
     alone = worker.meet("alone") if worker.own == 0 else None
     worker.step()
     return [alone, worker.meet("again")]
@@ -132,7 +132,7 @@ SCENARIOS = (one_sided, other_order, new_job)
 
 
 def work(arguments):
-    """Run a worker; `arguments` are the flags of `processes.run_together`."""
+    """Run the scenarios; `arguments` are the flags of `processes.run_together`."""
     import jax
 
     address, _, process = (argument.split("=")[1] for argument in arguments)
@@ -147,7 +147,7 @@ def work(arguments):
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """Return the results of the scenarios in both processes by name."""
+    """Return a dict from each scenario to its results in both processes."""
     environment = dict(
         JAX_PLATFORMS="cpu",
         PYTHONPATH=os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
@@ -178,7 +178,7 @@ def test_a_process_that_does_not_come_is_named_and_the_next_meeting_takes_place(
 
 
 def test_processes_announce_themselves_when_they_lower_programs_in_any_order(found):
-    """Making a group announces nothing, and each process announces itself before it waits."""
+    """To make a group announces nothing. Each process announces itself before it waits."""
     outcomes = found[other_order]
     assert [outcome["announced"] for outcome in outcomes] == [[], []]
     for outcome in outcomes:

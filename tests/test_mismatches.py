@@ -1,8 +1,8 @@
-"""Pytrees made for a different group, size or form raise an error while a program is traced.
-Routings with damaged arrays raise an error, too.
+"""If a pytree was made for a different group, size or form, tracing a program with it raises an
+error. A routing with a damaged array raises an error, too.
 
-These tests run no program. Each pytree is made in a program of its group, and then used, with the
-same arrays, in a program of a group of 8 ranks.
+These tests run no program. Each pytree is made in a program of its group. A program of a group of 8
+ranks then uses the pytree.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ def zeros(shapes):
 
 
 def trace(fn, group):
-    """Trace ``fn`` on one rank of the group, and return the types of what it returns."""
+    """Trace ``fn`` on one rank of the group, and return the types of its results."""
     found = []
 
     def on_rank():
@@ -62,7 +62,7 @@ def stacked(tree):
 
 
 def raises(call, group, *patterns):
-    """Assert that the call raises an error, and that its message has the patterns."""
+    """Assert that the call raises an error, and that its message matches all patterns."""
     with pytest.raises((TypeError, ValueError)) as error:
         trace(call, group)
     for pattern in patterns:
@@ -125,7 +125,7 @@ LEVEL_ARRAYS = (
 
 
 def replaced(routing, name, damage):
-    """Return the routing with one array damaged; `name` may be `level.array`."""
+    """Return the routing with a damaged array. `name` may be `level.array`."""
     level, _, array = name.rpartition(".")
     if not level:
         return dataclasses.replace(routing, **{name: damage(getattr(routing, name))})
@@ -135,8 +135,8 @@ def replaced(routing, name, damage):
 
 
 def assert_all_damages_are_refused(name, group):
-    """Use a routing with a damaged array. The kernels read the arrays with their expected sizes, so
-    an array of a wrong dtype or shape would be read out of bounds."""
+    """Check that no call accepts a routing with a damaged array. The kernels would read an array of
+    a wrong dtype or shape out of bounds."""
     recv = recv_of(group)
 
     def layer():
@@ -213,7 +213,7 @@ PLACED = {
 def test_a_placement_for_other_ranks_is_refused_also_if_its_arrays_are_traced(name):
     use = PLACED[name]
     for known in (True, False):
-        of = (lambda plan: plan) if known else zeros  # JAX traces what zeros returns
+        of = (lambda plan: plan) if known else zeros  # JAX traces the result of zeros()
         trace(lambda: use(of(HOME)), FLAT)
         for placement, message in WRONG_PLANS.values():
             raises(lambda placement=placement: use(of(placement)), FLAT, "placement", message)
@@ -230,7 +230,7 @@ def test_a_placement_that_moves_home_experts_needs_the_weights_of_all_slots():
 
 
 def test_a_placement_of_other_experts_is_refused():
-    other = plan(16, spare=0)  # with the same number of slots
+    other = plan(16, spare=0)  # has the same number of slots
     raises(lambda: mlp(zeros(other)), FLAT, "num_experts must be 16")
     raises(lambda: routed(HOME, OF_EXPERTS), FLAT, "Routing of the 16 slots.*one of 8 experts")
     load = lambda: ma.expert_load(zeros(OF_EXPERTS), placement=HOME)

@@ -1,6 +1,6 @@
-"""Rows of replicated tokens equal those of the numpy oracle.
+"""Rows of replicated tokens equal the rows of the numpy oracle.
 
-The oracle computes the rows from an ordinary routing of changed ids.
+The oracle computes them from an ordinary routing with changed ids.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ NAMES = ("uniform", "masked", "repeated", "invalid", "last_rank_only")
 
 
 def capacity_of(layout, replicated=True):
-    """Return the given capacity, or the worst case."""
+    """Return the capacity of the layout, or the worst case if it has none."""
     if layout.capacity is not None:
         return layout.capacity
     sizes = layout.tokens, layout.top_k, layout.local_experts, layout.alignment
@@ -68,7 +68,7 @@ def exchange_program(layout):
         recv = ma.dispatch(x, ids, topk_weights, **route_args(group, layout))
         return recv, ma.combine(y, recv, weights=None), ma.combine(y, recv)
 
-    exchanges = 4 * layout.has_rows(RANKS)  # the exchanges of single-rank domains
+    exchanges = 4 * layout.has_rows(RANKS)  # these exchanges run in domains of one rank
     return harness.on_each_rank(exchange, group.mesh, exchanges=exchanges)
 
 
@@ -119,8 +119,8 @@ def test_rows_and_sums_are_those_of_the_oracle(layout):
 
 @pytest.mark.several_devices("it looks for collectives between devices")
 def test_replicated_tokens_are_not_exchanged():
-    """Inside shard_map, the gradient of replicated tokens has no collective, and the gradient of
-    other tokens has one."""
+    """Inside shard_map, the gradient of replicated tokens has no collective. The gradient of other
+    tokens has collectives."""
     group = harness.group_of(RANKS)
     args, _ = inputs(cases.PADDED, "masked")
 
@@ -144,7 +144,7 @@ def test_replicated_tokens_are_not_exchanged():
 
 @pytest.mark.exchanges(4)
 def test_a_routing_keeps_its_mode():
-    """A routing can be used again, even by a combine alone. Arguments for a different mode raise an
+    """Several calls can use one routing. If their arguments have another mode, they raise an
     error."""
     layout, group = cases.PLAIN, harness.group_of(RANKS)
     (ids, x, topk_weights, _), routings = inputs(layout, "masked")
@@ -172,7 +172,7 @@ def test_the_default_capacity_is_enough_for_the_worst_routing_and_exact_without_
 ):
     layout = cases.Layout("worst", tokens=5, top_k=3, local_experts=2, alignment=alignment)
     ids = np.full((RANKS, layout.tokens, layout.top_k), 0, np.int32)
-    ids[..., 1:] = 1  # all at rank 0
+    ids[..., 1:] = 1  # experts 0 and 1 are both on rank 0
     for replicated in (True, False):
         capacity = harness.worst_case(
             layout.tokens,

@@ -1,4 +1,4 @@
-"""`ma.moe` equals the dense layer for any division of the arrays over mesh axes."""
+"""`ma.moe` equals the dense layer, however the arrays are divided over mesh axes."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ Auto, Explicit = AxisType.Auto, AxisType.Explicit
 
 
 def draw(*lead, bias=True):
-    """Draw tokens [*lead, H] and parameters, as numpy arrays without a placement."""
+    """Draw tokens [*lead, H] and parameters. They are numpy arrays, so they have no sharding."""
     rng = np.random.default_rng(0)
     normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
     router = ma.Router(normal(HIDDEN, EXPERTS) / 2, choose=ma.TopK(TOP_K))
@@ -41,7 +41,7 @@ def draw(*lead, bias=True):
 
 
 def dense(x, params, mask=None):
-    """Apply each expert to each token. Return the results of `moe`, except for the load."""
+    """Apply each expert to each token. Return the results of `moe` without the load."""
     router = params["router"]
     logits = jnp.einsum("...h,he->...e", x, router.kernel)
     if router.bias is not None:
@@ -68,7 +68,7 @@ def loss_of(y, losses):
 
 
 def value_and_grads(layer, params, x):
-    """Return (output, losses, other results of the layer), and all gradients."""
+    """Return all gradients, and (output, losses, other results of the layer)."""
 
     def loss(params, x):
         y, losses, *more = layer(params, x)
@@ -103,8 +103,8 @@ def test_equals_the_dense_layer_over_data_expert_and_tensor_axes(axis_type, size
     params["router"] = params["router"].replace(select_bias=select_bias)
     tensor = "tensor" if "tensor" in sizes else None
     data = ("data",) if "data" in sizes else ()
-    # Weights may also be divided over the data axis. Over Explicit axes, gradients are then divided
-    # too.
+    # Weights may also be divided over the data axis. With Explicit axes, gradients are then divided
+    # in the same way.
     axes = ma.Axes("ep", data=data, tensor=tensor, fsdp="data" if axis_type is Explicit else None)
     layer, specs = layer_of(axes=axes, mask=mask), ma.moe_partition_specs(params, axes)
     with jax.set_mesh(mesh):
@@ -127,7 +127,7 @@ def test_equals_the_dense_layer_over_data_expert_and_tensor_axes(axis_type, size
     "axis_type, lead, grad",
     [
         (Auto, (), False),
-        (Explicit, (1,), False),  # all devices hold the token
+        (Explicit, (1,), False),  # all devices have the token
         (Explicit, (3,), False),  # fewer tokens than ranks
         (Explicit, (1, 6, 2), True),  # the second axis is divided
         (Explicit, (0, 2), True),
@@ -153,8 +153,7 @@ def test_any_number_of_tokens(axis_type, lead, grad):
 @pytest.mark.exchanges(0)
 @pytest.mark.parametrize("axis_type", [Auto, Explicit], ids=str)
 def test_without_tokens_no_array_of_shard_map_is_empty(axis_type):
-    """If an array were empty, XLA of jax 0.11.2 would end the process when it compiles the
-    gradient."""
+    """If an array were empty, XLA of jax 0.11.2 would crash when it compiles the gradient."""
     x, params = draw(0, bias=False)
     with jax.set_mesh(mesh_of(axis_type, ep=2)):
         loss = lambda params, x: loss_of(*layer_of()(params, x)[:2])
@@ -232,7 +231,7 @@ def test_statistics_add_what_the_capacity_of_each_chunk_drops():
 def test_tokens_that_explicit_axes_divide_stay_where_they_are():
     mesh = mesh_of(Explicit, data=2, ep=2)
     x, params = draw(4, 4, bias=False)
-    spec = P("ep", "data")  # moe would choose another order and another axis
+    spec = P("ep", "data")  # `moe` itself would choose another order of axes
     with jax.set_mesh(mesh):
         x_placed = jax.device_put(x, NamedSharding(mesh, spec))
         program = jax.make_jaxpr(layer_of(axes=ma.Axes("ep", data="data")))(params, x_placed)
@@ -272,8 +271,8 @@ def sigmoid_router(tokens, logits, per_token, whole):
 
 
 def test_a_shared_expert_and_a_router_of_the_users():
-    """The shared expert has biases, another width, another activation and a gate. Weights multiply
-    the inputs of routed experts. Tokens are padded, and divided over both axes."""
+    """The layer has a shared expert with a gate, and a router function of the user. Tokens are
+    padded, because both axes divide them."""
     lead = (3, 3)
     x, params = draw(*lead, bias=False)
     rng = np.random.default_rng(3)
@@ -312,12 +311,12 @@ def test_every_option_of_moe_mlp_is_an_option_of_moe():
     in_moe = {"choices": "router", "group": "axes", "num_experts": "router"}
     options = inspect.signature(ma.moe).parameters
     of_mlp = set(inspect.signature(ma.moe_mlp).parameters)
-    for name in of_mlp - {"return_totals"}:  # moe always returns totals in its statistics
+    for name in of_mlp - {"return_totals"}:  # `moe` returns totals in its statistics
         assert in_moe.get(name, name) in options
 
 
 def test_under_another_axis_that_is_manual():
-    """The other axis could be that of a pipeline, whose stages have different parameters."""
+    """For example, the other axis is a pipeline, whose stages have different parameters."""
     mesh = mesh_of(pipe=2, ep=2)
     x, params = draw(2, 3, bias=False)
     both = jax.tree.map(lambda p: np.stack([p, -p]), params)
@@ -336,7 +335,7 @@ def test_under_another_axis_that_is_manual():
 
 
 def traced(change=None, mesh=None, **options):
-    """Trace `moe` with two ranks. `change` replaces arguments."""
+    """Trace `moe` with two ranks. `change` and `options` replace arguments."""
     x, params = draw(2, 3)
     arguments = dict(x=x, **params, axes="ep") | (change or {}) | options
     with jax.set_mesh(mesh or mesh_of(ep=2)):
@@ -349,17 +348,17 @@ OWN = PARAMS["experts"]
 
 
 def routed(kernel=KERNEL, **fields):
-    """Return a change of the router for `traced`."""
+    """Return arguments of `traced` with a changed router."""
     return dict(router=ma.Router(kernel, **dict(choose=ma.TopK(TOP_K)) | fields))
 
 
 def changed(**fields):
-    """Return a change of the experts for `traced`."""
+    """Return arguments of `traced` with changed experts."""
     return dict(experts=OWN.replace(**fields))
 
 
 def shared(**fields):
-    """Return a change for `traced` that adds a shared expert."""
+    """Return arguments of `traced` with a shared expert."""
     one = dict(w_in=OWN.w_in[0], w_out=OWN.w_out[0]) | fields
     return dict(shared=ma.Experts(**one))
 
@@ -489,8 +488,8 @@ def test_a_mesh_with_devices_is_necessary():
 
 @pytest.mark.exchanges(0)
 def test_the_name_of_an_axis_is_a_group():
-    """The test uses `vmap`, and test_parallelism uses `shard_map`. A group that differs from the
-    group of a Routing is an error."""
+    """In a vmap over "ep", the name "ep" means a group over this axis. A call raises an error if
+    its group differs from the group of its Routing."""
     x, params = draw(2, 3, bias=False)
     ids = np.random.default_rng(1).integers(0, EXPERTS, (2, 3, TOP_K))
 
@@ -556,7 +555,7 @@ def test_experts_in_16_bits_with_any_router(router_dtype):
 
 
 def test_an_axis_that_spans_hosts_is_divided_into_two_levels(monkeypatch):
-    """Results and gradients equal those of a group of one level."""
+    """Results and gradients equal the results and gradients of a group of one level."""
     mesh, hosts = mesh_of(data=1, ep=4), 2
 
     def hosts_of(mesh, axes):

@@ -1,4 +1,4 @@
-"""Calls of `moe` that repeat work or lose tokens warn once, and the statistics count them."""
+"""If a call of `moe` repeats work or loses tokens, it warns once, and its statistics show this."""
 
 import re
 import warnings
@@ -34,7 +34,7 @@ def warnings_of(mesh, x, known=False, **options):
     layer = lambda x: ma.moe(x, **PARAMS, **harness.exchanging(dict(axes="ep") | options))[0]
     with jax.set_mesh(mesh), warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("default")
-        for _ in range(2):  # a new function, which JAX traces again
+        for _ in range(2):  # JAX traces each new function again
             if known:
                 jax.eval_shape(lambda: layer(x))
             else:
@@ -62,7 +62,7 @@ def test_an_axis_that_divides_tokens_and_is_in_no_argument_is_named_once():
     for axes in ((), ("ep",)):
         assert not warnings_of(explicit, over(explicit, *axes))
         assert not warnings_of(auto, over(auto, *axes), known=True)
-    assert_warns_once(warnings_of(auto, over(auto)), REPEATED)  # could divide the tokens
+    assert_warns_once(warnings_of(auto, over(auto)), REPEATED)  # these axes could divide the tokens
     for mesh in (explicit, auto):
         divided = over(mesh, "data")
         assert not warnings_of(mesh, divided, axes=ma.Axes("ep", data="data"))
@@ -92,7 +92,7 @@ def test_a_capacity_of_less_than_a_row_for_each_token_warns_once():
 
 
 def choose(tokens, logits, per_token, whole):
-    """Choose expert 0, and ids that are not experts."""
+    """Choose expert 0 for each token, and also an id that is no expert."""
     num_tokens, num_experts = logits.shape
     seconds = jnp.array([num_experts, 7_000, -2, -1], jnp.int32)
     seconds = jnp.resize(seconds, num_tokens)
@@ -103,9 +103,9 @@ def choose(tokens, logits, per_token, whole):
 @pytest.mark.parametrize(
     "num_tokens, options, expected",
     (
-        (5, {}, 5),  # one rank has 3 tokens, the other 2 and padding
+        (5, {}, 5),  # one rank has 3 tokens, and the other has 2 tokens and padding
         (4, dict(mask=[True, False, True, True]), 3),
-        (1, {}, 1),  # all ranks hold the token
+        (1, {}, 1),  # all ranks have the token
         (4, dict(num_chunks=2), 4),
         (4, dict(placement=[0, 1, 0, 2, 3, -1]), 4),
     ),

@@ -1,4 +1,4 @@
-"""Weights move between the slots of placements bit for bit, and training continues as before."""
+"""Weights move between slots of placements bit for bit. Training then continues as before."""
 
 import functools
 
@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.one_process("each process would move the same"),
 ]
 EXPERTS = 8
-# TWO has replicas and an empty slot. FOUR has the experts in another order.
+# TWO has replicas and an empty slot. FOUR has each expert once, in another order.
 TWO = ma.Placement.from_slots([3, 0, 5, 5, 1, -1, 2, 7, 6, 4, 3, 0], EXPERTS, num_ranks=2)
 FOUR = ma.Placement.from_slots([7, 2, 0, 3, 1, 6, 5, 4], EXPERTS, num_ranks=4)
 

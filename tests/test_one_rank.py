@@ -1,4 +1,4 @@
-"""A group of one rank exchanges nothing, so its results vary over the same axes as its inputs."""
+"""A group of one rank exchanges nothing, so its results vary only where its inputs vary."""
 
 import functools
 
@@ -41,7 +41,7 @@ def whole(x, ids, weights, **route_args):
 @pytest.mark.parametrize("make_group", GROUPS.values(), ids=GROUPS)
 @pytest.mark.parametrize("layer, tokens", ((whole, TOKENS), (whole, 300), (split, TOKENS)))
 def test_replicated_inputs_have_replicated_results(make_group, layer, tokens):
-    """With check_vma=True, a result that varies may not have out_specs=PartitionSpec()."""
+    """With check_vma=True, out_specs=PartitionSpec() is an error for a result that varies."""
     group, replicated = make_group(), PartitionSpec()
     route_args = dict(group=group, num_experts=EXPERTS)
 

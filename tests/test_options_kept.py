@@ -1,6 +1,6 @@
 """Every static option of a dispatch reaches all exchanges of the dispatch, forward and backward.
 
-Options that these tests do not interpret have sentinels as values. One option is invented."""
+Most options have sentinels as values here. One option is invented."""
 
 import collections
 import functools
@@ -36,8 +36,8 @@ WIRE, FORMAT = jnp.dtype("float16"), ma.BlockwiseFp8()
 
 @pytest.fixture(autouse=True)
 def sentinels(monkeypatch):
-    """Add an invented option, and pass sentinels for all options that the tests do not interpret.
-    Return the sentinels by name."""
+    """Add an invented option. Replace all options outside of MEANT by sentinels, and return the
+    sentinels by name."""
     old = record.Options
     defaults = [*old._field_defaults.values(), None]
     new = collections.namedtuple("Options", [*old._fields, "made_up"], defaults=defaults)
@@ -125,10 +125,10 @@ def test_every_option_reaches_every_exchange(form, sentinels):
             assert getattr(eqn.params["options"], name) == value, eqn.primitive
     for eqn in outward:
         assert eqn.params["options"].tail == "unspecified", eqn.primitive
-    # Router weights are moved, not summed.
+    # The wire dtype is for sums. Router weights are moved, not summed.
     wires = [eqn.params["options"].wire_dtype for eqn in inward if eqn.params["num_leaves"]]
     assert set(wires) == {WIRE}
-    # The format is an option of the exchange only if the exchange quantizes.
+    # The exchange has the format as an option only if the exchange itself quantizes.
     formats = [eqn.params["options"].token_format for eqn in outward]
     if "format" in form or "FP8" in form:
         by_exchange = "two levels" not in form and "halves" not in form

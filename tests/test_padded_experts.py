@@ -1,7 +1,7 @@
-"""If the sizes of FP8 experts are not multiples of 128, padding with zeros changes no result.
+"""If a size of FP8 experts is no multiple of 128, padding with zeros changes no result.
 
-The oracle does not pad. In the oracle, the last group of each row holds fewer than 128 numbers. All
-inputs are integers, so that sums are exact in any order.
+The oracle does not pad, so the last group of its rows has fewer than 128 numbers. All inputs are
+integers, so that sums are exact in any order.
 """
 
 import functools
@@ -20,7 +20,7 @@ from test_fp8_layer import relative_error
 import jax_moe_a2a as ma
 
 RANKS = harness.SEVERAL
-HIDDEN, WIDTH = 136, 72  # groups of 128 and 8 numbers in H, and of 72 numbers in I
+HIDDEN, WIDTH = 136, 72  # H has groups of 128 and 8 numbers, and I has one group of 72 numbers
 LAYOUT = cases.Layout("padded", tokens=6, top_k=2, local_experts=2, hidden=HIDDEN)
 RELU = ma.gated(jax.nn.relu)
 FIELDS = "w_in", "w_out", "b_in", "b_out"
@@ -35,9 +35,9 @@ def arguments(activation=RELU):
         found = rng.integers(-3, 4, size=(RANKS, *shape)) * (rng.random((RANKS, *shape)) < density)
         return found.astype(np.float32)
 
-    x = 2 * integers(LAYOUT.tokens, HIDDEN) + 1  # FP8 rounds these numbers next to large ones
+    x = 2 * integers(LAYOUT.tokens, HIDDEN) + 1  # odd, so FP8 rounds them next to large numbers
     x[..., ::40] *= 100
-    x[..., HIDDEN - 1] = 3  # so that the last group differs from all other groups
+    x[..., HIDDEN - 1] = 3  # makes the last group differ from all other groups
     w_in = integers(experts, HIDDEN, 2 * WIDTH, density=0.05)
     w_out = integers(experts, WIDTH, HIDDEN, density=0.2)
     biases = integers(experts, 2 * WIDTH), integers(experts, HIDDEN)
@@ -57,7 +57,7 @@ def rounded(row):
 
 
 def oracle(x, topk_weights, experts, ids):
-    """Compute the layer choice by choice, in float64."""
+    """Compute the layer one choice at a time, in float64."""
     w_in, w_out, b_in, b_out = (
         np.concatenate(getattr(experts, name)).astype(np.float64) for name in FIELDS
     )
@@ -74,7 +74,7 @@ def oracle(x, topk_weights, experts, ids):
 
 
 def layer(x, topk_weights, experts, ids, *, wrap=lambda experts: experts, group=None, **options):
-    """Call `ma.moe_mlp` with one rank's arrays, and experts that `wrap` returns."""
+    """Call `ma.moe_mlp` on one rank. `wrap` quantizes or pads the experts."""
     route_args = small_layer.route_args(group or harness.group_of(RANKS), LAYOUT)
     options = harness.exchanging(route_args, options)
     return ma.moe_mlp(x, ma.RouterChoices(ids, topk_weights), wrap(experts), **options)
@@ -94,7 +94,7 @@ def test_padding_changes_no_number(name):
     found = small_layer.compiled(layers, exchanges=2)(*args)
     expected = oracle(*args)
     assert np.abs(expected).max() > 1000
-    if harness.ON_GPU:  # tensor cores sum with fewer bits
+    if harness.ON_GPU:  # tensor cores sum with less precision
         assert relative_error(found, expected) < 0.01
     else:
         np.testing.assert_array_equal(found, expected)
@@ -102,8 +102,8 @@ def test_padding_changes_no_number(name):
 
 @functools.cache
 def gradients(name, *, is_padded=False, num_chunks=None):
-    """Return the gradients of a layer on one device: of x, of router weights, and of experts that
-    are not frozen."""
+    """Return the gradients of a layer on one device: of x, of router weights, and of experts unless
+    they are frozen."""
     x, topk_weights, experts, ids = arguments()
     if is_padded:
         experts = jax.vmap(lambda experts: experts.padded())(experts)
@@ -120,7 +120,7 @@ def gradients(name, *, is_padded=False, num_chunks=None):
 @pytest.mark.exchanges(0)
 @pytest.mark.parametrize("name", WRAPS)
 def test_gradients_through_padded_experts_are_those_of_the_layer(name):
-    """One case has chunks, whose tokens are padded chunk by chunk."""
+    """One case has chunks. The layer pads the tokens of each chunk."""
     found = gradients(name, num_chunks=2 if name == "transposed" else None)
     assert len(found) == (6 if name == "in_fp8" else 2)
     for one, right in zip(found, gradients("in the dtype of x"), strict=False):
@@ -139,7 +139,7 @@ def test_parameters_that_were_padded_train_alike_and_their_zeros_stay_zeros():
 
 @pytest.mark.exchanges(6)
 def test_a_whole_layer_has_a_router_and_a_shared_expert_of_the_true_width():
-    """The result equals that of tokens and a router that the user has padded."""
+    """The result is the same if the user pads the tokens and the router."""
     config = ma.MoEConfig(HIDDEN, WIDTH, 4, ma.TopK(2), bias=True, shared_hidden=24)
     params = ma.init_moe(jax.random.key(0), config)
     params["experts"] = ma.quantize_experts(params["experts"])

@@ -1,5 +1,5 @@
-"""A layer of experts equals the dense layer inside the parallelism, accumulation and
-rematerialization of models. Each test compares the result and every gradient."""
+"""A layer of experts equals the dense layer under the parallelism, accumulation and
+rematerialization of real models. Each test compares the result and every gradient."""
 
 import functools
 
@@ -47,7 +47,7 @@ def dense_layer(x, logits, w_in, w_out):
 
 
 def value_and_grads(layer, *args, argnums=(0, 1, 2, 3)):
-    """Return the result of a layer, and the gradients of a number that depends on all of it."""
+    """Return the result of a layer, and the gradients of a scalar loss of the result."""
 
     def loss(*args):
         y = layer(*args)
@@ -67,7 +67,7 @@ def assert_close(actual, expected, tolerance=2e-5):
 
 
 def test_the_portable_path_sends_a_block_of_all_tokens_to_every_rank():
-    """A dispatch and a combine lowered for TPUs have one all-to-all of such blocks each."""
+    """On TPUs, the dispatch and the combine each have one all-to-all with such blocks."""
 
     def on_rank(x, logits):
         recv = ma.dispatch(
@@ -85,11 +85,11 @@ def test_the_portable_path_sends_a_block_of_all_tokens_to_every_rank():
     program = layer.trace(*arguments(4 * 300)[:2]).lower(lowering_platforms=("tpu",)).as_text()
     sent = [line for line in program.splitlines() if "all_to_all" in line]
     with_rows = [line for line in sent if f"4x300x{HIDDEN}xf32" in line]
-    assert len(with_rows) == 2  # in the dispatch and in the combine
+    assert len(with_rows) == 2  # one in the dispatch, and one in the combine
 
 
 def expert_layer(x, logits, w_in, w_out, group="expert", **options):
-    """Apply experts inside a shard_map, as MaxText does; x [..., H]."""
+    """Apply experts to x [..., H] inside a shard_map, as MaxText does."""
     weights, ids = choose(logits)
     tokens, ids, weights = (a.reshape(-1, a.shape[-1]) for a in (x, ids, weights))
     options = dict(group=group, num_experts=EXPERTS, **harness.exchanging(options))
@@ -107,7 +107,7 @@ BATCH = P("expert")
 
 
 def test_ep_tp_and_fsdp_together():
-    """Split weights over three axes. Gather over fsdp, and keep a part of H on each rank of tp."""
+    """Divide weights over three axes. Gather over fsdp, and keep a part of H on each tp rank."""
 
     def body(x, logits, w_gate, w_up, w_out):
         gather = functools.partial(lax.all_gather, axis_name="fsdp", tiled=True)
@@ -145,9 +145,9 @@ POLICIES = (
 
 @pytest.mark.parametrize("policy", POLICIES, ids=("dots", "routing"))
 def test_blocks_with_context_parallelism_fsdp_and_remat_accumulate_gradients(policy):
-    """One scan runs over blocks of attention and experts, and one over micro-batches. Each sequence
-    is divided over two devices. The router is divided over the ranks of the group, and gathered
-    before its use."""
+    """A scan runs over blocks of attention and experts, and an outer scan runs over micro-batches.
+    Two devices share each sequence. The router is divided over ranks, and gathered before its
+    use."""
 
     def body(x, router, w_in, w_out):
         logits = x @ lax.all_gather(router, "expert", tiled=True)
@@ -185,7 +185,7 @@ def test_blocks_with_context_parallelism_fsdp_and_remat_accumulate_gradients(pol
 @pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
 @pytest.mark.parametrize("replicated", (False, True))
 def test_a_program_under_another_mesh_runs_with_a_group_of_its_own(replicated, axis_type):
-    """Serving systems set one mesh for the model, and use a different mesh for the experts."""
+    """Serving systems set one mesh for the model, and use a different mesh for experts."""
     mesh = mesh_of(axis_type, expert=2, tensor=1)
     outer = Mesh(mesh.devices.reshape(1, 2), ("data", "tensor"), axis_types=(axis_type,) * 2)
     tokens = P() if replicated else BATCH

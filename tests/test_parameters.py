@@ -97,11 +97,11 @@ def test_experts_in_fp8_are_pytrees_whose_specs_have_their_structure(kind):
     for tensor, fsdp in itertools.product((None, "tensor"), (None, ("data", "more"), "data")):
         specs = ma.moe_partition_specs(params, ma.Axes("ep", tensor=tensor, fsdp=fsdp))
         assert jax.tree.structure(specs) == jax.tree.structure(params)
-        # As in results of XLA, last axes that are not divided have no entry.
+        # If the last axes of an array are not divided, the spec has no entries for them, as in XLA.
         assert not [spec for spec in jax.tree.leaves(specs) if spec and spec[-1] is None]
     of_shape = {
         (2, 128, 2, 128): P("ep", "data", None, "tensor"),
-        (2, 2, 128, 128): P("ep", None, "tensor", "data"),  # K is last
+        (2, 2, 128, 128): P("ep", None, "tensor", "data"),  # the last axis is K
         (2, 2, 1, 1): P("ep", None, "tensor", "data"),
     }
     for w, spec in zip(*map(jax.tree.leaves, (params["experts"].w_in, specs["experts"].w_in))):

@@ -1,6 +1,6 @@
 """The kernels run on the devices of the program, and ranks can share one GPU.
 
-These tests lower programs for CUDA, which needs no GPU; tests/gpu runs them.
+These tests only lower programs for CUDA, which needs no GPU. tests/gpu runs such programs.
 """
 
 import re
@@ -68,7 +68,7 @@ def calls(text):
 
 
 def devices_of(text):
-    """Return the devices of each kernel call, in their order."""
+    """Return the devices of each kernel call, in the order of the calls."""
     found = re.findall(r"devices = (?:array<i64: ([\d, ]*)>|dense<\[?([\d, ]*)\]?>)", text)
     return [[int(n) for n in (a or b).split(",") if n.strip()] for a, b in found]
 
@@ -163,7 +163,7 @@ def test_a_group_takes_its_devices_from_the_mesh_of_shard_map(
 def test_a_model_that_sees_an_abstract_mesh_only_runs_the_kernels_on_that_of_set_mesh(
     devices_pass_for_gpus,
 ):
-    """A model with Explicit axes usually has this form, because get_mesh() raises inside jit."""
+    """Models with Explicit axes call get_abstract_mesh(), because get_mesh() raises inside jit."""
 
     def model(x, ids):
         mesh = jax.sharding.get_abstract_mesh()
@@ -188,8 +188,8 @@ def test_an_abstract_mesh_without_devices_is_portable_or_an_error(devices_pass_f
 
 @pytest.mark.parametrize("tokens", (0, TOKENS))
 def test_every_lowering_for_gpus_announces_this_process_even_if_no_kernel_runs(monkeypatch, tokens):
-    """The devices are CPUs. The process still announces itself, because other processes could have
-    kernels, and would wait for this process."""
+    """The devices are CPUs, so no kernel runs. Other processes could have kernels, and would wait
+    for the announcement of this process."""
     announced = []
     monkeypatch.setattr(group_module, "announce", announced.append)
     mesh = mesh_of(jax.devices()[:RANKS])

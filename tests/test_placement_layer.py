@@ -1,4 +1,4 @@
-"""Layers with replicas of experts have the results and gradients of layers without a placement."""
+"""A layer with replicas of experts equals the layer without a placement, with all gradients."""
 
 import functools
 import re
@@ -114,14 +114,14 @@ def layer_arguments(rng, hostile=False):
 
 
 def problem(seed=0):
-    """Return ids and floats of all ranks, and a placement with one spare slot on each."""
+    """Return ids, floats, and a placement with one spare slot on each rank."""
     rng = np.random.default_rng(seed)
     placement, _ = placement_of(rng, RANKS, LOCAL, 1)
     return *layer_arguments(rng), placement
 
 
 def of_ranks(fn, **options):
-    """Return a function of (ids, floats, placement) of all ranks."""
+    """Return a function that maps (ids, floats, placement) of all ranks to results of all ranks."""
     on_rank = functools.partial(fn, group=GROUP, **options)
     return jax.vmap(on_rank, axis_name="ep", in_axes=(0, 0, None))
 
@@ -155,11 +155,11 @@ def test_a_layer_with_replicas_equals_the_layer_without(spare, options):
         ids, floats = layer_arguments(rng, kind == "one")
         actual, expected = run(ids, floats, placement), run(ids, floats, None)
         small_layer.assert_close(actual, expected, tolerance=2e-4)
-    assert run._cache_size() == 2  # with a placement, and without one
+    assert run._cache_size() == 2  # compiled once with a placement, and once without
 
 
 def test_gradients_of_rows_of_other_experts_do_not_count():
-    """The second row has no expert. Its cotangent is NaN, and its gradient becomes zero."""
+    """The second row has no expert. Its cotangent is NaN, but its gradient is zero."""
     is_kept = jnp.array([True, False])
     rows, of_rows = jax.vjp(lambda x: placed._with_gradients_of(x, is_kept), jnp.ones((2, 3)))
     (found,) = of_rows(jnp.full((2, 3), 5.0).at[1].set(jnp.nan))
@@ -168,7 +168,7 @@ def test_gradients_of_rows_of_other_experts_do_not_count():
 
 @pytest.mark.parametrize("kind", ("frozen, chunks", "trained"))
 def test_replicas_compute_in_fp8(kind):
-    """A layer with replicas equals the layer without a placement, up to the order of sums."""
+    """Replicas change no result of a layer in FP8, up to the order of sums."""
     size, rng = 128, np.random.default_rng(5)
     placement, _ = placement_of(rng, RANKS, LOCAL, 2)
     ids, (_, topk_weights, *_) = layer_arguments(rng)
@@ -198,14 +198,14 @@ def test_replicas_compute_in_fp8(kind):
 
 
 def test_chunks_fetch_once():
-    # The program fetches weights and sends their gradients back. A chunk has two exchanges forward,
-    # and three backward.
+    # The program fetches weights once, and sends their gradients back once. A chunk has two
+    # exchanges forward, and three backward.
     found = exchanges_of(of_ranks(value_and_gradients, num_chunks=TOKENS), *problem())
     assert found == dict(combine=1 + 2, dispatch=1 + 1 + 2)
 
 
 def exchanges_of(fn, *args):
-    """Count the exchanges of a program by name."""
+    """Count the exchanges of a program by primitive."""
     counted = harness.count_primitives(jax.make_jaxpr(fn)(*args))
     return {n: count for n, count in counted.items() if n.endswith(("dispatch", "combine"))}
 
@@ -237,7 +237,7 @@ def test_the_backward_pass_fetches_again_and_no_program_joins_weights():
     ids, floats, placement = args = problem()
     forward, both = of_ranks(layer), of_ranks(value_and_gradients)
     assert exchanges_of(forward, *args) == dict(combine=1, dispatch=1, routed_dispatch=1)
-    # The forward pass has a fetch and two exchanges. The backward pass has a second fetch, its
+    # The forward pass has a fetch and two exchanges. The backward pass has the fetch again, its
     # transpose, and two exchanges.
     found = exchanges_of(both, *args)
     assert found == dict(combine=1 + 2, dispatch=1 + 2 + 1)
@@ -275,7 +275,7 @@ def test_kernels_read_home_and_fetched_weights_as_two_operands(hopper, kind):
 
 def test_moved_experts_change_no_bit_and_second_derivatives_are_those_of_the_plain_layer():
     ids, floats, placement = problem(3)
-    run = jax.jit(of_ranks(layer, capacity=6))  # both layers drop the same rows
+    run = jax.jit(of_ranks(layer, capacity=6))  # with this capacity, both layers drop the same rows
     order = np.array([2, 0, 3, 1])
     moved = ma.Placement.from_slots(order, RANKS * LOCAL, num_ranks=RANKS)
     weights = [x.reshape(-1, *x.shape[2:])[order].reshape(x.shape) for x in floats[2:]]

@@ -1,4 +1,4 @@
-"""The portable path emits bounded programs, because XLA:CPU compiles each operation and kernel."""
+"""Programs of the portable path stay small, because XLA:CPU compiles each operation."""
 
 import harness
 import jax
@@ -52,8 +52,8 @@ def of_one_layer(**sizes):
 
 
 def test_a_layer_is_a_few_hundred_operations_whatever_its_sizes_are():
-    """The layer has a route, a dispatch, a combine and their gradients, which contain sums with one
-    term for each choice or rank. Only sums of many terms are loops."""
+    """The layer has a route, a dispatch, a combine and their gradients. Sums have one term for each
+    choice or rank. Sums of many terms are loops."""
     few = of_one_layer(ranks=2, top_k=1)
     assert few <= 620
     assert of_one_layer(ranks=2, top_k=1, tokens=1024) <= few + 5

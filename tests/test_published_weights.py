@@ -1,6 +1,6 @@
-"""Read and write the quantized weights of published files: FP8 in 128x128 blocks, and MXFP4.
+"""Read and write weights of published files: FP8 in 128x128 blocks, and MXFP4.
 
-The tests decode the numbers of both formats in numpy, from the definitions of their bits.
+The tests decode both formats in numpy, from the definitions of their bits.
 """
 
 import harness
@@ -34,14 +34,14 @@ def shapes_of(kind, per_expert=True):
         shapes = {f"experts.{e}.{n}.weight": s for e in range(E) for n, s in of_expert.items()}
     else:
         shapes = {"experts.gate_up_proj": (E, 2 * I, H), "experts.down_proj": (E, H, I)}
-    if kind == "deepseek_v3":  # two shared experts
+    if kind == "deepseek_v3":  # two shared experts, side by side
         of_shared = dict(zip(NAMES, [(2 * I, H), (2 * I, H), (H, 2 * I)], strict=True))
         shapes |= {f"{SHARED}{name}.weight": shape for name, shape in of_shared.items()}
     return shapes
 
 
 def block_of(kind, per_expert=True, scale_dtype=np.float32):
-    """Return a block that contains each byte except NaN, with any numbers as scales."""
+    """Return tensors of a block. They have each byte except NaN, and random scales."""
     rng = np.random.default_rng(0)
     block = {"gate.weight": rng.normal(size=(E, H)).astype(jnp.bfloat16)}
     if kind == "deepseek_v3":
@@ -55,7 +55,7 @@ def block_of(kind, per_expert=True, scale_dtype=np.float32):
 
 
 def decoded(block, name):
-    """Return the numbers [..., outputs, inputs] of a tensor in FP8, block by block, in float64."""
+    """Decode a tensor [..., outputs, inputs] from FP8 to float64, block by block."""
     numbers = block[BLOCK + name].astype(np.float64)
     scales = block[BLOCK + name + "_scale_inv"].astype(np.float64)
     for index in np.ndindex(scales.shape):
@@ -66,7 +66,7 @@ def decoded(block, name):
 
 
 def numbers_of(w):
-    """Return the numbers of `QuantizedExperts` in the layout of `Experts`, float64."""
+    """Decode `QuantizedExperts` to float64, in the layout of `Experts`."""
     scales = np.repeat(np.repeat(w.scales.astype(np.float64), 128, -1), 128, -2)
     return np.moveaxis(w.values.astype(np.float64) * scales, -1, 1)
 
@@ -100,7 +100,7 @@ def test_fp8_files_are_read_without_decoding_and_written_with_the_same_bits(kind
 
 
 def test_weights_quantized_here_are_written_as_fp8_files_with_their_bits():
-    """The package must write the same file as an independent quantization in numpy."""
+    """The package writes the same file as an independent quantization in numpy."""
     config, rng = config_of("qwen3_moe"), np.random.default_rng(0)
     shapes = shapes_of("qwen3_moe") | {"gate.weight": (E, H)}
     floats = {BLOCK + n: rng.normal(size=s).astype(np.float32) for n, s in shapes.items()}
@@ -191,15 +191,15 @@ def test_tensors_of_pytorch_in_fp8_make_a_round_trip():
 
 
 def e2m1(nibble):
-    """Return a number of 4 bits by the OCP MX specification v1.0, section 5.3.3: sign, two bits of
-    exponent with bias 1, one bit of mantissa; exponent 0 is subnormal."""
+    """Decode a number of 4 bits (OCP MX specification v1.0, section 5.3.3): a sign, two bits of
+    exponent with bias 1, and one bit of mantissa. Exponent 0 is subnormal."""
     sign, exponent, mantissa = nibble >> 3, nibble >> 1 & 3, nibble & 1
     magnitude = mantissa / 2 if exponent == 0 else 2.0 ** (exponent - 1) * (1 + mantissa / 2)
     return -magnitude if sign else magnitude
 
 
 def mxfp4(packed, scales):
-    """Return the numbers [..., K] of bytes [..., K / 32, 16] and scales [..., K / 32], float64."""
+    """Decode bytes [..., K / 32, 16] and scales [..., K / 32] to float64 [..., K]."""
     table = np.array([e2m1(nibble) for nibble in range(16)])
     numbers = np.stack([table[packed & 15], table[packed >> 4]], axis=-1)
     numbers = numbers.reshape(*scales.shape, 32) * 2.0 ** (scales[..., None].astype(int) - 127)
@@ -222,7 +222,7 @@ def test_every_number_of_mxfp4_is_decoded_exactly():
 
 
 def gpt_oss(scales_of):
-    """Return the configuration of GPT-OSS with H = 64 and I = 32, a block, and its numbers."""
+    """Return a configuration of GPT-OSS, the tensors of a block, and the decoded numbers."""
     rng, hidden, width = np.random.default_rng(0), 64, 32
     sizes = dict(hidden_size=hidden, intermediate_size=width, num_local_experts=E)
     floats = {
@@ -237,7 +237,7 @@ def gpt_oss(scales_of):
         packed = rng.integers(0, 256, size=(E, n, k // 32, 16)).astype(np.uint8)
         scales = scales_of(rng, packed.shape[:-1]).astype(np.uint8)
         block |= {f"experts.{name}_blocks": packed, f"experts.{name}_scales": scales}
-        numbers[name] = mxfp4(packed, scales)  # [E, outputs, inputs]
+        numbers[name] = mxfp4(packed, scales)  # shape [E, outputs, inputs]
     block = {BLOCK + name: tensor for name, tensor in block.items()}
     return CONFIGS["gpt_oss"] | sizes, block, numbers
 
@@ -254,14 +254,14 @@ def test_mxfp4_experts_of_gpt_oss_are_decoded_exactly():
     np.testing.assert_array_equal(experts.w_out.astype(np.float64), expected)
     bias = block[BLOCK + "experts.gate_up_proj_bias"]
     np.testing.assert_array_equal(experts.b_in[:, 1], bias[:, 1::2])
-    floats = hf.to_state_dict(params, config, BLOCK)  # decoded, as transformers has them
+    floats = hf.to_state_dict(params, config, BLOCK)  # decoded, as transformers expects
     found = floats[BLOCK + "experts.gate_up_proj"].astype(np.float64)
     np.testing.assert_array_equal(found, gate_up.swapaxes(1, 2))
 
 
 @pytest.mark.parametrize("span", (14, 15))
 def test_fp8_holds_mxfp4_exactly_if_the_scales_of_a_square_span_at_most_14(span):
-    """The largest number of a block is 6 * 2**span, and the smallest 0.5."""
+    """In a block, the largest number is 6 * 2**span, and the smallest number is 0.5."""
     scales = np.random.default_rng(0).integers(127, 128 + span, size=(1, 128, 4)).astype(np.uint8)
     packed = np.random.default_rng(1).integers(0, 256, size=(1, 128, 4, 16)).astype(np.uint8)
     scales[0, 0, :2] = 127, 127 + span

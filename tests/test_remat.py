@@ -1,4 +1,4 @@
-"""With jax.checkpoint, saved results are not exchanged again, and no policy changes the numbers."""
+"""With jax.checkpoint, saved results are not exchanged again. No policy changes a result."""
 
 import functools
 
@@ -18,12 +18,12 @@ POLICIES = jax.checkpoint_policies
 
 
 def saves_results_of(*names):
-    """Return a policy that saves the results of the package's primitives with these names."""
+    """Return a policy that saves the results of these primitives of the package."""
     return lambda primitive, *_, **__: primitive.name in [f"moe_a2a_{name}" for name in names]
 
 
-# A policy, and the numbers of routes and dispatches in value and gradient of a checkpointed layer.
-# ``ONCE`` has the other exchanges of the layer.
+# Each case has a policy, and the routes and dispatches in value and gradient of a checkpointed
+# layer. ``ONCE`` has the layer's other exchanges.
 ROUTING_ONLY = POLICIES.save_only_these_names(ma.ROUTING_CHECKPOINT_NAME)
 CASES = {
     "nothing": (POLICIES.nothing_saveable, dict(route=2, dispatch=2)),
@@ -67,7 +67,7 @@ def checkpointed(policy, routed_before=False):
 @pytest.mark.parametrize("routed_before", (False, True), ids=("ids", "routing"))
 @pytest.mark.parametrize("name", CASES)
 def test_a_policy_decides_what_is_exchanged_again_in_the_backward_pass(name, routed_before):
-    """The numbers are the same for a dispatch of ids and a dispatch with a routing."""
+    """A dispatch of ids and a dispatch with a routing have the same numbers of exchanges."""
     policy, expected = CASES[name]
     floats, ids, _ = small_layer.arguments(RANKS)
     layer = checkpointed(policy, routed_before)
@@ -78,12 +78,11 @@ def test_a_policy_decides_what_is_exchanged_again_in_the_backward_pass(name, rou
 @pytest.mark.exchanges(lambda name: 18 if name == "routing" else 21)
 @pytest.mark.parametrize("name", ("no_policy", "routing"))
 def test_a_scan_over_checkpointed_layers_equals_the_dense_layers(name):
-    """Deep models are usually trained with such a scan, which stacks the arrays that each step
-    saves."""
+    """Deep models usually have such a scan. It stacks the arrays that each step saves."""
     policy, expected = CASES[name]
     floats, ids, kept = problem()
 
-    # prevent_cse is not needed in a scan, as JAX's documentation says.
+    # JAX's documentation says that prevent_cse is not needed in a scan.
     layer = jax.checkpoint(layer_of_one_rank, policy=policy, prevent_cse=False)
 
     def of_one_rank(x, *stacks):

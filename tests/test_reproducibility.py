@@ -1,4 +1,4 @@
-"""Check the promises of docs/reproducibility.md that no other test checks."""
+"""Test the promises of docs/reproducibility.md that no other file tests."""
 
 import re
 from pathlib import Path

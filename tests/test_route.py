@@ -1,4 +1,4 @@
-"""Ids of any integer dtype, inside or outside the range, are routed as in the oracle."""
+"""Ids of any integer dtype, in range or out of range, are routed as in the oracle."""
 
 import functools
 
@@ -29,7 +29,7 @@ def expected_routing(layout, ids):
 
 
 def test_invalid_ids_route_like_masked_ones():
-    """An id out of range changes only the count of invalid ids of its rank."""
+    """An id out of range only raises its rank's count of invalid ids."""
     layout, ranks = cases.PADDED, harness.SEVERAL
     ids = cases.Case(layout, "invalid").ids(ranks)
     wild = (ids < -1) | (ids >= layout.num_experts(ranks))
@@ -37,7 +37,7 @@ def test_invalid_ids_route_like_masked_ones():
     program = route_program(layout, ranks)
     with_invalid, with_masked = program(ids), program(np.where(wild, np.int32(-1), ids))
     np.testing.assert_array_equal(with_invalid.num_invalid, wild.sum(axis=(1, 2)))
-    narrow = program(ids.clip(-1000, 1000).astype(np.int16))  # ids of other dtypes are clipped
+    narrow = program(ids.clip(-1000, 1000).astype(np.int16))  # clipped to fit into int16
     np.testing.assert_array_equal(narrow.num_invalid, with_invalid.num_invalid)
     for field in oracle.FIELDS:
         if field != "num_invalid":
@@ -57,8 +57,8 @@ def test_ids_of_any_integer_dtype_route_alike(dtype):
 
 @pytest.mark.parametrize("dtype", ("uint32", "int64"))
 def test_ids_that_int32_does_not_hold_are_invalid(dtype):
-    """4294967295 has the bits of -1, but is not masked. The low bits of the 64-bit ids are valid
-    ids."""
+    """In uint32, 4294967295 has the bits of -1, but it is invalid, not masked. The 64-bit ids are
+    invalid, although their low 32 bits are valid ids."""
     layout, ranks = cases.PLAIN, harness.SEVERAL
     ids = cases.Case(layout, "uniform").ids(ranks).astype(dtype)
     if dtype == "uint32":

@@ -1,4 +1,4 @@
-"""Compare routers and balance losses with formulas written out in numpy."""
+"""Compare routers and balance losses with numpy formulas."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.exchanges(0)
 TOKENS, EXPERTS, TOP_K = 24, 16, 4
 BIAS = np.linspace(-0.2, 0.2, EXPERTS, dtype=np.float32)
 GROUPS = dict(num_groups=4, top_groups=2)
-# Options of TopK, and its selection bias.
+# Options of TopK, and the selection bias.
 ROUTERS = {
     "softmax": {},
     "softmax, not renormalized": dict(renormalize=False),
@@ -62,7 +62,7 @@ def objective(logits, mask=None, **options):
 )
 def test_softmax_scores(top_k, renormalize, sums_to_1):
     """By default, the weights of several choices sum to 1. A single weight is not divided by
-    itself, so that the router is trained."""
+    itself, because the router would then get no gradient."""
     logits = logits_of(1)
     found = route(logits, top_k, renormalize=renormalize)
     scores = softmax(logits.astype(np.float64))
@@ -130,7 +130,7 @@ def test_derivatives_are_those_of_finite_differences(options):
             reverse = along(jax.grad(fn)(logits)), along(jax.grad(slope)(logits))
             return fn(logits), slope(logits), *reverse
 
-        step = 1e-5  # so small that no token chooses other experts
+        step = 1e-5  # so small that the choices stay the same
         before, here, after = (derivatives(logits + n * step * direction) for n in (-1, 0, 1))
         first, second = ((after[n] - before[n]) / (2 * step) for n in (0, 1))
         np.testing.assert_allclose(here[1:], (first, first, second), rtol=1e-6)
@@ -146,7 +146,7 @@ def test_the_selection_bias_has_no_gradient():
 
 @pytest.mark.parametrize("name", ("softmax", "sigmoid with groups"))
 def test_masked_tokens_take_no_part(name):
-    """The logits of these tokens are NaN, and affect no choice, loss or gradient."""
+    """The logits of masked tokens are NaN. They affect no choice, loss or gradient."""
     options, mask = ROUTERS[name], np.arange(TOKENS) % 3 > 0
     logits = np.where(mask[:, None], logits_of(4), np.nan)
     fn = jax.jit(jax.value_and_grad(functools.partial(objective, **options)))
@@ -209,7 +209,7 @@ def test_zeros_of_both_signs_are_equal():
 @pytest.mark.several_devices("Auto axes need a mesh")
 @pytest.mark.parametrize("options", ({}, GROUPS), ids=("all", "groups"))
 def test_ids_alone_are_right_over_auto_axes(options):
-    """On GPUs, XLA would return zeros of another shape for lax.top_k alone."""
+    """On GPUs, XLA would return zeros if the ids of lax.top_k were the only result."""
     mesh = harness.mesh_over(data=harness.SEVERAL)
     logits = logits_of(14)
     ids_of = jax.jit(lambda logits: choose(logits, TOP_K, **options).ids)
@@ -218,7 +218,7 @@ def test_ids_alone_are_right_over_auto_axes(options):
     np.testing.assert_array_equal(found, route(logits, TOP_K, **options).ids)
     text = ids_of.lower(put).compile().as_text()
     assert re.search("topk|sort", text, re.IGNORECASE)
-    assert "minimum" in text, "XLA removes what prevents zeros on GPUs"
+    assert "minimum" in text, "XLA has removed the minimum, which prevents zeros on GPUs"
 
 
 @pytest.mark.parametrize("score", ("softmax", "sigmoid"))
@@ -236,8 +236,8 @@ def test_scores_that_round_to_the_same_number_keep_their_order(score, logits):
 
 @pytest.mark.parametrize("shift", (0, -80, -95, -300))
 def test_the_balance_loss_has_no_reward_for_scores_that_are_too_small_for_float32(shift):
-    """In float32, sigmoids of logits below -88 are 0. The shares of these sigmoids in the sum of a
-    token are not 0."""
+    """In float32, sigmoids of logits below -88 are 0. The exact shares of such scores in the sum of
+    a token are not 0."""
     logits = logits_of(16) + np.float32(shift)
 
     def loss(logits):
@@ -314,7 +314,7 @@ def test_losses_and_bias_over_two_axes():
 
 
 def test_bias_follows_the_choices_before_drops():
-    """Only expert 0 is popular. The number of its rows after drops would raise its bias."""
+    """Only expert 0 is popular. Rows after drops would also lower the bias of expert 2."""
     group, bias = harness.emulated_group(2), jnp.zeros(4)
     ids = np.array([[[0], [0], [0], [0]], [[0], [1], [2], [3]]], np.int32)
 
@@ -431,7 +431,7 @@ def test_bad_arguments_are_refused(function, arguments, naming):
 
 @all_routers
 def test_a_replay_has_the_weights_scores_and_gradients_of_the_choice(options):
-    """Ids that choose nothing have weight 0, and are left out of the sum of a token's weights."""
+    """Ids that choose no expert have weight 0, and do not count in the sum of a token's weights."""
     options = dict(options)
     select_bias = options.pop("select_bias", None)
     topk, mask = ma.TopK(TOP_K, **options), np.arange(TOKENS) % 5 > 0

@@ -1,4 +1,4 @@
-"""A start and its done equal the whole exchange, and stay paired under every transform."""
+"""A start and its done equal the whole exchange. Every transform keeps the pair together."""
 
 import dataclasses
 import functools
@@ -30,7 +30,7 @@ FORWARD_AND_BACKWARD = {"dispatch_start": 2, "combine_start": 2}
 
 
 def split_layer(x, topk_weights, w, ids, group=GROUP, layout=LAYOUT):
-    """Compute the layer, and other work during both exchanges."""
+    """Compute the layer. Schedule other work during both exchanges."""
     inflight = ma.dispatch_start(x, ids, topk_weights, **route_args(group, layout))
     inflight, shared = ma.overlap(inflight, jnp.sin, x)
     recv = ma.dispatch_done(inflight)
@@ -108,13 +108,13 @@ def test_a_start_has_the_parameters_of_the_whole_exchange(name):
     whole, start = (
         dict(inspect.signature(getattr(ma, which)).parameters) for which in (name, f"{name}_start")
     )
-    whole.pop("replicated", None)  # replicated tokens do not travel
+    whole.pop("replicated", None)  # replicated tokens do not travel, so they have no split exchange
     whole.pop("add", None)  # callers add to the result of combine_done instead
     whole.pop("weights", None)  # callers multiply the rows instead
     assert list(start.values()) == list(whole.values())
 
 
-# Transforms of a layer of one rank to a function of the floats of all ranks
+# Each transform maps a layer of one rank to a function of all ranks' floats.
 
 
 def outside(layer):
@@ -172,8 +172,8 @@ def emulated(layer):
     return jax.grad(small_layer.loss_of(on_all, ids), OF_FLOATS)
 
 
-# Pairs of starts and dones, and the numbers of whole and split exchanges of both layers. The route
-# of the split layer is a whole exchange.
+# For each transform: the starts in the program, and the numbers of whole and split exchanges of
+# both layers. In the split layer, the route is a whole exchange.
 TRANSFORMS = {
     outside: (FORWARD_AND_BACKWARD, 6, 4),
     forward_over_reverse: ({"dispatch_start": 4, "combine_start": 4}, 10, 8),
@@ -202,15 +202,15 @@ def test_under_every_transform_a_split_layer_is_the_whole_one_and_every_done_has
     small_layer.assert_close(actual, expected, tolerance=1e-4)
 
 
-# On GPUs, XLA would fuse a call with slices of larger arrays that it reads or writes, if the slices
-# begin at multiples of 128 bytes. The slices of this layout begin there. The rows of the worst case
-# grow with the square of the number of ranks, so many ranks have fewer tokens.
+# The slices of this layout begin at multiples of 128 bytes. On GPUs, XLA would fuse a call with
+# such slices if it reads or writes them. Many ranks have fewer tokens, because the rows of the
+# worst case grow with the square of the number of ranks.
 NUM_LARGE = 128 if RANKS <= cases.MOST_RANKS else 32
 LARGE = cases.Layout("large", tokens=NUM_LARGE, top_k=4, local_experts=2, hidden=64)
 
 
 def sliced(layer):
-    """Process micro-batches of tokens one by one. The results are slices of one array."""
+    """Process two micro-batches one after the other. Their tokens and results are slices."""
 
     def of_one_rank(x, topk_weights, w, ids):
         parts = zip(*(jnp.split(array, 2) for array in (x, topk_weights, ids)))
@@ -220,7 +220,7 @@ def sliced(layer):
 
 
 def looped(layer):
-    """Process micro-batches of tokens in a loop, which keeps routings and rows for its backward
+    """Process two micro-batches in a loop. The loop keeps routings and rows for its backward
     pass."""
 
     def of_one_rank(x, topk_weights, w, ids):
@@ -247,7 +247,7 @@ def test_micro_batches_of_larger_arrays_are_exchanged_right(in_parts):
     small_layer.assert_close(actual, expected, tolerance=1e-4)
 
 
-# With any policy, no done runs again for an exchange of the forward pass.
+# Each entry: (policy, number of dispatch starts). No policy separates a done from its start.
 REMAT_POLICIES = {
     "nothing": (POLICIES.nothing_saveable, 3),
     "everything": (POLICIES.everything_saveable, 2),
@@ -276,7 +276,7 @@ def test_no_policy_of_remat_parts_a_done_from_its_start(name):
 
 
 def test_integers_and_narrow_floats_travel_with_what_is_differentiated():
-    """Integers and narrow floats have no gradient, and are not sent back."""
+    """Integers and narrow floats have no gradient, so nothing is sent back for them."""
 
     def of_one_rank(x, ids):
         x = {"x": x, "position": jnp.arange(len(x)), "narrow": x.astype(jnp.float8_e4m3fn)}
@@ -327,7 +327,7 @@ def test_a_done_is_batched_where_only_one_half_of_what_is_in_flight_is():
 
 
 def test_an_unused_exchange_is_neither_started_nor_done():
-    """The work that was scheduled between start and done remains."""
+    """The program keeps the work that was scheduled between start and done."""
 
     def of_one_rank(x, topk_weights, w, ids):
         inflight = ma.dispatch_start(x, ids, topk_weights, **route_args(GROUP))
@@ -360,7 +360,7 @@ def lies_between(eqn, jaxpr, start, done):
 
 @pytest.mark.parametrize("is_tied", (True, False), ids=("tied", "untied"))
 def test_overlap_puts_work_between_start_and_done_forward_and_backward(is_tied):
-    """The work is a running sum, whose transpose is a running sum in the other direction."""
+    """The work is a running sum. Its transpose is a running sum in the other direction."""
 
     def of_one_rank(x, ids):
         inflight = ma.dispatch_start(x, ids, **route_args(GROUP))
@@ -484,7 +484,7 @@ def test_misuse_of_what_is_in_flight_is_refused(misuse):
     ids=("grad", "vmap", "vjp"),
 )
 def test_what_was_started_outside_a_derivative_or_a_batch_may_be_done_inside(use):
-    """These transforms trace no separate program, so start and done are in the same program."""
+    """These transforms trace no separate program, so start and done stay in one program."""
 
     def of_one_rank(x, ids):
         return use(ma.dispatch_start(x, ids, **route_args(GROUP)), x)

@@ -1,4 +1,4 @@
-"""On the portable path, blocks travel between ranks correctly with each of the collectives."""
+"""On the portable path, each collective moves blocks between ranks correctly."""
 
 import cases
 import harness

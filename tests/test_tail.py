@@ -1,7 +1,7 @@
-"""If rows after the last group are unwritten, all other rows, sums and gradients stay the same.
+"""If a dispatch does not write the rows after the last group, all other results are the same.
 
-On the portable path, such rows are NaN or extreme integers, so that a test detects a result that
-reads them.
+On the portable path, unwritten rows are NaN or extreme integers. If a result reads them, a test
+fails.
 """
 
 import functools
@@ -34,7 +34,7 @@ def route_args(layout, ranks=RANKS, group=None):
     return layout.route_args(group or harness.group_of(ranks))
 
 
-# How rows are dispatched, and the options of the dispatch
+# Each form: (name of a dispatch in DISPATCHES, options of the dispatch).
 FORMS = dict(
     ids=("ids", {}),
     routing=("routing", {}),
@@ -54,8 +54,8 @@ def inputs(layout, routing="skewed", ranks=RANKS, dtype="float32"):
 
 
 def assert_only_the_tail_differs(unspecified, zeroed, is_tail):
-    """Compare every array of rows except its tail. With both values of ``tail``, padding is
-    zero."""
+    """Assert that all rows except the tail are equal. Padding is zero for both values of
+    ``tail``."""
     for actual, right in zip(jax.tree.leaves(unspecified), jax.tree.leaves(zeroed), strict=True):
         actual, right = (
             np.ascontiguousarray(array).view(np.uint8).reshape(*is_tail.shape, -1)
@@ -99,7 +99,7 @@ def test_every_form_writes_all_rows_but_the_tail(form, layout):
 @pytest.mark.exchanges(1)
 @pytest.mark.parametrize("tail", ("zero", "unspecified"))
 def test_optimized_programs_move_every_bit(tail):
-    """On CPUs with AVX512_BF16, XLA's optimized code once lost subnormals and made NaNs quiet."""
+    """On CPUs with AVX512_BF16, optimized code of XLA once flushed subnormals and changed NaNs."""
     rng = np.random.default_rng(3)
     ids, _, _, expected = inputs(LAYOUT)
     tokens = (RANKS, LAYOUT.tokens)
@@ -120,7 +120,7 @@ def test_optimized_programs_move_every_bit(tail):
 
 
 def exchanges_of(form, layout):
-    """Return (whole, split) exchanges of one dispatch."""
+    """Return the numbers of whole and split exchanges of one dispatch."""
     if form == "halves":
         return 1, 1
     return 1 + (form.endswith("routing") or layout is MANY), 0
@@ -135,9 +135,9 @@ def assert_finite_and_same(actual, expected, atol):
 
 @jax.custom_vjp
 def unwriting_dot(rows, w, sizes):
-    """Multiply rows as another library may: rows after the last group are NaN in the result and in
-    the gradient of rows. The weight gradient reads every row and multiplies it by 0 or 1, like
-    tokamax 0.0.17 on Hopper for rows near a group's end."""
+    """Multiply rows as another library may. In the result and in the gradient of rows, rows after
+    the last group are NaN. The weight gradient reads every row, and multiplies it by 0 or 1. On
+    Hopper, tokamax 0.0.17 does this near the end of a group."""
     return unwritten(jax.lax.ragged_dot(rows, w, sizes), sizes)
 
 
@@ -153,7 +153,7 @@ def unwriting_dot_backward(kept, ct):
     rows, w, sizes = kept
     ends = jnp.cumsum(sizes)
     row = jnp.arange(len(rows))[None]
-    is_of_group = (row >= (ends - sizes)[:, None]) & (row < ends[:, None])  # [L, C]
+    is_of_group = (row >= (ends - sizes)[:, None]) & (row < ends[:, None])  # a mask [L, C]
     ct_w = jnp.einsum("lch,cn->lhn", is_of_group[..., None].astype(rows.dtype) * rows[None], ct)
     ct = jnp.where(in_a_group(ct, sizes), ct, 0)
     ct_rows = jax.lax.ragged_dot(ct, w.swapaxes(1, 2), sizes)
@@ -165,7 +165,7 @@ unwriting_dot.defvjp(lambda *args: (unwriting_dot(*args), args), unwriting_dot_b
 
 @pytest.mark.exchanges(15)
 def test_rows_that_a_product_of_another_library_leaves_unwritten_reach_no_result():
-    """docs/api/grouped.md shows the mask for products whose weight gradient reads such rows."""
+    """docs/api/grouped.md shows the mask for a product whose weight gradient reads all rows."""
 
     def of_product(multiply, x, weights, w, ids):
         def layer(x, weights, w):
@@ -192,7 +192,7 @@ def test_rows_that_a_product_of_another_library_leaves_unwritten_reach_no_result
             compiler_options=harness.QUICKLY,
         )
         found[multiply] = program(x, weights, w, ids)
-    # The products sum in different orders, and multiply in TF32 on GPUs.
+    # Products sum in different orders. On GPUs, they multiply in TF32.
     same = functools.partial(assert_finite_and_same, atol=1e-2 if harness.ON_GPU else 1e-4)
     right_y, right_gradients = found[ma.grouped_dot]
     same(found[masked], (right_y, right_gradients))
@@ -203,7 +203,7 @@ def test_rows_that_a_product_of_another_library_leaves_unwritten_reach_no_result
 
 @pytest.mark.exchanges(0)
 def test_the_tail_is_nan_in_every_float_on_the_portable_path():
-    """Narrow floats travel as integers, and the bits of NaN differ between dtypes."""
+    """Each dtype needs its own NaN, because narrow floats travel as integers."""
     ids, _, _, expected = inputs(LAYOUT, ranks=2)
     floats = [name for name in cases.MOVED_DTYPES if "float" in name]
     x = {name: np.ones((2, LAYOUT.tokens, 1), cases.dtype(name)) for name in floats}
@@ -218,7 +218,7 @@ def test_the_tail_is_nan_in_every_float_on_the_portable_path():
 
 @pytest.mark.exchanges(0)
 def test_a_tangent_leaves_the_tail_and_the_cotangent_of_a_combine_has_zeros_there():
-    """The function before a combine may read the cotangents of all rows."""
+    """Cotangents of a combine are zero there, because code before the combine may read all rows."""
     ids, x, _, _ = inputs(LAYOUT, ranks=2)
 
     def on_rank(x, ids):
@@ -243,7 +243,7 @@ def test_a_tangent_leaves_the_tail_and_the_cotangent_of_a_combine_has_zeros_ther
 
 @pytest.mark.exchanges(0)
 def test_debug_nans_blames_the_program_and_not_the_tail():
-    """JAX runs the operations of a program one by one to find the operation that makes NaN."""
+    """With debug_nans, JAX runs operations one by one to find the operation that makes NaN."""
     options = dict(group=PORTABLE, num_experts=4)
     on_ranks = functools.partial(jax.vmap, axis_name="ep", in_axes=(0, None))
     ids = jnp.zeros((3, 2), int)  # rank 1 has only rows without a token
@@ -266,7 +266,7 @@ def test_debug_nans_blames_the_program_and_not_the_tail():
 
     program(x, w)  # the cached program writes NaN, but debug_nans runs its operations again
     assert "unspecified" in gradient(jnp.tanh)
-    assert "moe_a2a_dot_act" in gradient(jax.nn.silu)  # a kernel that does not write the tail
+    assert "moe_a2a_dot_act" in gradient(jax.nn.silu)  # this kernel does not write the tail
     with jax.debug_nans(True):
         with pytest.raises(FloatingPointError, match="in log"):
             program(x, w)
@@ -277,7 +277,7 @@ def test_debug_nans_blames_the_program_and_not_the_tail():
 
 
 def unwriting(product):
-    """Return an FP8 product that leaves NaN after the last group, as a kernel may."""
+    """Wrap an FP8 product so that rows after the last group are NaN, as a kernel may leave them."""
 
     def poisoned(rows, w, sizes, *args, **options):
         out = product(rows, w, sizes, *args, **options)
@@ -295,7 +295,7 @@ def unwriting(product):
 def test_nothing_unwritten_reaches_a_gradient_through_frozen_weights(
     monkeypatch, fetches, is_fused
 ):
-    """Neither rows after the last group nor weights of experts without rows affect the result."""
+    """Rows after the last group and weights of experts without rows do not affect the result."""
     local, rng = LAYOUT.local_experts, np.random.default_rng(0)
     normal = lambda *shape: jnp.asarray(rng.normal(size=(2, *shape)), jnp.float32)
     silu = jax.nn.silu if is_fused else lambda x: jax.nn.silu(1 * x)
@@ -326,11 +326,11 @@ def test_nothing_unwritten_reaches_a_gradient_through_frozen_weights(
     ):
         for name in names:
             monkeypatch.setattr(module, name, unwriting(getattr(module, name)))
-    # Expert 2 has no rows, and the next slot has no expert.
+    # Expert 2 has no rows, and the next slot has no expert, so their weights may be NaN.
     poisoned = jax.tree.map(lambda x: x.at[0, 2:].set(jnp.nan), experts)
     found = jax.jit(lambda *args: gradients(*args))(floats, poisoned)
     for one, right in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        # XLA may round differently in the other program, so a number may become the neighbouring
+        # XLA may round differently in the other program. A number may then become the neighbouring
         # FP8 value.
         assert np.isfinite(right).all() and np.abs(right).max() > 0
         np.testing.assert_allclose(one, right, rtol=0, atol=0.01 * np.abs(right).max())

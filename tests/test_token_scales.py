@@ -1,4 +1,4 @@
-"""Test `NvFp4` with a global scale for each token. The scale travels with the token's row.
+"""Test `NvFp4` with a global scale for each token, which travels with the token's row.
 
 The oracle is `format_oracle.py`, which shares no code with the package.
 """
@@ -23,11 +23,11 @@ from jax_moe_a2a._src import api
 
 pytestmark = pytest.mark.exchanges(0)  # most tests run no exchange
 
-# Some choices are masked, some are dropped, and there is a tail.
+# This layout has masked choices, dropped choices and a tail.
 LAYOUT = cases.Layout(
     "scaled", tokens=6, top_k=3, local_experts=2, capacity=14, alignment=4, hidden=64
 )
-# More tokens than one launch routes and dispatches.
+# This layout has more tokens than one launch can route and dispatch.
 MANY = dataclasses.replace(LAYOUT, tokens=api.FUSED_MAX_TOKENS + 1, capacity=None)
 RANKS = harness.FEW
 PARTS = (*ma.Quantized._fields, "global_scales")
@@ -35,7 +35,7 @@ SPECIAL = np.float32([np.nan, np.inf, -np.inf, -1.0, -0.0, 0.0, 1e-40, 2.0**-120
 
 
 def scales_of_tokens(ranks, tokens, special=True):
-    """Draw scales [R, T] of many sizes. Some scales are special."""
+    """Draw scales [R, T] of many magnitudes. With `special`, some scales are invalid or extreme."""
     rng = np.random.default_rng([ranks, tokens])
     scales = (10.0 ** rng.uniform(-6, 3, (ranks, tokens))).astype(np.float32)
     if special:
@@ -45,8 +45,8 @@ def scales_of_tokens(ranks, tokens, special=True):
 
 
 def tokens_of(scales, shape, dtype):
-    """Draw tokens [R, T, *shape] near the ranges of their scales. Some have an infinity, are zero,
-    or are far outside the range."""
+    """Draw tokens [R, T, *shape] with magnitudes near the ranges of their scales. Some tokens are
+    zero, have an infinity, or are far outside the range."""
     rng = np.random.default_rng(scales.shape)
     x = rng.standard_normal((*scales.shape, *shape))
     sizes = np.where((scales > 1e-7) & (scales < 1e4), scales, 1) * 2688.0
@@ -60,7 +60,7 @@ def tokens_of(scales, shape, dtype):
 
 
 def assert_rows_are(rows, global_scales, x, scales, expected, written=...):
-    """Compare quantized rows [R, C, ...] and their global scales with those of the oracle."""
+    """Compare quantized rows [R, C, ...] and their global scales with the oracle."""
     parts = (*format_oracle.encode_tokens(x, scales), scales)
     assert isinstance(rows, ma.Quantized)
     for field, actual, part in zip(PARTS, (*rows, global_scales), parts, strict=True):
@@ -69,7 +69,7 @@ def assert_rows_are(rows, global_scales, x, scales, expected, written=...):
 
 
 def assert_decoded_are(rows, x, scales, expected, written=...):
-    """Compare decoded rows [R, C, ...] with the decoded rows of the oracle."""
+    """Compare decoded rows [R, C, ...] with the oracle."""
     decoded = format_oracle.decode_tokens(
         *format_oracle.encode_tokens(x, scales), scales, x.dtype.name
     )
@@ -101,7 +101,7 @@ def test_encode_and_decode_use_the_scale_of_each_token(dtype, shape):
 
 
 def whole_exchanges(form, layout=LAYOUT):
-    """Return how many whole exchanges two dispatches run. If the route is an exchange, both
+    """Return the number of whole exchanges of two dispatches. If the route is an exchange, both
     dispatches share it."""
     if form == "halves":
         return 1
@@ -128,8 +128,8 @@ of_every_form = pytest.mark.parametrize("form", DISPATCHES)
     ids=lambda value: getattr(value, "name", value),
 )
 def test_rows_and_their_scales_are_those_of_the_oracle(form, layout, routing, dtype, tail):
-    """Two leaves have the same scales. Rows without a token are zero bytes, but on the portable
-    path the scales of an unspecified tail are NaN."""
+    """Two leaves share the scales. Rows without a token are zero bytes. On the portable path, the
+    scales of an unspecified tail are NaN."""
     ids = cases.Case(layout, routing).ids(RANKS)
     scales = scales_of_tokens(RANKS, layout.tokens)
     x, other = (tokens_of(scales, shape, dtype) for shape in ((64,), (2, 32)))
@@ -161,7 +161,7 @@ def test_rows_and_their_scales_are_those_of_the_oracle(form, layout, routing, dt
         assert np.isnan(global_scales[~written]).all()
 
 
-# The ranks of the following tests are emulated by `vmap`.
+# In the following tests, `vmap` emulates the ranks.
 
 VMAPPED = harness.RANKS_ON_ONE_GPU or 2
 
@@ -183,8 +183,8 @@ def small_arguments(elements=2):
 
 
 def by_form(form, group, ids, **options):
-    """Return a function (x, scales) -> rows. Without ``scales``, the dispatch has no format. With
-    ``scales``, the rows are decoded."""
+    """Return a function that maps (x, scales) to rows. If ``scales`` is None, the dispatch has no
+    format. Otherwise, the function decodes the rows."""
 
     def rows(x, scales):
         given = dict(options)
@@ -233,7 +233,7 @@ def test_derivatives_are_those_of_a_dispatch_without_a_format(form):
 
 @pytest.mark.exchanges(3)
 def test_the_transpose_is_that_of_a_dispatch_without_a_format():
-    """The global scale is an array with one number per token, a traced number or a static one."""
+    """A global scale may be one number per token, a traced number or a static number."""
     ids, x, scales = small_arguments()
     group = harness.vmapped_group(VMAPPED)
 
@@ -370,7 +370,7 @@ def test_the_estimate_counts_the_scales():
     fmt = ma.NvFp4(global_scale=jnp.ones(128, jnp.float32))
     scaled = ma.memory_estimate(**harness.exchanging(sizes, token_format=fmt))
     assert scaled.rows_bytes - plain.rows_bytes == 4 * plain.capacity
-    # The scales are a choice array of 16 bytes for each token.
+    # The scales travel as a choice array of 16 bytes for each token.
     wide = dict(sizes, wire_dtype=ma.NvFp4())
     added = [
         ma.memory_estimate(**harness.exchanging(wide, token_format=f)).workspace_bytes

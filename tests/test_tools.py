@@ -1,5 +1,4 @@
-"""Test how a build chooses nvcc, which packages it requests from pip, and the projects of
-wheels."""
+"""Test which nvcc a build uses, which packages it requests from pip, and the projects of wheels."""
 
 import ast
 import os
@@ -15,7 +14,7 @@ import pytest
 from jax_moe_a2a._src.group import native
 
 pytestmark = [
-    pytest.mark.exchanges(0),  # no program runs here
+    pytest.mark.exchanges(0),  # no test runs a program
     pytest.mark.one_process("looks at the file system and the environment only"),
 ]
 ROOT = Path(__file__).parents[1]
@@ -26,7 +25,7 @@ import wheels  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def empty_machine(monkeypatch, tmp_path):
-    """Pretend a machine without nvcc. Each test adds the files that it needs."""
+    """Pretend that the machine has no nvcc. Each test adds the files that it needs."""
     for name in ("CUDACXX", "CUDA_PATH", "MOE_A2A_CUDA", "CMAKE_ARGS", "SKBUILD_CMAKE_DEFINE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
@@ -34,7 +33,7 @@ def empty_machine(monkeypatch, tmp_path):
 
 
 def compiler(folder, release):
-    """Write a program that reports that it is nvcc of this release."""
+    """Write a program that claims to be nvcc of this release."""
     folder.mkdir(parents=True, exist_ok=True)
     program = folder / "nvcc"
     program.write_text(
@@ -70,7 +69,7 @@ def test_pypis_toolkit_is_used_only_if_it_is_complete(tmp_path, monkeypatch):
     named = compiler(toolkit / "bin", "13.0")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "nvidia", raising=False)
-    assert nvcc.of_pypi() is None  # as jax[cuda13] installs it
+    assert nvcc.of_pypi() is None  # incomplete, as with jax[cuda13]
     for needed in nvcc.NEEDED_BESIDE_NVCC:
         (toolkit / needed).parent.mkdir(parents=True, exist_ok=True)
         (toolkit / needed).touch()
@@ -81,7 +80,7 @@ KERNELS = ("cuda-toolkit", "nanobind", "jaxlib")
 
 
 def requirements(monkeypatch, settings=None):
-    """Return the packages that the build requests from pip for the kernels."""
+    """Return the packages that a build of the kernels requests from pip."""
     pytest.importorskip("scikit_build_core", reason="of the extra test; pip builds elsewhere")
     import backend
 
@@ -110,7 +109,7 @@ def test_a_build_without_kernels_asks_for_nothing_of_them(monkeypatch):
     assert requirements(monkeypatch) == []
     import backend
 
-    assert backend.get_requires_for_build_wheel() == []  # not even a C++ compiler
+    assert backend.get_requires_for_build_wheel() == []  # it needs no C++ compiler
     monkeypatch.setenv("MOE_A2A_CUDA", "AUTO")
     assert nvcc.PYPI_TOOLKIT in requirements(monkeypatch)
     monkeypatch.setattr(nvcc, "is_on_pypi", lambda: False)

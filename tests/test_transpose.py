@@ -1,7 +1,6 @@
-"""Dispatch and combine are each other's transpose, and a gradient moves rows once in each
-direction.
+"""Dispatch and combine are each other's transpose. A gradient moves rows once in each direction.
 
-Comparisons are exact. Inputs are small integers in float32, or the oracle computes the sums.
+Comparisons are exact: inputs are small integers in float32, or the oracle computes the sums.
 """
 
 import functools
@@ -23,8 +22,8 @@ RANKS = harness.SEVERAL
 
 @functools.cache
 def maps():
-    """Return (dispatch of rows and weights, combine of rows) as linear functions of all ranks'
-    arrays."""
+    """Return a dispatch of rows and weights, and a combine of rows. Both are linear functions of
+    all ranks' arrays."""
     group = harness.group_of(RANKS)
     ids = small_layer.arguments(RANKS).ids
 
@@ -83,7 +82,7 @@ def test_a_transpose_is_one_primitive_and_its_own_transpose_is_the_map():
 
 @pytest.mark.exchanges(4)
 def test_a_weighted_combine_transposes_in_its_rows_and_in_its_weights():
-    """A weighted combine is linear in each operand if the other is fixed."""
+    """A weighted combine is linear in its rows, and linear in its weights."""
     group = harness.group_of(RANKS)
     ids = small_layer.arguments(RANKS).ids
     y, weights, g = integers(*ROWS), integers(LAYOUT.capacity, seed=1), integers(*TOKENS, seed=2)
@@ -108,7 +107,7 @@ def test_a_weighted_combine_transposes_in_its_rows_and_in_its_weights():
 
 @pytest.mark.exchanges(0)
 def test_only_leaves_with_a_cotangent_are_moved_back():
-    """A loss uses some leaves or the weights. Only the gradients of these arrays are moved back."""
+    """If a loss uses only some leaves or the weights, only their gradients are moved back."""
     group = harness.group_of(RANKS)
     ids = small_layer.arguments(RANKS).ids
     x = {"a": integers(*TOKENS), "b": integers(LAYOUT.tokens, 2), "w": integers(*CHOICES)}
@@ -132,8 +131,8 @@ def test_only_leaves_with_a_cotangent_are_moved_back():
 
 
 def transpose_of_dispatch(layout, ranks, wire_dtype):
-    """Return a function (ids, x, topk_weights, cotangents of rows and of weights) -> cotangents of
-    x and topk_weights."""
+    """Return a function that maps (ids, x, topk_weights, cotangents of rows and of weights) to the
+    cotangents of x and topk_weights."""
     group = harness.group_of(ranks)
 
     def transposed(ids, x, topk_weights, ct_rows, ct_weights):
@@ -148,8 +147,8 @@ def transpose_of_dispatch(layout, ranks, wire_dtype):
 
         return jax.vjp(dispatch, x, topk_weights)[1]((ct_rows, ct_weights))
 
-    # The gradient is a combine for each of the three dtypes. XLA removes the dispatch, because its
-    # rows are unused.
+    # The four exchanges are a route and a combine for each of three dtypes. XLA removes the
+    # dispatch, because its rows are unused.
     return harness.on_each_rank(transposed, harness.mesh_of(ranks), exchanges=4)
 
 
@@ -159,8 +158,8 @@ def transpose_of_dispatch(layout, ranks, wire_dtype):
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_the_gradient_of_dispatch_sums_as_combine_does(layout, wire_dtype):
-    """The gradient equals the oracle's sum exactly, and NaN cotangents of rows without a token
-    affect nothing."""
+    """The gradient equals the oracle's sum exactly. NaN cotangents of rows without a token do not
+    affect it."""
     ranks = harness.SEVERAL
     program = transpose_of_dispatch(layout, ranks, wire_dtype)
     rng = np.random.default_rng(0)
@@ -192,8 +191,8 @@ def test_the_gradient_of_a_layer_moves_rows_once_each_way():
     loss = small_layer.loss_of(small_layer.layer_of_all_ranks(), ids)
     jaxpr = jax.make_jaxpr(jax.grad(loss, OF_FLOATS))(*floats)
     assert harness.count_primitives(jaxpr) == WHOLE
-    # The forward pass moves rows and weights together. The backward pass moves the gradient of the
-    # result once, for both.
+    # Forward, one dispatch moves rows and weights. Backward, one weighted dispatch moves the
+    # gradient of the result for both.
     (dispatch,) = small_layer.equations(jaxpr, "dispatch")
     assert small_layer.payload(dispatch) == ([TOKENS], [CHOICES])
     (back,) = small_layer.equations(jaxpr, "weighted_dispatch")

@@ -1,6 +1,6 @@
-"""Run a short selection of the suite in two processes; `make test-processes` runs the whole suite.
+"""Run a few tests of the suite in two processes. `make test-processes` runs the whole suite.
 
-On CPU, gloo connects the processes, which run the portable path on four virtual devices each.
+On CPU, the processes run the portable path over gloo. Each process has four virtual devices.
 """
 
 import harness
@@ -12,7 +12,7 @@ from jax_moe_a2a._src import compat
 
 pytestmark = pytest.mark.several_devices("it starts processes, each with its devices")
 
-# The tests compare sums with the oracle, a layer with the dense layer, and exchanges along two
+# These tests compare sums with the oracle and a layer with the dense layer, and exchange along two
 # axes.
 CHOSEN = (
     "tests/test_two_processes.py::test_processes_tell_each_other_and_silence_is_none",

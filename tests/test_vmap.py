@@ -1,8 +1,8 @@
-"""vmap over an axis that is not the group's makes one exchange for the whole batch; vmap over the
-axis of the group runs all ranks on one device.
+"""A vmap over a batch axis makes one exchange for the whole batch. A vmap over the group's axis
+runs all ranks on one device.
 
-Results equal the oracle's for each element of the batch. Elements have separate routings,
-capacities and drops. Gradients equal those of the dense layer.
+For each element of the batch, results equal the oracle's results, and gradients equal the gradients
+of the dense layer. Elements have separate routings, capacities and drops.
 """
 
 import functools
@@ -26,8 +26,8 @@ ONCE = {"route": 1, "dispatch": 1, "combine": 1, "weighted_combine": 1}
 
 @functools.cache
 def elements():
-    """Return inputs of `exchange` [R, ...] of each element of the batch, with NaN where no program
-    may read."""
+    """Return the arguments [R, ...] of `exchange` for each element of the batch. Entries that no
+    program may read are NaN."""
     all_inputs = []
     for seed in range(BATCH):
         rng = np.random.default_rng(seed)
@@ -53,7 +53,7 @@ def element(results, b, dim=1):
 
 
 def assert_is_the_oracles(results, ids, x, topk_weights, y):
-    """Compare one element of the batch on all ranks with the oracle."""
+    """Compare the results of all ranks for one element of the batch with the oracle."""
     expected = small_layer.routing_of(ids)
     recv = results["recv"]
     harness.assert_routing_is(recv.routing, expected)
@@ -78,7 +78,7 @@ def assert_is_the_oracles(results, ids, x, topk_weights, y):
     ids=("all", "shared_ids", "only_weights"),
 )
 def test_every_element_of_a_batch_is_exchanged_as_if_alone_in_one_exchange(batched):
-    """Each of ids, x, weights and y has one value for each element, or one value for all."""
+    """Each argument is batched, or all elements share it."""
     inputs, axes = [], []
     for i, is_batched in enumerate(batched):
         values = [each[i] for each in elements()]
@@ -97,7 +97,7 @@ def test_every_element_of_a_batch_is_exchanged_as_if_alone_in_one_exchange(batch
 
 @pytest.mark.exchanges(0)
 def test_unbatched_leaves_of_a_shared_routing_cross_once_and_come_back_unbatched():
-    """Arrays that all elements share do not cross once for each element."""
+    """Leaves that all elements share are sent only once."""
     ids, x, weights, _ = elements()[0]
     group = harness.group_of(RANKS)
 
@@ -117,8 +117,8 @@ def test_unbatched_leaves_of_a_shared_routing_cross_once_and_come_back_unbatched
 @pytest.mark.exchanges(3 + 9 * 3)
 @pytest.mark.parametrize("fmt", (None, ma.BlockwiseFp8()), ids=("plain", "fp8"))
 def test_no_row_is_lost_where_elements_share_flags(fmt):
-    """With more than 4096 slots, several slots share a flag. The elements of a batch have adjacent
-    blocks of slots, and a block has empty slots."""
+    """With more than 4096 slots, several slots share a flag. The slots of an element are adjacent,
+    and some are empty."""
     ranks, batch, tokens, hidden, top_k = harness.FEW, 9, 1000, 128, 2
     num_experts, capacity = max(8, ranks), 1600
     if ranks > cases.MOST_RANKS:  # landing zones grow with the square of the ranks
@@ -147,8 +147,7 @@ def test_no_row_is_lost_where_elements_share_flags(fmt):
 
 @pytest.mark.exchanges(4)
 def test_batch_axes_may_stand_anywhere():
-    """The axes of the batch may be anywhere in inputs and outputs, and may differ between
-    leaves."""
+    """The batch may be any axis of inputs and outputs, and a different axis in each leaf."""
     ids, x, weights, y = (
         jax.tree.map(lambda *leaves: np.stack(leaves, axis=1), *values)
         for values in zip(*elements())
@@ -184,7 +183,7 @@ dense = small_layer.compiled(small_layer.dense_layer)
 
 @functools.cache
 def batch():
-    """Return floats, ids and kept with a leading batch axis, and then ranks."""
+    """Return floats, ids and kept. The first axis is the batch, and the second axis is the rank."""
     each = [small_layer.arguments(RANKS, seed) for seed in range(BATCH)]
     return small_layer.stacked(*each)
 
@@ -209,8 +208,8 @@ def test_grad_of_vmap_equals_that_of_the_dense_layer():
 @pytest.mark.several_devices("it needs a second mesh axis")
 @pytest.mark.parametrize("shared", (False, True), ids=("own_routing", "shared_routing"))
 def test_a_batch_may_be_spread_over_another_axis_of_the_mesh(shared):
-    """With vmap's spmd_axis_name, each device runs its own elements. One case shares the ids and
-    the weights among all elements."""
+    """With vmap's spmd_axis_name, each device runs its own elements. In one case, all elements
+    share the ids and the weights."""
     dp = min(2, harness.MANY)
     ranks = harness.MANY // dp
     mesh = harness.mesh_over(dp=dp, ep=ranks)
@@ -235,8 +234,7 @@ def test_a_batch_may_be_spread_over_another_axis_of_the_mesh(shared):
     )
 
 
-# By default, 3 ranks are emulated, because 3 is no power of two and exceeds the devices of some
-# machines.
+# The default is 3 ranks, because 3 is no power of two and exceeds the devices of some machines.
 EMULATED = harness.RANKS_ON_ONE_GPU or 3
 VMAPPED = harness.vmapped_group(EMULATED)
 
@@ -247,7 +245,7 @@ def emulated(fn, **options):
 
 @pytest.mark.exchanges(5)
 def test_grad_inside_the_emulation_equals_that_of_the_dense_layer():
-    """The gradients are taken on each emulated rank, so cotangents cross between ranks."""
+    """Each emulated rank computes gradients, so cotangents travel between ranks."""
     floats, ids, kept = small_layer.arguments(EMULATED)
 
     def of_one_rank(*args):
@@ -261,7 +259,7 @@ def test_grad_inside_the_emulation_equals_that_of_the_dense_layer():
 
 @pytest.mark.exchanges(2)
 def test_the_emulation_returns_the_bytes_of_shard_map():
-    """The number of ranks equals the number of devices. Weighted sums agree up to rounding."""
+    """The emulation has one rank for each device. Weighted sums would agree up to rounding."""
     ranks = harness.SEVERAL
     floats, ids, _ = small_layer.arguments(ranks)
 

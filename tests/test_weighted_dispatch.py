@@ -1,7 +1,7 @@
-"""The weighted dispatch, the transpose of a weighted combine, equals its separate steps.
+"""A weighted dispatch, which is the transpose of a weighted combine, equals its separate steps.
 
 The steps are G = dispatch(g), weights * G and <rows, G>. Results are zero for rows without a token,
-whatever the memory contains.
+whatever these rows contain.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ ROWS = (LAYOUT.capacity, LAYOUT.hidden)
 
 
 def fused(g, rows, weights, routing):
-    """Return all weights_i * G, and all <rows_i, G>, from one primitive."""
+    """Return all weights_i * G and all <rows_i, G>, computed by one primitive."""
     results = WEIGHTED_DISPATCH.bind(
         [g, *rows, *weights],
         routing.arrays,
@@ -63,7 +63,7 @@ def weigh_program(weigh, layout, ranks):
     return harness.on_each_rank(of_one_rank, group.mesh)
 
 
-# The kernel multiplies rows of whole 16-byte words by their weights. XLA multiplies all other rows.
+# The kernel needs rows of whole 16-byte words. For all other rows, XLA multiplies by weights.
 IN_WORDS = (
     dataclasses.replace(cases.PLAIN, name="plain_in_words", hidden=24),
     dataclasses.replace(cases.CUT, name="cut_in_words", hidden=24),
@@ -73,11 +73,11 @@ LAYOUTS = (*cases.few_layouts(), *IN_WORDS[: None if harness.ON_GPU else 0])
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_a_weighted_dispatch_has_the_bits_of_the_separate_steps(layout):
-    """The cases are two pairs, only weights and only rows, with NaN in rows without a token."""
+    """The cases are two pairs, only weights, and only rows. Rows without a token are NaN."""
     ranks = harness.SEVERAL
     rng = np.random.default_rng(0)
-    # Both programs have a route. The fused program exchanges once for each pair of rows and
-    # weights. In the other program, XLA merges all dispatches.
+    # Both programs have a route. With the kernel, the fused program exchanges once for each of its
+    # three results. Otherwise, XLA merges all dispatches of a program.
     num_exchanges = (2 + (3 if layout.hidden == 24 else 1) + 1) * layout.has_rows(RANKS)
     for case in cases.cases_of(layout):
         ids = case.ids(ranks)
@@ -96,7 +96,7 @@ def test_a_weighted_dispatch_has_the_bits_of_the_separate_steps(layout):
             small_layer.assert_same(actual, expected, f"{case.name} {dtype}")
 
 
-# Numbers are small integers in float32, so that sums are exact in any order.
+# Arrays have small integers in float32, so that sums are exact in any order.
 
 
 def integers(*shape, seed=0):
@@ -112,7 +112,7 @@ def arguments(seed=0):
 
 
 def of_all_ranks(weigh):
-    """Return weigh as a function of all ranks' (g, rows, weights, ids)."""
+    """Return `weigh` on all ranks, as a function of (g, rows, weights, ids)."""
     group = harness.group_of(RANKS)
 
     def of_one_rank(g, rows, weights, ids):
@@ -181,8 +181,8 @@ BATCH = 3
     ids=lambda value: value or "none" if isinstance(value, str) else "",
 )
 def test_a_batch_is_one_exchange_with_the_bits_of_its_elements(batched, counted):
-    """Elements with separate routings become one larger routing. With a shared routing, rows of g
-    become larger, or g stays unbatched."""
+    """Elements with separate routings become one larger routing. If elements share a routing, rows
+    of g become larger, or g stays unbatched."""
     each = [arguments(seed=5 * b) for b in range(BATCH)]
 
     def own(b, name):
@@ -196,7 +196,7 @@ def test_a_batch_is_one_exchange_with_the_bits_of_its_elements(batched, counted)
     weigh = of_all_ranks(fused)
 
     def mapped(*args):
-        # `unused` makes a batch even if no other argument is batched.
+        # `unused` makes a batch, even if no other argument is batched.
         return jax.vmap(lambda unused, *args: weigh(*args), in_axes=(0, *axes))(
             np.zeros(BATCH), *args
         )
@@ -211,7 +211,7 @@ def test_a_batch_is_one_exchange_with_the_bits_of_its_elements(batched, counted)
 
 @pytest.mark.exchanges(2)
 def test_the_emulated_ranks_have_the_bits_of_real_ones():
-    """The bits are also equal in a batch, with separate routings and with a shared routing."""
+    """Batches also have equal bits, with separate routings and with a shared routing."""
     args, ids = arguments()
     group = harness.emulated_group(RANKS)
 

@@ -1,7 +1,7 @@
 """The wheels of a release work in an empty environment without compiler, toolkit and sources.
 
-``make wheels test-wheels`` sets MOE_A2A_WHEELS to their folder, and MOE_A2A_WHEEL_PYTHONS to the
-interpreters. CI builds and tries the wheel without kernels.
+``make wheels test-wheels`` sets MOE_A2A_WHEELS to the folder of the wheels, and
+MOE_A2A_WHEEL_PYTHONS to the interpreters. CI builds and tries the wheel without kernels.
 """
 
 import os
@@ -18,7 +18,7 @@ WHEELS = sorted(path.name for path in Path(FOLDER).glob("*.whl")) if FOLDER else
 MAJORS = [major for major in (12, 13) if any(f"_cuda{major}-" in name for name in WHEELS)]
 
 pytestmark = [
-    pytest.mark.exchanges(0),  # this process exchanges nothing
+    pytest.mark.exchanges(0),  # this process runs no exchange
     pytest.mark.one_process("installs packages, and runs programs of its own"),
     pytest.mark.skipif(not FOLDER, reason="needs wheels: make wheels test-wheels"),
 ]

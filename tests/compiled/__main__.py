@@ -3,7 +3,7 @@
 make compiled                                  # install the requirements, and write table.txt
 python -m tests.compiled                       # print the table
 python -m tests.compiled --only statistics     # only programs with this word in their names
-python -m tests.compiled --hlo build/hlo       # write the optimized programs, too
+python -m tests.compiled --hlo build/hlo       # also write the optimized HLO
 """
 
 import argparse
@@ -14,9 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 TABLE = pathlib.Path(__file__).with_name("table.txt")
 HEAD = """\
-What XLA makes of our programs for four H100 GPUs: of each rank's program, the kernels and moves, by
-what they are. CONTRIBUTING.md ("The compiled table") explains the words. `make compiled` writes
-this file.
+XLA has compiled the programs of tests/compiled/programs.py for four H100 GPUs. This table counts
+the calls, kernels and data moves of one rank by kind. CONTRIBUTING.md ("The compiled table")
+explains the words. `make compiled` writes this file.
 """
 
 
@@ -34,7 +34,7 @@ def main():
 
     if why := plugin.why_not():
         sys.exit(f"python -m tests.compiled: {why}")
-    # Both modules import jax, with the environment that the first module sets.
+    # `gpus` comes first, because it sets the environment variables that jax reads at its import.
     from . import gpus, hlo, programs
 
     def compiled(name, program, lowered):
@@ -63,8 +63,8 @@ def main():
 
 
 def blocks_of(found):
-    """Yield the part of the table for each program. If an earlier program has equal rows, the part
-    names this program instead."""
+    """Yield the block of the table for each program. If two programs have equal rows, the second
+    block only names the first program."""
     names = {}
     for name, (num_rows, rows) in found.items():
         first = names.setdefault((num_rows, *rows), name)

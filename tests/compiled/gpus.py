@@ -1,8 +1,8 @@
 """Compile programs for four H100 GPUs on a machine without a GPU.
 
-jax's CUDA plugin compiles for a GPU that a text describes, without a GPU or CUDA libraries. XLA
-then does no autotuning, so its products are Triton kernels. The package runs over the fake driver
-(`tests/host_extension.py`). Import this module before jax.
+jax's CUDA plugin compiles for a GPU that a text describes. It needs no GPU and no CUDA libraries.
+Autotuning needs a GPU, so it is off, and XLA's matrix products are Triton kernels. The package runs
+over the fake driver (`tests/host_extension.py`). Import this module before jax.
 """
 
 import ctypes
@@ -38,7 +38,7 @@ dnn_version_info { major: 9 minor: 10 patch: 0 }
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
 
-# Variables that a user or a CI has set must not change the table.
+# Remove the variables of the user and of CI, because they could change the table.
 for name in [name for name in os.environ if name.startswith(("JAX_", "XLA_", "MOE_A2A_"))]:
     del os.environ[name]
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -65,7 +65,7 @@ def devices():
     )
     ma.Group._why_portable = ""
     lowering._why_other_gpu = native.why_no_local_kernel = lambda: ""
-    # The package checks that a call fits into the memory of the devices.
+    # Give the devices memory, because the package checks that a call fits into their memory.
     library = ctypes.CDLL(native._native.__file__)
     for index in range(RANKS):
         native._native.add_device(index, 0, index)

@@ -6,14 +6,14 @@ import re
 
 CALL = "moe_a2a_"
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute")
-# Instructions that run nothing on a GPU.
+# A GPU executes nothing for these instructions.
 NAMES = ("parameter", "constant", "bitcast", "get-tuple-element", "tuple")
 FREE = (*NAMES, "after-all", "partition-id")
 # A kernel only moves data if all its operations are in MOVES or PLAIN.
 UPDATE = "dynamic-update-slice"
 MOVES = ("copy", "transpose", "slice", "dynamic-slice", UPDATE, "concatenate", "pad")
 PLAIN = (*NAMES, "broadcast", "reshape", "convert", "iota")
-# Instructions that read only a part of an operand.
+# These instructions may read only a part of an operand.
 SLICES = (*NAMES, "slice", "dynamic-slice", "gather")
 
 COMPUTATION = re.compile(r"^(?:ENTRY )?%([\w.\-]+) \(.*?\{\n(.*?)^\}", re.M | re.S)
@@ -86,7 +86,7 @@ class Module:
         return Instruction(name, shape, op, operands, rest[end:])
 
     def _walk(self, computation, in_loop):
-        """Yield each instruction that a GPU runs, and whether it is in a loop."""
+        """Yield (instruction, whether it is in a loop) for each instruction that a GPU runs."""
         for i in self.computations[computation]:
             if i.op == "while":
                 yield from self._walk(i.attribute(r"body=%([\w.\-]+)"), in_loop=True)
@@ -101,14 +101,14 @@ class Module:
                 yield i, in_loop
 
     def fused(self, i):
-        """Return the instructions of a kernel, which may consist of nested fusions."""
+        """Return the instructions of a kernel, including the instructions of nested fusions."""
         if i.op != "fusion":
             return [i]
         body = self.computations[i.attribute(r"calls=%([\w.\-]+)")]
         return [inner for b in body for inner in self.fused(b)]
 
     def source(self, name):
-        """Return the instruction that computes a value, not one that only renames the value."""
+        """Return the instruction that computes a value, without instructions that rename it."""
         i = self.by_name[name]
         while i.op in ("bitcast", "get-tuple-element", "opt-barrier"):
             of = self.by_name[i.operands[0]]
@@ -118,8 +118,8 @@ class Module:
         return i
 
     def move(self, i):
-        """Return the names of the moves in a kernel, or "" if the kernel also computes values.
-        Scalar indices do not count as values."""
+        """Return the names of the data moves in a kernel, or "" if the kernel also computes values.
+        Ignore scalar int32 values, because they are indices."""
         ops = {b.op for b in self.fused(i) if b.shapes != ["s32[]"]}
         return " and ".join(sorted(ops.intersection(MOVES))) if ops <= {*MOVES, *PLAIN} else ""
 
@@ -130,7 +130,7 @@ class Module:
         return " ".join(written or i.shapes)
 
     def scope(self, i):
-        """Return the innermost scope of this package around an instruction, and its direction."""
+        """Return the innermost package scope of an instruction. Mark the backward pass."""
         names = re.findall(r"\bmoe_\w+", i.op_name.removesuffix(i.op_name.rsplit("/", 1)[-1]))
         of = f"of {names[-1]}" if names else "of no scope"
         return f"{of}, backward" if "transpose(" in i.op_name else of

@@ -21,7 +21,7 @@ def requirements():
 
 
 def why_not():
-    """Return why this environment cannot make the compiled table, or ""."""
+    """Return why this environment cannot make the compiled table, or "" if it can."""
     found = importlib.metadata.distributions(path=[str(FOLDER)])
     installed = {distribution.name: distribution.version for distribution in found}
     for package, version in requirements().items():

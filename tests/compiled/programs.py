@@ -1,7 +1,7 @@
 """Define the programs of the compiled table.
 
-The sizes are from Qwen3-30B-A3B, with 3,072 tokens on each rank. The number of rows must differ
-from all other sizes of a program, because `hlo.py` recognizes a pass over all rows by this number.
+The sizes are from Qwen3-30B-A3B, with 3,072 tokens on each rank. `hlo.py` recognizes a pass over
+all rows by the number of rows. Therefore no other size of a program may equal this number.
 """
 
 import functools

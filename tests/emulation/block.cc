@@ -1,5 +1,5 @@
-// This file is compiled without instrumentation. Fibers share the state of their block, and a GPU
-// would impose no order on accesses to this state, so ThreadSanitizer must not see them. publish()
+// This file is compiled without instrumentation, because ThreadSanitizer must not see accesses to
+// the state of a block. The block's fibers share this state, but a GPU does not have it. publish()
 // and observe() mark the order that ThreadSanitizer must see.
 #include "block.h"
 
@@ -20,31 +20,31 @@ namespace emulation {
 namespace {
 
 constexpr size_t kStackBytes = 128 << 10;
-constexpr int kNamedBarriers = 17;  // 0 is for the block; team i has 1 + i
+constexpr int kNamedBarriers = 17;  // 0: the block; 1 + i: team i
 constexpr unsigned char kGarbage = 0xA5;
 
 enum class State { kReady, kAtWarp, kAtBarrier, kDone };
 
-// The collectives at which a warp's lanes meet. If lanes meet at different ones, the kernel is
-// wrong.
+// The collective for which a warp's lanes wait. All lanes of a warp must wait for the same
+// collective.
 enum class Meeting { kNone, kSync, kShuffle, kBallot, kMatch, kSum };
 
 struct Thread {
   Fiber* fiber;
   unsigned index;
   State state = State::kReady;
-  int barrier = -1;  // where the thread waits
+  int barrier = -1;  // the barrier for which the thread waits
   bool is_fenced = false;
   BulkCopies* bulk = nullptr;
 };
 
 struct Warp {
-  // The values of this meeting and of the previous meeting. Lanes may still read the previous
-  // values.
+  // The lanes' values for the current and the previous collective, because lanes may still read the
+  // previous values.
   uint64_t values[2][kLanes];
   int current = 0, arrived = 0;
   Meeting meeting = Meeting::kNone;
-  char order[2];  // the words of publish() and observe()
+  char order[2];  // arguments of publish() and observe()
 };
 
 struct Barrier {
@@ -72,7 +72,7 @@ struct Block {
   Barrier barriers[kNamedBarriers];
   Thread* running = nullptr;
   char* shared;
-  char order;         // orders all before the launch, then the block, then all after it
+  char order;         // orders the code before the launch, the block, and the code after it
   char shared_fence;  // orders fences before bulk copies
   Random random;
 };
@@ -144,21 +144,21 @@ void run_thread() {
   die("a thread runs on after its end");
 }
 
-// Fills the block's static shared memory with garbage, because it is not initialized on a GPU
-// either. The memory is the program's thread-local storage, in which the emulator itself stores
-// nothing at this time.
+// Fills the block's static shared memory with garbage, because a GPU does not initialize it. This
+// memory is the program's thread-local storage. The emulator itself stores nothing there at this
+// time.
 int fill_shared(dl_phdr_info* info, size_t, void*) {
   for (int i = 0; i < info->dlpi_phnum; ++i) {
     if (info->dlpi_phdr[i].p_type == PT_TLS && info->dlpi_tls_data != nullptr) {
       std::memset(info->dlpi_tls_data, kGarbage, info->dlpi_phdr[i].p_memsz);
     }
   }
-  return 1;  // the first entry is the program itself
+  return 1;  // stop after the first entry, which is the program itself
 }
 
 // The fibers of a block's threads, with their stacks. The n-th block of a launch reuses the fibers
-// of the n-th block of its rank's previous launch. The previous launch has ended, so
-// ThreadSanitizer's records of its fibers precede this launch.
+// of the n-th block of the rank's previous launch. The previous launch has ended, so
+// ThreadSanitizer orders its fibers before this launch.
 struct Fibers {
   static constexpr unsigned kMost = 512;
   Fiber fibers[kMost];
@@ -333,7 +333,7 @@ void run_block(const BlockStart& start) {
       describe_threads();
       die("all threads of the block wait for each other");
     }
-    if (++rounds % 16 == 0) sched_yield();  // the block may be waiting for other blocks
+    if (++rounds % 16 == 0) sched_yield();  // the block may wait for other blocks
   }
   observe(&own.order);
   block = nullptr;

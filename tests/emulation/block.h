@@ -23,11 +23,11 @@ unsigned thread_index();
 Index block_index();
 unsigned block_threads();
 Index grid_blocks();
-char* dynamic_shared();  // a multiple of 128
+char* dynamic_shared();  // its address is a multiple of 128
 
 uint64_t shuffle(uint64_t value, int from_lane);
 unsigned ballot(bool vote);
-unsigned match(uint64_t value);  // the lanes with the same value
+unsigned match(uint64_t value);  // bits of the lanes that have the same value
 int sum_of_warp(int value);
 
 void sync_warp();
@@ -36,15 +36,15 @@ void sync_named(int index, unsigned num_threads);
 // Combines the votes of all threads of the block. Orders memory only if `is_barrier`.
 bool vote_of_block(bool vote, bool is_and, bool is_barrier);
 
-// Lets other threads of the block run, always or sometimes. Kernels call it where a thread reads
-// memory that another thread may change.
+// Lets other threads of the block run: yield() always, and yield_sometimes() at random. Kernels
+// call these functions where a thread reads memory that another thread may change.
 void yield();
 void yield_sometimes();
 // Sometimes lets other threads of the block run, and sometimes stops the block while other blocks
-// run. It is called before and after a store that other ranks read, so that these ranks see memory
-// as it is between two stores.
+// run. The emulator calls it before and after a store that other ranks read. Other ranks can then
+// read memory between two stores.
 void pause_sometimes();
-void pause_often();  // stops the block
+void pause_often();  // stops the block in one of four calls
 
 // A fence turns the next relaxed store of the thread into a release, because ThreadSanitizer does
 // not support fences.
@@ -65,7 +65,7 @@ struct BlockStart {
   size_t shared_bytes;
   uint64_t seed;
   int rank;
-  int start_order;  // 0, 1, 2, ... in the order in which the rank's blocks of the launch start
+  int start_order;  // 0, 1, ...: the position in the order in which the rank's blocks start
   const void* kernel;
   void (*call)(const void* kernel, void** arguments);
   void** arguments;
@@ -77,12 +77,12 @@ void run_block(const BlockStart& start);
 // Orders the caller's next accesses after everything that preceded the launch.
 void observe_start();
 
-// Returns the word through which fences of the block order shared memory before bulk copies
-// (publish() in fiber.h).
+// Returns an argument of publish() (fiber.h). Fences of shared memory publish it, and bulk copies
+// of the block observe it.
 char* shared_fence_of_block();
 
-// The copies that bulk.cc stores for the running thread, and a check that the thread has finished
-// them.
+// bulk_copies() returns the bulk copies of the running thread. end_bulk_copies() checks that the
+// thread has finished them.
 struct BulkCopies;
 BulkCopies*& bulk_copies();
 void end_bulk_copies(BulkCopies* copies);

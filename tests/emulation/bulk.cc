@@ -13,9 +13,9 @@ struct Copy {
   char* to;
   const char* from;
   uint32_t bytes;
-  uint64_t* barrier;  // of a load; null: a store
-  int group;          // of a store
-  char* data;         // the bytes that have been read; null before the read
+  uint64_t* barrier;  // the mbarrier of a load; null for a store
+  int group;          // the group of a store
+  char* data;         // null until the bytes have been read
   bool is_finished;
 
   bool reads_from(const char* begin, uint32_t size) const {
@@ -36,7 +36,7 @@ struct BulkCopies {
   // Each side of a copy has a separate proxy, because a fence for shared memory does not order
   // global memory.
   Proxy shared, global;
-  // The words of publish() and observe().
+  // Arguments of publish() and observe().
   char global_fence = 0, barrier_fence = 0, done = 0;
 };
 
@@ -50,17 +50,16 @@ BulkCopies& own_copies() {
 
 void make_copies() {
   BulkCopies* copies = bulk_copies() = new BulkCopies();
-  // Everything before the launch is ordered before the proxies.
+  // Everything before the launch comes before all accesses of the proxies.
   for (Proxy* proxy : {&copies->shared, &copies->global}) proxy->run([] { observe_start(); });
 }
 
-// Copies bytes. The sanitizer sees neither the reads nor the writes.
+// Copies bytes. ThreadSanitizer does not see this copy.
 void copy_unseen(char* to, const char* from, uint32_t bytes) {
   for (uint32_t i = 0; i < bytes; ++i) to[i] = from[i];
 }
 
-// Reads the source of a copy. The callers ensure that this read comes after the fences that precede
-// the issue of the copy.
+// Reads the source of a copy. Callers first observe the fences that precede the start of the copy.
 void read(BulkCopies& own, Copy& copy) {
   if (copy.data != nullptr || copy.is_finished) return;
   (copy.barrier != nullptr ? own.global : own.shared).run([&] { see_read(copy.from, copy.bytes); });
@@ -78,13 +77,13 @@ void finish(BulkCopies& own, Copy& copy) {
   copy.is_finished = true;
 }
 
-// Orders everything that fences have published before the next accesses of the proxies.
+// After this call, accesses of the proxies come after everything that fences have published.
 void observe_fences(BulkCopies& own) {
   own.global.run([&] { observe(&own.global_fence); });
   own.shared.run([&] { observe(shared_fence_of_block()); });
 }
 
-// Orders all accesses of the proxies before the next accesses of the thread.
+// After this call, accesses of the thread come after all earlier accesses of the proxies.
 void observe_proxies(BulkCopies& own) {
   for (Proxy* proxy : {&own.shared, &own.global}) {
     proxy->run([&] { publish(&own.done); });
@@ -101,7 +100,7 @@ void end_bulk_copies(BulkCopies* copies) {
   delete copies;
 }
 
-// An mbarrier holds the number of phases that have ended.
+// In the emulator, an mbarrier holds the number of phases that have ended.
 void init_load_barrier(uint64_t* barrier) {
   if (bulk_copies() == nullptr) make_copies();
   see_write(barrier, sizeof(*barrier));

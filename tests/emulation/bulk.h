@@ -1,8 +1,8 @@
 // Bulk copies between global and shared memory. On a GPU they are asynchronous. In the emulator, a
 // copy happens at a random time, at the latest when the thread waits for it.
 //
-// Copies go through a proxy. Only a proxy fence orders the thread's earlier accesses before a copy,
-// and only a wait orders a copy before the thread's later accesses.
+// Copies go through a proxy. A proxy fence orders the thread's earlier accesses before a copy. A
+// wait orders a copy before the thread's later accesses. Nothing else orders a copy.
 #pragma once
 
 #include <cstdint>
@@ -19,9 +19,9 @@ void end_store_group();
 void wait_until_read(int pending_groups);
 void wait_until_stored();
 
-// Orders this thread's accesses, and what it has acquired, before its next bulk copies.
+// This thread's next bulk copies see its earlier accesses and all that it has acquired.
 void fence_global_for_bulk();
-// Orders this thread's accesses before the next bulk copies of the block.
+// The next bulk copies of the block see this thread's earlier accesses.
 void fence_shared_for_bulk();
 
 }  // namespace emulation

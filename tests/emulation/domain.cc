@@ -12,7 +12,7 @@ namespace {
 
 using namespace moe_a2a;
 
-constexpr unsigned char kNan = 0xFF;  // A number of these bytes is NaN, and an index is -1.
+constexpr unsigned char kNan = 0xFF;  // a float of these bytes is NaN, and an index is -1
 
 int64_t whole_pages(int64_t bytes) { return round_up(std::max<int64_t>(bytes, 1), getpagesize()); }
 
@@ -27,7 +27,7 @@ char* reserve(int64_t bytes) {
   return static_cast<char*>(memory);
 }
 
-// Backs the first `bytes` at an address with memory.
+// Adds memory for the first `bytes` of a reserved range.
 void back(char* at, int64_t bytes, unsigned char value) {
   mprotect(at, static_cast<size_t>(whole_pages(bytes)), PROT_READ | PROT_WRITE);
   if (value != 0) std::memset(at, value, static_cast<size_t>(whole_pages(bytes)));

@@ -10,7 +10,7 @@ namespace emulation {
 
 class Domain {
  public:
-  // `half_bytes`: the largest ring half of any exchange.
+  // `half_bytes` is the size of the largest ring half of any exchange.
   Domain(int num_ranks, int64_t half_bytes);
 
   int num_ranks() const { return num_ranks_; }
@@ -22,7 +22,7 @@ class Domain {
   moe_a2a::RankView view(int rank, moe_a2a::Operation operation, uint64_t signature, double timeout,
                          double first_timeout);
 
-  // Returns a description of memory that was written although no exchange may write to it, or "".
+  // Returns "", or describes a write to memory that no exchange may write.
   std::string damage();
 
  private:

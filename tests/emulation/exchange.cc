@@ -6,8 +6,7 @@ using namespace moe_a2a;
 
 namespace {
 
-// Returns the ids that a router would return, or unusual ids: no ids, equal ids, or ids out of
-// range.
+// Returns ids as a router chooses them, or unusual ids: no ids, equal ids, or ids out of range.
 std::vector<int32_t> make_ids(const Shape& shape, Random& random) {
   enum { kSomeMissing, kSomeInvalid, kAllTheSame, kNone, kPlain };
   const int kind = random.below(6);
@@ -23,7 +22,7 @@ std::vector<int32_t> make_ids(const Shape& shape, Random& random) {
   return ids;
 }
 
-// Returns an index that a routing would not have.
+// Returns an index that may be wrong or outside of its range.
 int32_t corrupt(int32_t index, const Shape& shape, Random& random) {
   switch (random.below(6)) {
     case 0: return static_cast<int32_t>(random.next());
@@ -66,8 +65,8 @@ Routing::Routing(const Making& making, Random& random, int max_tokens, int max_t
   plans = plans_of(shape, ids);
 }
 
-// Changes the routing so that each part of the order of drops (choice index, token, source) decides
-// about rows. Any wrong order then keeps other rows.
+// Changes the routing until the capacity keeps a choice of one source and drops the equal choice of
+// another source. The order of drops (choice index, token, source) then decides which rows exist.
 void Routing::move_to_threshold(Random& random, int max_tokens) {
   shape.parts = 1;
   do {

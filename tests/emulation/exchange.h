@@ -28,19 +28,19 @@ struct Making {
   int num_ranks = 2;
   int max_local_experts = 4;
   int max_groups = 12;        // groups of 128 numbers in a row with a format
-  int max_tokens = 1 << 20;   // of a rank; most exchanges have fewer
-  bool at_threshold = false;  // several sources have the token whose row is dropped first
+  int max_tokens = 1 << 20;   // tokens of a rank; most exchanges have fewer
+  bool at_threshold = false;  // the capacity splits the sources (splits_sources() in oracle.h)
   int crowded_rank = -1;      // in this rank's routing, each token has a slot at each rank
-  int corrupt_one_in = 0;     // one in this number of the routing's indices is corrupted; 0: none
+  int corrupt_one_in = 0;     // N: about one of N indices of the routing is corrupted; 0: none
 };
 
-// The launches that the ranks of a device make together.
+// A launch that the ranks of a device make together.
 class JointLaunch {
  public:
   explicit JointLaunch(int num_ranks) : params_(static_cast<size_t>(num_ranks)) {}
 
-  // Waits for all ranks. The last one calls launch(first, second) with the parameters of ranks 0
-  // and 1. Returns the result of launch() on every rank.
+  // Waits for all ranks. The last rank calls launch(params, stream) with the parameters of ranks 0
+  // and 1. Every rank returns the result of launch().
   template <typename Params, typename Launch>
   cudaError_t join(int rank, const Params& params, Launch&& launch) {
     std::unique_lock<std::mutex> lock(mutex_);
@@ -61,7 +61,7 @@ class JointLaunch {
  private:
   std::mutex mutex_;
   std::condition_variable all_have_come_;
-  std::vector<const void*> params_;  // by rank
+  std::vector<const void*> params_;  // indexed by rank
   size_t arrived_ = 0;
   int launches_ = 0;
   cudaError_t error_ = cudaSuccess;
@@ -70,13 +70,13 @@ class JointLaunch {
 // Parameters of a launch on a rank.
 struct LaunchOn {
   int rank;
-  moe_a2a::RankView view;  // with the signature of this exchange
+  moe_a2a::RankView view;  // has the signature of this exchange
   int num_sms;
   Random& random;  // yields equal numbers on ranks that share a device
   const moe_a2a::Kernels& kernels;
-  JointLaunch* joint;  // of ranks that share a device; otherwise null
+  JointLaunch* joint;  // null unless ranks share a device
 
-  // Calls launch(params, stream) as the ranks of a device do.
+  // Calls launch(params, stream). If ranks share a device, there is one call for all ranks.
   template <typename Params, typename Launch>
   cudaError_t run(const Params& params, Launch&& launch) const {
     if (joint != nullptr) return joint->join(rank, params, launch);
@@ -89,12 +89,12 @@ class Exchange {
   virtual ~Exchange() = default;
 
   virtual moe_a2a::Operation operation() const = 0;
-  virtual int64_t zone_bytes() const = 0;  // of one source
+  virtual int64_t zone_bytes() const = 0;  // the bytes of one source
   virtual cudaError_t launch(const LaunchOn& on) = 0;
   // Returns the first error in the results of a rank, or "".
   virtual std::string wrong(int rank) const = 0;
 
-  // Returns true if all results of a rank are the results of a failed exchange.
+  // Returns true if each result of a rank has only the bytes of a failed exchange.
   bool is_failure(int rank) const {
     for (const Output& output : outputs_[rank]) {
       for (size_t i = 0; i < output.array->bytes(); ++i) {
@@ -103,7 +103,7 @@ class Exchange {
     }
     return true;
   }
-  // Returns true if no memory around the results of a rank was written.
+  // Returns true if the memory around the results of a rank is unchanged.
   bool is_intact_around(int rank) const {
     for (const Output& output : outputs_[rank]) {
       if (!output.array->is_intact_around()) return false;
@@ -111,7 +111,7 @@ class Exchange {
     return true;
   }
 
-  uint64_t signature = 0, run = 0;  // of RankView
+  uint64_t signature = 0, run = 0;  // fields of RankView
   std::string name;
 
  protected:
@@ -127,9 +127,9 @@ class Exchange {
  private:
   struct Output {
     Array array;
-    unsigned char fill;  // the byte of a failed exchange
+    unsigned char fill;  // the value of each byte after a failure
   };
-  std::vector<std::vector<Output>> outputs_;  // by rank
+  std::vector<std::vector<Output>> outputs_;  // indexed by rank
 };
 
 using ExchangePtr = std::unique_ptr<Exchange>;
@@ -145,7 +145,7 @@ ExchangePtr make_combine(const Making& making, Random& random);
 
 constexpr unsigned char kNanByte = 0xFF;
 
-// The types of arrays: bytes that a kernel moves, and the types that kernels compute with.
+// kByte is for arrays that kernels only move. data_type() is for arrays of numbers.
 inline const moe_a2a::DataType kByte = {"U8", 1, kNanByte};
 const moe_a2a::DataType& data_type(moe_a2a::ElementType type);
 
@@ -154,7 +154,7 @@ std::string name_of(moe_a2a::TokenFormat format);
 // Operands or results of a call on one rank.
 struct Bound {
   moe_a2a::Arrays arrays;
-  std::vector<std::shared_ptr<const std::vector<int64_t>>> dimensions;  // of the arrays
+  std::vector<std::shared_ptr<const std::vector<int64_t>>> dimensions;  // `arrays` points to these
 
   // `data` may be null if only sizes matter.
   void add(const moe_a2a::DataType& type, std::vector<int64_t> axes, char* data);
@@ -171,11 +171,11 @@ struct Arguments {
   Bound args, results;
 };
 
-// Returns the parameters of a call, like a handler (ffi/call_state_of.h).
+// Returns the parameters of a call, as a handler computes them (ffi/call_state_of.h).
 template <typename Call>
 typename Call::Params params_of(const Call& call, const moe_a2a::RankView& view, bool is_colocated,
                                 int num_sms, const Arguments& a) {
-  // Describe() sees no addresses, so an address that is not listed stays null.
+  // Hide the addresses from Describe(). An address that `bindings` does not list then stays null.
   moe_a2a::Arrays args = a.args.arrays, results = a.results.arrays;
   std::vector<char*> addresses;
   for (moe_a2a::Arrays* arrays : {&args, &results}) {
@@ -194,8 +194,8 @@ typename Call::Params params_of(const Call& call, const moe_a2a::RankView& view,
     std::abort();
   }
   moe_a2a::CopyParams(described, bindings, [&](size_t array) { return addresses[array]; }, &p);
-  // Set the signature here, because checks choose signatures whose flags are equal although the
-  // heads differ.
+  // Overwrite the signature, because a check may need two signatures with equal flags and different
+  // heads.
   const_cast<moe_a2a::RankView&>(view_of(p)).signature = view.signature;
   return p;
 }
@@ -225,16 +225,15 @@ struct Routing {
   Ids ids;
   std::vector<Plan> plans;
 
-  // `max_tokens`, `max_top_k`: the most tokens of a rank, and choices of a token. Usually there are
-  // fewer.
+  // `max_tokens` and `max_top_k` are upper limits. Most routings have fewer tokens and choices.
   Routing(const Making& making, Random& random, int max_tokens, int max_top_k, bool may_have_parts);
 
  private:
   void move_to_threshold(Random& random, int max_tokens);
 };
 
-// The arrays of a routing on one rank, as a kernel reads them. Making::corrupt_one_in says how many
-// are corrupted.
+// The arrays of a routing on one rank, as a kernel reads them. If Making::corrupt_one_in is not 0,
+// some indices are corrupted.
 class RoutingArrays {
  public:
   RoutingArrays(const Making& making, Random& random, const Routing& routing, int rank);
@@ -244,14 +243,14 @@ class RoutingArrays {
  private:
   std::vector<Array> arrays_;
 };
-// Adds a routing of which only the sizes matter.
+// Adds the arrays of a routing without data, because only their sizes matter.
 void add_routing_sizes(Bound& args, const Shape& shape);
 
 // The results of a route on one rank.
 class PlanOutputs {
  public:
   void add(Array array) { arrays_.push_back(std::move(array)); }
-  // Adds the arrays to the results of a call. `batch`: the number of routings.
+  // Adds the arrays to the results of a call for `batch` routings.
   void add_to(Bound& results, const Shape& shape, int64_t batch) const;
   std::string wrong(const Plan& expected) const;
 

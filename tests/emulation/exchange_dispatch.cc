@@ -13,18 +13,18 @@ using namespace moe_a2a;
 // An array that moves as bytes: its operand and its result on every rank.
 struct Moved {
   int64_t row_bytes, choice_bytes;  // as in MovedArray
-  std::vector<Array> in, out;       // by rank
+  std::vector<Array> in, out;       // indexed by rank
 
   int64_t out_bytes() const { return choice_bytes > 0 ? choice_bytes : row_bytes; }
 };
 
 struct Leaf {
   int64_t elements;
-  std::vector<Array> in;                       // by rank
-  std::vector<Array> decoded, values, scales;  // by rank; the results that the call has
+  std::vector<Array> in;                       // indexed by rank
+  std::vector<Array> decoded, values, scales;  // by rank; empty if the call has no such result
 };
 
-// The payload and its results. All forms use this class.
+// The base class of all forms, with the payload and its results.
 class Payload : public Exchange {
  public:
   Operation operation() const override { return Operation::kDispatch; }
@@ -38,8 +38,8 @@ class Payload : public Exchange {
 
   const Shape& shape() const { return routing_.shape; }
 
-  // Adds arrays of all access widths: whole rows, and choice arrays. Some arrays do not begin at a
-  // multiple of 16 bytes.
+  // Adds rows and choice arrays of random sizes. Some arrays are not aligned to 16 bytes, so
+  // kernels use every access width.
   void add_moved(Random& random, int most) {
     const size_t skew = random.one_in(3) ? random.below(4) : 0;
     for (int count = 1 + random.below(most); count > 0; --count) {
@@ -54,7 +54,7 @@ class Payload : public Exchange {
     }
   }
 
-  // Adds leaves of numbers that are exact in the format, and a choice array.
+  // Adds leaves whose numbers are exact in the format, and sometimes a choice array.
   void add_encoded(Random& random) {
     encoding_.format = static_cast<TokenFormat>(1 + random.below(TokenFormats::kCount));
     encoding_.type = static_cast<ElementType>(random.below(Elements::kCount));
@@ -181,7 +181,7 @@ class Payload : public Exchange {
   Routing routing_;
   std::vector<Moved> moved_;
   std::vector<Leaf> leaves_;
-  std::vector<Array> token_scales_;  // by rank
+  std::vector<Array> token_scales_;  // indexed by rank
   Encoding encoding_ = {};
   bool has_encoded_ = false;
   bool leaves_tail_;
@@ -350,12 +350,12 @@ class RoutedDispatch : public Payload {
     return a;
   }
 
-  std::vector<Array> ids_, numbers_;  // by rank
+  std::vector<Array> ids_, numbers_;  // indexed by rank
   std::vector<PlanOutputs> plans_;
 };
 
-// A weighted dispatch of one array. At their destination, its rows are scaled, or multiplied with
-// other rows.
+// A weighted dispatch of one array. The destination rank scales the rows, computes their inner
+// products with other rows, or does both.
 class WeightedDispatch : public Exchange {
  public:
   WeightedDispatch(const Making& making, Random& random)
@@ -435,7 +435,7 @@ class WeightedDispatch : public Exchange {
     return {{}, ranks_[0].rows != nullptr, ranks_[0].weights != nullptr};
   }
 
-  // Returns the operands, except the routing, and the results.
+  // Returns the results, and the operands without the routing.
   Arguments arguments(int rank) const {
     const Rank& own = ranks_[rank];
     const int64_t capacity = routing_.shape.capacity, elements = static_cast<int64_t>(elements_);

@@ -1,4 +1,4 @@
-// route: both launches, for a batch of routings.
+// Tests both launches of route with a batch of routings.
 #include "exchange.h"
 
 namespace emulation {
@@ -25,8 +25,8 @@ class RouteExchange : public Exchange {
       other.plans = plans_of(shape, other.ids);
       batch_.push_back(other);
     }
-    // There are few chunks, because route_assign has a block for each chunk, and ThreadSanitizer
-    // supports only 8128 threads.
+    // Use few chunks, because route_assign has a block for each chunk, and ThreadSanitizer supports
+    // only 8128 threads.
     const int most_chunks = std::max(1, (making.at_threshold ? 16 : 8) / shape.num_ranks);
     tokens_per_chunk_ = static_cast<int>(ceil_div(shape.num_tokens, most_chunks)) +
                         random.below(making.at_threshold ? 3 : 8);
@@ -109,7 +109,7 @@ class RouteExchange : public Exchange {
     made.rank_counts = make_array(batch * chunks * ranks * 4, 4);
     const Plan plan = expected(rank);
     for (int i = 0; i < kNumPlanArrays; ++i) {
-      const unsigned char fill = i < 8 ? 0xFF : 0;  // of an empty routing
+      const unsigned char fill = i < 8 ? 0xFF : 0;  // each byte of an empty routing
       made.outputs.add(add_output(rank, plan.arrays[i].size() * 4, 4, fill));
     }
     return made;

@@ -18,8 +18,7 @@ void __tsan_write_range(void* address, unsigned long bytes);
     "The emulator switches stacks by x86-64 instructions. Add the few lines for this processor to fiber.cc."
 #endif
 
-// Saves, on the old stack, the registers that a call preserves, and restores them from the new
-// stack.
+// Pushes the callee-saved registers onto the old stack, and pops them from the new stack.
 extern "C" void moe_a2a_switch_stack(void** save, void* load);
 asm(R"(.text
 .globl moe_a2a_switch_stack
@@ -46,12 +45,12 @@ moe_a2a_switch_stack:
 namespace emulation {
 namespace {
 constexpr int kSavedRegisters = 6;
-constexpr unsigned kNoOrder = 1;  // for __tsan_switch_to_fiber: the switch orders nothing
+constexpr unsigned kNoOrder = 1;  // a flag of __tsan_switch_to_fiber: the switch orders no memory
 }  // namespace
 
 void Fiber::start(char* stack, size_t stack_bytes, void (*entry)()) {
   auto** top = reinterpret_cast<void**>(stack + stack_bytes - 64);
-  *--top = nullptr;  // entry() has no caller; this also aligns the stack as a call would
+  *--top = nullptr;  // a null return address; it also aligns the stack as a call would
   *--top = reinterpret_cast<void*>(entry);
   for (int i = 0; i < kSavedRegisters; ++i) *--top = nullptr;
   stack_pointer_ = top;

@@ -1,7 +1,7 @@
-// A fiber has a separate stack, on which a thread of the operating system runs until it switches
-// back.
+// A fiber has a separate stack. A thread of the operating system runs on this stack until the fiber
+// switches back.
 //
-// For ThreadSanitizer every fiber is a separate thread. A switch orders no memory: only operations
+// For ThreadSanitizer, every fiber is a separate thread. A switch orders no memory: only operations
 // that order memory on a GPU call publish() and observe().
 #pragma once
 
@@ -32,8 +32,8 @@ class Fiber {
   void* caller_sanitizer_ = nullptr;
 };
 
-// Accesses memory for a thread, but not in the thread's order, as bulk copies do. ThreadSanitizer
-// sees the accesses as those of another thread.
+// A proxy accesses memory for a thread, but without order relative to the thread's other accesses,
+// like a bulk copy. ThreadSanitizer treats a proxy as a separate thread.
 class Proxy {
  public:
   Proxy();
@@ -55,8 +55,8 @@ class Proxy {
   void *sanitizer_ = nullptr, *caller_ = nullptr;
 };
 
-// All accesses of a thread before publish() are ordered before the accesses of another thread after
-// observe() of the same word.
+// For ThreadSanitizer, publish() is a release of a word, and observe() is an acquire of the same
+// word.
 void publish(void* word);
 void observe(void* word);
 

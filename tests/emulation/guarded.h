@@ -1,6 +1,6 @@
-// Arrays that are followed by a page that no code may access, and preceded by bytes that no code
-// may change. Each rank has a separate range of addresses for its arrays. Corresponding arrays of
-// neighbouring ranks therefore have a constant distance, as on a device that the ranks share.
+// Arrays with guards: code must not access the page after an array, or change the bytes before it.
+// Each rank has a separate address range. The same array of neighbouring ranks therefore has a
+// constant distance, as on a device that the ranks share.
 #pragma once
 
 #include <sys/mman.h>
@@ -26,7 +26,7 @@ class InMemoryOf {
   InMemoryOf(const InMemoryOf&) = delete;
   ~InMemoryOf() { current() = previous_; }
 
-  // Returns a range of addresses of the current rank, without memory, or null if there is no rank.
+  // Reserves addresses of the current rank, without memory. Returns null if there is no rank.
   static char* reserve(size_t bytes) {
     using moe_a2a::kMaxRanks;
     constexpr size_t kBytesOfRank = size_t{1} << 30;
@@ -83,8 +83,7 @@ class GuardedArray {
     }
     return true;
   }
-  // Returns true if the bytes before the array, and between the array and the page, have their
-  // initial value.
+  // Returns true if the bytes before the array, and from its end to the page, are unchanged.
   bool is_intact_around() const {
     return is_untouched(data_ - kFront, data_) && is_untouched(data_ + bytes_, map_ + usable_);
   }

@@ -30,16 +30,15 @@ std::map<const void*, LoadedKernel>& loaded_kernels() {
 int residency = 1 << 20;
 std::atomic<uint64_t> next_seed{1};
 
-// Returns how many blocks run on the device of a rank. This number is changed in relaxed order and
-// without a mutex, because ThreadSanitizer would interpret any other access as an order between
-// blocks.
+// Returns the number of blocks that run on the device of a rank. Accesses to this number are
+// relaxed, because ThreadSanitizer would otherwise see an order between blocks.
 std::atomic<int>& running_on(int rank) {
   static std::atomic<int> running[1 + moe_a2a::kMaxRanks];
   return running[rank == kAllRanks ? 0 : 1 + rank];
 }
 
-// Waits until the device of a rank (kAllRanks: the device that all ranks share) has room for one
-// block, and takes this room.
+// Waits until a device has room for one more block, and takes this room. kAllRanks is the device
+// that all ranks share.
 void take_room(int rank) {
   std::atomic<int>& running = running_on(rank);
   int before = running.load(std::memory_order_relaxed);

@@ -123,9 +123,9 @@ std::vector<ExchangePtr> make_sequence(const Options& options, const Making& mak
 
 // The allowed outcomes of a sequence.
 struct Expectation {
-  bool may_fail = false;    // ranks may report failures, and must then have the results of failures
+  bool may_fail = false;    // ranks may fail; failed ranks must have the results of a failure
   bool must_fail = false;   // at least one rank must report a failure
-  bool has_results = true;  // results are compared
+  bool has_results = true;  // results are compared with the oracle
 };
 
 class Sequence {
@@ -138,7 +138,7 @@ class Sequence {
     const bool stalls = options.has("stall");
     const bool differs = mismatched_rank_ >= 0 || options.has("heads") || options.has("other");
     for (size_t i = 0; i < exchanges_.size(); ++i) joint_launches_.emplace_back(making.num_ranks);
-    // In the first exchange, no rank has seen another rank before.
+    // Only the first exchange has first_timeout(), so with more steps, timeout() is the limit.
     const double patience = options.whole("steps", 4) > 1 ? timeout() : first_timeout();
     expect_.must_fail =
         differs || options.has("crowded") || (stalls && options.number("delay", 0) > patience);
@@ -198,11 +198,11 @@ class Sequence {
   double first_timeout() const { return options_.number("first-timeout", timeout()); }
   uint64_t seed() const { return static_cast<uint64_t>(options_.whole("seed", 1)); }
 
-  // Reads the records while the ranks run, like a host. A record that has a kind must be complete.
+  // Reads the records while the ranks run, as the host does. A record with a kind must be complete.
   void watch_records(const std::atomic<bool>& is_over) {
-    // ThreadSanitizer would report the kernels' volatile store as a race.
+    // Skip this check, because ThreadSanitizer would report the kernels' volatile store as a race.
     if (kHasSanitizer) return;
-    std::map<int, std::string> seen;  // by rank
+    std::map<int, std::string> seen;  // indexed by rank
     while (!is_over) {
       for (int rank = 0; rank < domain_->num_ranks(); ++rank) {
         const ErrorRecord& record = domain_->record(rank);
@@ -227,7 +227,7 @@ class Sequence {
           run_step(rank, i);
         } else {
           launches.emplace_back([this, rank, i, first] {
-            // The second launch begins while the first one runs, or before it.
+            // The second launch may begin before the first launch, or while it runs.
             if (i > first) usleep(static_cast<useconds_t>((seed() * 7 + i) % 5 * 100));
             run_step(rank, i);
           });
@@ -240,12 +240,11 @@ class Sequence {
   void run_step(int rank, size_t step) {
     const bool is_other = rank == mismatched_rank_ && step >= exchanges_.size() / 2;
     Exchange& exchange = *(is_other ? others_ : exchanges_)[step];
-    // The parameters of ranks that share a device differ only in addresses and in the number of the
-    // rank.
+    // If ranks share a device, their parameters differ only in addresses and in the rank.
     Random random(seed() * 131 + (kColocated ? 0 : static_cast<uint64_t>(rank) * 17) + step);
     const bool is_late = step >= exchanges_.size() / 2;
     const bool has_other_head = is_late && options_.whole("heads", -1) == rank;
-    // Flags contain only the 16 lowest bits.
+    // Flags contain only the 16 lowest bits of a signature, so this bit changes only the heads.
     const uint64_t signature = exchange.signature ^ uint64_t{has_other_head} << 40;
     RankView view =
         domain_->view(rank, exchange.operation(), signature, timeout(), first_timeout());
@@ -260,8 +259,8 @@ class Sequence {
     if (error != cudaSuccess) where("the launch failed");
     if (!exchange.is_intact_around(rank)) where("memory around a result was written");
     if (!expect_.has_results) return;
-    // No rank may succeed if a peer makes another call, even if the rank receives nothing from that
-    // peer.
+    // If a peer makes a different call, no rank may succeed, even if the rank receives nothing from
+    // this peer.
     const bool must_fail = (is_late && options_.has("heads")) || options_.has("other");
     if (must_fail && !exchange.is_failure(rank)) where("it has succeeded");
     if (expect_.may_fail && domain_->is_poisoned(rank) && exchange.is_failure(rank)) return;
@@ -270,7 +269,7 @@ class Sequence {
 
   const Options& options_;
   std::vector<ExchangePtr> exchanges_, others_;
-  std::deque<JointLaunch> joint_launches_;  // by step
+  std::deque<JointLaunch> joint_launches_;  // one for each step
   int mismatched_rank_;
   Expectation expect_;
   std::unique_ptr<Domain> domain_;

@@ -1,8 +1,8 @@
-"""List the mutations of the device code. With each of them, a run of the emulator must fail.
+"""List the mutations of the device code. With each mutation, a run of the emulator must fail.
 
-A mutation leaves out a call that orders memory or waits (``Place``), swaps two neighbouring stores
-(``Swap``), or breaks a rule of the protocol (``Rule``). Calls and stores are read from the sources,
-so the list always has new barriers. ``JUSTIFIED`` says why no run can detect some mutations.
+A ``Place`` leaves out a call that orders memory or waits. A ``Swap`` swaps two neighbouring stores.
+A ``Rule`` breaks a rule of the protocol. The calls and stores are read from the sources, so new
+barriers are in the list. ``JUSTIFIED`` has the mutations that no run can detect.
 """
 
 import dataclasses
@@ -13,16 +13,16 @@ from . import swaps
 
 CUDA = pathlib.Path(__file__).resolve().parents[2] / "cuda"
 
-# Calls that order memory or wait. device/ptx.cuh defines most of them.
+# These calls order memory or wait. device/ptx.cuh defines most of them.
 _CALL = re.compile(
     r"\b(__syncwarp|__syncthreads(?:_or|_and)?|(?:\w+\.)?sync|load_acquire_sys|store_release_sys|arrive"
     r"|fence_\w+|wait_until_read<[^>]*>|wait_until_loaded|wait_until_stored)\("
 )
-# The beginning of a function of the device code.
+# A function of the device code begins like this.
 _DEFINITION = re.compile(r"__(?:device|global)__.*?\b(\w+)\(|^    (\w+_kernel)\(")
 
 
-# The operations, as letters of main.cc, that execute the code of a file or of a function.
+# Each letter is an operation of main.cc that executes the code of the file or function.
 _LETTERS = {
     "combine.cu": "c",
     "dispatch.cu": "d",
@@ -44,16 +44,15 @@ _LETTERS_OF_FUNCTION = {
     "change_teams": "dcf",
     "send_chunks": "dc",
 }
-# Options that a run needs to execute the code of a function.
+# A run needs these options to execute the code of the function.
 _OPTIONS_OF_FUNCTION = {
     "prefix_sum": ["--experts", 150],  # more values than a block has threads
-    "all": ["--stall", 1, "--phase", 5, "--delay", 1, "--timeout", 0.3],  # credits that do not come
-    "send_items": ["--timeout", 1],  # heads that do not come
+    "all": ["--stall", 1, "--phase", 5, "--delay", 1, "--timeout", 0.3],  # credits come too late
+    "send_items": ["--timeout", 1],  # heads do not come
     "fail": ["--stall", 1, "--phase", 3, "--delay", 0.6, "--timeout", 0.2],
 }
 # `write_own_params` exists only in the kernels for ranks on one GPU. `fail` needs a run that fails.
-# ThreadSanitizer reports races in such a run even without a mutation, because several blocks
-# overwrite the outputs.
+# ThreadSanitizer reports races in every failed run, because several blocks overwrite the outputs.
 _VARIANTS = {"write_own_params": "colocated", "fail": "plain"}
 
 
@@ -63,13 +62,13 @@ def _letters(file, function):
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A line of the device code that the emulator can leave out."""
+    """A call in the device code that the emulator can leave out."""
 
     file: str
     line: int
     function: str
     call: str
-    nth: int  # of this call in this function of the file, from 0
+    nth: int  # 0 for the first such call of the function
 
     @property
     def name(self):
@@ -128,7 +127,7 @@ class Rule:
 
 
 _MISMATCH = ("--mismatch", 1, "--timeout", 2)
-# One rank is late. A rank that does not wait for the head of this rank ends too early.
+# A rank is late. A peer that does not wait for the late rank's head ends too early.
 _OTHER_HEADS = ("--heads", 1, "--stall", 1, "--phase", 3, "--delay", 0.05)
 RULES = [
     Rule("kIgnoreCredit", 1, "rdc", more=("--depth", 1)),
@@ -147,9 +146,9 @@ _ATOMIC = "it orders two words that are loaded as atomics: no race, and x86 keep
 _OVERLAP = "it matters only if launches overlap, which they do not in these sequences"
 _FLAG_FOLLOWS = "the flag follows both, and nothing reads them before the flag"
 _STATE = "only the rank's next launch reads this state, after the end of this launch"
-# The number of sequences within which a mutation must be detected. Most need one or two.
+# One of this many sequences must detect a mutation. Most mutations need one or two sequences.
 MAX_SEEDS = 48
-# A seed that detects a mutation, if the first seeds do not. It runs first, because each sequence
+# These seeds run first, because the lowest seeds do not detect these mutations, and each sequence
 # takes seconds.
 _FIRST_SEED = {
     "encode.cuh next: __syncwarp #2": 7,
@@ -170,7 +169,7 @@ _FIRST_SEED = {
     "signal.cuh fail: record->kind before record->timeout_ns": 5,
     "kIgnoreSignature": 2,
 }
-# The reason why no run can detect a mutation, by the name of the mutation.
+# The reason why no run can detect the mutation.
 JUSTIFIED = {
     "ranks.cuh write_own_params: __syncthreads #2": "it orders a store that only kOtherCall makes",
     "signal.cuh is_poisoned: load_acquire_sys": _MESSAGE,

@@ -41,8 +41,8 @@ inline float small_integer(Random& random) { return static_cast<float>(random.be
 // The magnitudes of float4_e2m1fn.
 constexpr float kFloat4[] = {0.f, 0.5f, 1.f, 1.5f, 2.f, 3.f, 4.f, 6.f};
 
-// Returns a number that is exact in every format. One of 16 consecutive numbers is the largest
-// number of float4_e2m1fn, so the scale of a group is a power of two.
+// Returns a number that is exact in every format. One of 16 consecutive numbers is 6, the maximum
+// of float4_e2m1fn, so the scale of a group is a power of two.
 inline float exact_number(Random& random, int64_t element) {
   const float magnitude = element % 16 == 5 ? 6.f : kFloat4[random.below(8)];
   return random.one_in(2) ? -magnitude : magnitude;

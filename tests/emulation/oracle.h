@@ -1,5 +1,4 @@
-// Computes the results of route with plain loops: the slots and rows of all ranks, from the ids of
-// all ranks.
+// Computes the slots and rows of all ranks from the ids of all ranks, with plain loops.
 #pragma once
 
 #include <cstdint>
@@ -38,12 +37,12 @@ struct Plan {
   int row_token(int row) const { return arrays[7][row]; }
 };
 
-using Ids = std::vector<std::vector<int32_t>>;  // by rank
+using Ids = std::vector<std::vector<int32_t>>;  // indexed by rank
 
 std::vector<Plan> plans_of(const Shape& shape, const Ids& ids);
 
-// Returns true if, for some token and choice index, the capacity of a rank holds the choices of
-// some sources but not of all sources.
+// Returns true if a rank keeps the choice of one source, and drops the choice of another source
+// with the same token index and choice index.
 bool splits_sources(const Shape& shape, const Ids& ids);
 
 }  // namespace emulation

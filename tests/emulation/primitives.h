@@ -1,7 +1,7 @@
 // The emulator's implementation of cuda/device/ptx.cuh.
 //
-// A place that orders memory or waits can be left out (site.h): a release or an acquire becomes
-// relaxed; a fence or a wait does nothing.
+// A run can leave out a place that orders memory or waits (site.h). A release or an acquire then
+// becomes relaxed, and a fence or a wait does nothing.
 #pragma once
 
 #include <chrono>

@@ -33,8 +33,8 @@ def build(target):
         fcntl.flock(lock, fcntl.LOCK_EX)
         swaps.write_sources(OUT / "swapped")
         command = ["make", "-s", "-j2", f"CXX={compiler}", f"OUT={OUT}", f"{OUT}/{target}"]
-        # With this variable, ccache would write unknown targets to the .d files, and make would not
-        # compile again after a change of a header.
+        # With CCACHE_BASEDIR, ccache would write targets to the .d files that make does not know.
+        # Make would then not compile again after a change of a header.
         environment = {k: v for k, v in os.environ.items() if k != "CCACHE_BASEDIR"}
         made = subprocess.run(command, cwd=HERE, capture_output=True, text=True, env=environment)
     if made.returncode != 0:
@@ -50,7 +50,7 @@ HOST_CHECKS = (
 def check_host(sanitizer, check, seconds):
     """Run a check of the host code under a sanitizer. Return its error, or ""."""
     command = [OUT / f"host_{sanitizer}" / "checks", check, str(seconds)]
-    # Some memory is kept on purpose until the process ends.
+    # Leak detection is off, because some memory is kept on purpose until the process ends.
     environment = os.environ | {"ASAN_OPTIONS": "detect_leaks=0", "TSAN_OPTIONS": "exitcode=66"}
     done = subprocess.run(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -60,7 +60,7 @@ def check_host(sanitizer, check, seconds):
     return done.stdout or "no output" if done.returncode != 0 or has_report else ""
 
 
-# The signs of errors in the output of a run.
+# A run has a sign if its output matches the pattern.
 _SIGNS = {
     "race": r"ThreadSanitizer: data race",
     "wrong result": r"^wrong: step",
@@ -83,15 +83,15 @@ class Outcome:
 
     @property
     def is_noticed(self):
-        """Return True if the run shows an error. A hang may be due to a slow machine."""
+        """Return True if the run shows an error. Ignore hangs, because the machine may be slow."""
         return bool(self.signs - {"hangs"})
 
 
 def run(variant, seed, *options, program="emulate", seconds=300, ends_at_report=False):
     """Run one sequence. If it takes longer than `seconds`, its outcome has the sign "hangs".
 
-    With `ends_at_report` the first report of ThreadSanitizer ends the run, because many reports
-    make a run a hundred times as long.
+    With `ends_at_report`, the first report of ThreadSanitizer ends the run, because many reports
+    make a run 100 times slower.
     """
     command = [OUT / variant / program, "--seed", str(seed), *map(str, options)]
     sanitizer = "exitcode=66 history_size=1 report_signal_unsafe=0 "
@@ -118,7 +118,7 @@ class Kind:
     """Sequences that must pass without mutations. Their options depend on the seed."""
 
     variant: str
-    options: Callable[[int], list]  # of a seed
+    options: Callable[[int], list]  # maps a seed to the options
     is_slow: bool = False  # a tenth of the seeds is enough
 
     def seeds(self, first, count):
@@ -130,7 +130,7 @@ def _sometimes(seed, *choices):
 
 
 MANY_RANKS = (72, 96, 128)
-TINY = ("--sms", 1, "--tokens", 2, "--experts", 2, "--groups", 1)  # for many ranks
+TINY = ("--sms", 1, "--tokens", 2, "--experts", 2, "--groups", 1)  # keeps runs short
 
 KINDS = {
     "sequences": Kind("plain", lambda s: ["--ranks", _sometimes(s, 2, 3, 4, 8), "--steps", 10]),
@@ -216,7 +216,7 @@ KINDS = {
         "colocated",
         lambda s: ["--ranks", 3, "--steps", 8, "--sms", 8, "--resident", _sometimes(s, 3, 4, 5)],
     ),
-    # No rank waits for a reader, because the next launch begins when all ranks have read.
+    # Phase 5 is left out, because no rank of a shared GPU waits for a reader.
     "a rank on one GPU that stalls": Kind(
         "colocated",
         lambda s: ["--ranks", 3, "--stall", s % 3, "--phase", 3, "--delay", 0.6, "--timeout", 0.2],

@@ -15,7 +15,7 @@ struct Place {
   bool is(const Site& site) const;
 };
 
-// The place to leave out, and the stores to swap. Both are set before any kernel runs.
+// The place to leave out, and the place of the stores to swap. Both are set before any kernel runs.
 Place left_out, swapped;
 
 // The places that the run has reached. Threads add to the table without a lock, and never remove a

@@ -1,5 +1,5 @@
-// Places in the device code that order memory or wait. A run can leave out one of these places, and
-// the tests must detect that it is left out.
+// Places of the device code that order memory or wait. A run can leave out one place, and a test
+// must detect this.
 #pragma once
 
 namespace emulation {
@@ -8,7 +8,7 @@ struct Site {
   const char* file;
   int line;
 
-  // As a default argument, returns the place of the call.
+  // If a parameter has the default argument here(), its value is the place of the call.
   static constexpr Site here(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
     return {file, line};
   }
@@ -17,11 +17,11 @@ struct Site {
 // Returns true if the run leaves this place out. Records that the run has reached this place.
 bool is_left_out(const Site& site);
 
-// Leaves out the place `file:line`; the file has no folder.
+// Leaves out the place `file:line`, where `file` is a name without a folder.
 void leave_out(const char* place);
 
-// are_swapped() returns true if the run swaps the stores of this place (swaps.py). The next
-// function swaps the stores of the place `file:line`.
+// swap() makes the run swap the stores at the place `file:line` (swaps.py). are_swapped() returns
+// true for this place.
 bool are_swapped(const Site& site);
 void swap(const char* place);
 

@@ -1,8 +1,8 @@
 """List the neighbouring stores of the device code, and write sources in which a run can swap them.
 
-A store is a statement whose result other ranks, the host or later launches read. At least one
-store of a pair stores a *word*: a flag, a head, a credit, the kind of a record, or the state of a
-launch. A reader of a word concludes that another store has happened.
+In this module, a store is a statement whose result is read by other ranks, the host or later
+launches. At least one store of a pair stores a *word*: a flag, a head, a credit, the kind of a
+record, or the state of a launch. If a reader sees a word, it relies on earlier stores.
 
 A small parser of statements is enough, because clang-format has formatted the sources.
 """
@@ -16,9 +16,9 @@ CUDA = pathlib.Path(__file__).resolve().parents[2] / "cuda"
 _CALL = re.compile(r"\b((?:store|raise|send|write)(?:_\w+)?)(?:<\w+(?:, \w+)*>)?\(")
 _FIELD = re.compile(r"\b(own\.\w+(?= = )|record->\w+(?=\)? = )|head->\w+)")
 _IS_WORD = re.compile(r"\b(?:store|raise)_\w+(?:<\w+>)?\(|\*const_cast<volatile|\bown\.\w+ = ")
-# Statements that may be between two neighbouring stores.
+# These statements may be between two neighbouring stores.
 _BETWEEN = re.compile(r"(delay_for_test|fence_\w+|wait_until_stored|__threadfence\w*)\(")
-# Declarations, jumps, preprocessor lines, and errors that tests make on purpose.
+# These statements end a run: declarations, jumps, preprocessor lines, deliberate errors of tests.
 _OTHER = re.compile(r"(const|auto|static|return|break|continue|using)\b|if \(breaks\(|#")
 _BLOCK = re.compile(r"(?:\)|\]|\belse|\bconst) \{")
 _FUNCTION = re.compile(r"__(?:device|global)__[^;{]*?\b(\w+)\(|^    (\w+_kernel)\(", re.MULTILINE)
@@ -27,7 +27,7 @@ _FUNCTION = re.compile(r"__(?:device|global)__[^;{]*?\b(\w+)\(|^    (\w+_kernel)
 @dataclasses.dataclass(frozen=True)
 class Pair:
     file: str
-    line: int  # of the first store
+    line: int  # line of the first store
     function: str
     first: str
     second: str
@@ -46,8 +46,7 @@ def pairs():
 
 
 def write_sources(folder):
-    """Write the device code and the kernels into `folder`, with code that swaps a pair of stores on
-    request.
+    """Write the device code and the kernels into `folder`, so that a run can swap a pair of stores.
 
     Unchanged files are not written, so that make does not compile them again.
     """
@@ -75,7 +74,7 @@ def _name(store):
 class _Source:
     """A source without its comments, and its runs of neighbouring stores.
 
-    A run is a list of at least two stores, each with the places of its begin and end.
+    A run is a list of at least two stores. Each store is a pair (begin, end) of places.
     """
 
     def __init__(self, path):
@@ -95,11 +94,11 @@ class _Source:
         return next(filter(None, _FUNCTION.findall(self.code, 0, place)[-1]))
 
     def rewritten(self, begin=0, end=None):
-        """Return a range of the code, with code that swaps a pair of stores on request."""
+        """Return a range of the code, in which a run of the emulator can swap a pair of stores."""
         end = len(self.code) if end is None else end
         text = ""
         for run in self.runs:
-            if begin <= run[0][0] and run[-1][1] <= end:  # skips runs inside earlier runs
+            if begin <= run[0][0] and run[-1][1] <= end:  # skip runs inside earlier runs
                 text += self._copied(begin, run[0][0]) + self._with_choices(run)
                 begin = run[-1][1]
         return text + self._copied(begin, end)
@@ -121,7 +120,7 @@ class _Source:
         )
 
     def _runs(self, begin):
-        """Return the runs among the statements of the block that begins at `begin`."""
+        """Return the runs of stores in the block that begins at `begin`."""
         runs, run = [], []
         for span in self._statements(begin):
             statement = self.code[slice(*span)]

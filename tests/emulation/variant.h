@@ -1,12 +1,12 @@
-// Constants in which the variants of the emulator differ, besides the kernels.
+// Constants that differ between the variants of the emulator.
 #pragma once
 
 #include "kernels/launch.h"
 
 namespace emulation {
 
-extern const bool kColocated;     // all ranks share a device
-extern const bool kHasSanitizer;  // ThreadSanitizer
+extern const bool kColocated;     // true if all ranks share a device
+extern const bool kHasSanitizer;  // true under ThreadSanitizer
 const moe_a2a::Kernels& variant_kernels();
 
 }  // namespace emulation

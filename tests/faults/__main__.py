@@ -1,13 +1,13 @@
 """Inject faults at random times into processes that exchange tokens, and check how each run ends.
 
     python -m tests.faults --seed 1 --runs 200                  # everything
-    python -m tests.faults --seed 1 --runs 200 --first 17 --last 17         # run 17 of these again
+    python -m tests.faults --seed 1 --runs 200 --first 17 --last 17         # only run 17
     python -m tests.faults --seed 1 --runs 40 --kinds "memory: a delay"
     python -m tests.faults --list
 
 The outcome of a run is "right", "error" (an error that names the cause), or FAILURE: a wrong
 result, a hang, a leaked process, descriptor or byte, or an error that does not name the cause. The
-exit status is 1 if a run is a FAILURE. With MOE_A2A_TEST_LOGS=FOLDER the output of its processes is
+exit status is 1 if a run is a FAILURE. With MOE_A2A_TEST_LOGS=FOLDER, the logs of failed runs are
 kept. The emulator (`tests/emulation`) tests faults while the kernels run.
 """
 
@@ -15,7 +15,7 @@ import argparse
 import pathlib
 import sys
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # tests/, as under pytest
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # adds tests/, as pytest does
 
 
 def main():

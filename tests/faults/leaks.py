@@ -5,7 +5,7 @@ import contextlib
 import os
 import pathlib
 
-MARK = "MOE_A2A_FAULTS"  # in the environment of every process that a campaign starts
+MARK = "MOE_A2A_FAULTS"  # a variable in the environment of every process that a campaign starts
 PROC = pathlib.Path("/proc")
 SHARED = pathlib.Path("/dev/shm")
 SOCKET = "@jax_moe_a2a-"  # the prefix of the names of this package's sockets
@@ -24,13 +24,13 @@ def processes():
         with contextlib.suppress(OSError):
             if folder.name.isdigit() and mine in (folder / "environ").read_bytes().split(b"\0"):
                 state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-                if state != "Z":  # it may have ended since its environment was read
+                if state != "Z":  # the process may have become a zombie
                     found.add(int(folder.name))
     return found
 
 
 def descriptors(process="self"):
-    """Return the targets of the open descriptors of a process, by number."""
+    """Return a dict from the number of each open descriptor of a process to its target."""
     found = {}
     for link in (PROC / str(process) / "fd").iterdir():
         with contextlib.suppress(OSError):
@@ -39,7 +39,7 @@ def descriptors(process="self"):
 
 
 def by_sort(targets):
-    """Count descriptors: all sockets together, all pipes together, and each file."""
+    """Count all sockets together, all pipes together, and each file separately."""
     return collections.Counter(target.partition("[")[0] for target in targets.values())
 
 
@@ -67,7 +67,7 @@ def sockets():
     """Return a dict from the name of each listening socket of this package to its target."""
     lines = (line.split() for line in (PROC / "net/unix").read_text().splitlines())
     named = (line for line in lines if line[-1].startswith(SOCKET))
-    listens = "00010000"  # its connections have its name, too, but not this flag
+    listens = "00010000"  # connections have the same name, but not this flag
     return {name: f"socket:[{inode}]" for *_, flags, _, _, inode, name in named if flags == listens}
 
 
@@ -76,7 +76,7 @@ def files():
 
 
 def of_campaign(found):
-    """Leave out the names that only processes outside this campaign have open, because other tests
+    """Leave out names that only processes outside of this campaign have open, because other tests
     may run on this host."""
     if not found:
         return []

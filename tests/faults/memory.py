@@ -29,11 +29,11 @@ from .workers import Inside, Wrong
 
 MIB = 1 << 20
 ROOM = 1 << 40
-TIMEOUT = 2.0  # of the group, in seconds
+TIMEOUT = 2.0  # the timeout of the group, in seconds
 FIRST_TIMEOUT = 4.0
 CLOSE = 5.0  # the bound of close(), in seconds
 CYCLES = 24
-MEMORY = "device memory"  # the name of the fake driver's files
+MEMORY = "device memory"  # in the names of the fake driver's files
 
 
 class Member(Inside):
@@ -58,9 +58,9 @@ class Member(Inside):
         self.closes = 0
         self.holds_interrupts = False
         self.mark()
-        self.before["socket:"] += 1  # the socket that answers requests
+        self.before["socket:"] += 1  # not a leak: the socket that answers requests
 
-    # JAX's coordination service.
+    # These methods replace JAX's coordination service.
 
     def path_of(self, key):
         return self.folder / urllib.parse.quote(key, safe="")
@@ -79,7 +79,7 @@ class Member(Inside):
             time.sleep(0.01)
         return self.path_of(key).read_text()
 
-    # Commands.
+    # The campaign calls these methods.
 
     def path(self):
         return self.group.path, self.group._why_portable
@@ -115,7 +115,7 @@ class Member(Inside):
 
     def meet(self, cycle):
         """Wait until all other processes have reached a cycle. If a process is missing, raise no
-        error, because the next opening detects this."""
+        error, because the next opening reports it."""
         self.reach(cycle)
         end = time.monotonic() + self.group.timeout
         for index in set(range(jax.process_count())) - {self.index}:
@@ -127,7 +127,7 @@ class Member(Inside):
 
     def close(self, timeout=CLOSE, times=1):
         for _ in range(times):
-            # No interrupt may come between the close and its count.
+            # An interrupt between the close and the count would make the count wrong.
             held, self.holds_interrupts = self.holds_interrupts, True
             self.group.close(timeout=timeout)
             self.closes += 1
@@ -146,7 +146,7 @@ class Member(Inside):
         left["bytes"] = sum(self.driver.fake_used_bytes(gpu.id) for gpu in jax.local_devices())
         return left
 
-    # Faults of this process.
+    # These methods cause faults in this process.
 
     def fail_after(self, calls):
         self.driver.fake_fail_after(ctypes.c_long(calls))
@@ -170,7 +170,7 @@ class Member(Inside):
         self.opening = futures.ThreadPoolExecutor(1).submit(self.reserve, 64, split)
 
     def close_without_a_look(self, timeout):
-        """Close without waiting for a thread that has just begun to open a workspace."""
+        """Close without the wait for a thread that has just begun to open a workspace."""
         native.wait = lambda *_: None
         self.group.close(timeout=timeout)
 
@@ -189,7 +189,7 @@ class Member(Inside):
         signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
-# Fields that replace fields of the victim's notice. test_handoff.py tests unreadable notices.
+# Each dict replaces fields of the victim's notice. test_handoff.py tests unreadable notices.
 DAMAGES = (
     dict(socket=None),
     dict(socket=""),
@@ -245,14 +245,14 @@ def settle(run, bound, but=()):
 
 
 def bound_of(run):
-    """Return the longest time between a fault and an error: one timeout per process, because a
-    process may wait for a process that waits."""
+    """Return the longest time between a fault and an error. It is one timeout per process, because
+    a process may wait for a process that waits."""
     return run.options.get("timeout", TIMEOUT) * len(run.workers)
 
 
 def judge(run, replies, start, *patterns, must_fail=False):
-    """Return the outcome. Fail unless every error names a process or the cause, and at least one
-    error names the victim."""
+    """Return the outcome. Every error must name a process or the cause, and one error must name the
+    victim."""
     errors = {index: reply.error for index, reply in replies.items() if reply.error}
     victim = rf"process {run.victim}\b"
     for index, error in errors.items():
@@ -272,7 +272,7 @@ def judge(run, replies, start, *patterns, must_fail=False):
 
 
 def close_all(run):
-    """Close the groups until all living members have closed them equally often. Fail if a close
+    """Close the groups until all living members have the same number of closes. Fail if a close
     exceeds its bound."""
     closed = run.replies("close")
     counts = [reply.value for reply in closed]
@@ -313,7 +313,7 @@ def cycle_of(run):
     return run.rng.randrange(1, CYCLES - 1)
 
 
-# Each kind of fault is a function that returns the outcome: "right" or "error".
+# A kind of fault is a function that returns the outcome: "right" or "error".
 
 
 def in_the_middle(run, **options):
@@ -338,7 +338,7 @@ def acts(act, given=lambda rng: (), *patterns, is_fault=True, must_tell=None, **
     """Return a kind in which the victim calls a method of `Member` in a random cycle.
 
     Args:
-      given: a function that maps the random choices to the arguments of the method.
+      given: maps the random generator to the arguments of the method.
       patterns: causes that an error may name instead of a process.
       is_fault: if False, no member may raise an error.
       must_tell: if not None, a member must raise an error that contains this text.
@@ -403,7 +403,7 @@ def restarted_peer(run):
     if first.error or first.value[0] != "cuda":
         raise Wrong(f"the new process: {first}")
     close_all(run)
-    for worker in run.alive():  # the first try may meet the socket of the dead process
+    for worker in run.alive():  # the first try may use the socket of the dead process
         worker.say("reserve", 64)
     judge(run, settle(run, bound_of(run)), start)
     end(run)
@@ -429,7 +429,7 @@ def never_comes(run):
 
 
 def a_busy_device(run):
-    """Let the victim's device run endless work. close() must end with an error, not wait."""
+    """Let the victim's device run endless work. close() must then end with an error."""
     victim = begin(run)
     run.all("reserve")
     start = time.monotonic()

@@ -1,5 +1,5 @@
 """Import the modules of the workers in the process that forks the workers. No JAX backend starts
-here, so that each worker chooses its own."""
+here, so that each worker chooses its backend."""
 
 import host_extension
 

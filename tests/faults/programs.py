@@ -1,4 +1,4 @@
-"""Inject faults while JAX processes with one CPU device each run dispatch, experts and combine.
+"""Inject faults while JAX processes run dispatch, experts and combine on one CPU device each.
 
 The portable path runs over gloo. tests/gpu/test_processes_failures.py tests the kernels. Each
 process compares every result with a sum that it computes without an exchange.
@@ -36,7 +36,7 @@ class Rank(Inside):
         options = dict(initialization_timeout=120, heartbeat_timeout_seconds=100)
         os.environ["XLA_FLAGS"] = f"{FLAGS} --xla_cpu_collective_timeout_seconds={COLLECTIVE:g}"
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.config.update("jax_enable_recoverability", True)  # this process outlives the others
+        jax.config.update("jax_enable_recoverability", True)  # other processes may die first
         jax.distributed.initialize(address, count, index, **options)
         self.index, self.count = index, count
         self.folder = pathlib.Path(folder)
@@ -57,7 +57,7 @@ class Rank(Inside):
         self.program = jax.jit(mapped).lower(*self.operands(0)[1]).compile()
 
     def exchange(self, x, ids, weights):
-        """Exchange tokens with experts that multiply each row by their weight."""
+        """Dispatch tokens to experts that multiply each row by a weight, and combine the rows."""
         recv = ma.dispatch(x, ids, group=self.group, num_experts=2 * self.group.size)
         row = jnp.arange(recv.rows.shape[0], dtype=jnp.int32)
         local = jnp.sum(row[:, None] >= recv.row_offsets[None, 1:-1], axis=1, dtype=jnp.int32)
@@ -106,8 +106,8 @@ class Rank(Inside):
 
 
 def reserved_port(run):
-    """Return a port that no other program gets during the run, because a socket that does not
-    listen is bound to it. The coordinator can share the port, because gRPC sets SO_REUSEPORT."""
+    """Reserve a port during the run by a bound socket that does not listen, and return it. The
+    coordinator can use the port, because gRPC sets SO_REUSEPORT."""
     keeper = run.kept.enter_context(socket.socket())
     keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     keeper.bind(("127.0.0.1", 0))
@@ -116,7 +116,7 @@ def reserved_port(run):
 
 def begin(run, count=None, hosts=1):
     """Start the processes and compile their programs. Return the victim."""
-    # Process 0 holds the coordination service. JAX ends all processes if it dies.
+    # The victim is not process 0, because JAX ends all processes if process 0 dies.
     count = count or run.rng.randint(2, 3)
     run.victim = run.rng.randrange(1, count)
     address = f"127.0.0.1:{reserved_port(run)}"
@@ -159,7 +159,7 @@ def close(run):
             raise Wrong(f"close() in process {worker.index}: {closed.error}")
 
 
-# The messages of gloo and of a kernel about a missing process.
+# Messages of gloo and of a kernel if a process is missing.
 MISSING = (
     "connection (closed|reset) by peer",
     "connection refused|broken pipe",
@@ -193,7 +193,7 @@ def in_the_middle(run, **options):
 
 
 def acts(act, *patterns):
-    """Return a kind in which the victim calls `act` before a random step. See `settle`."""
+    """Return a kind in which the victim calls `act` before a random step."""
 
     def kind(run):
         begin(run)

@@ -1,5 +1,5 @@
-"""Start, command and end the processes of a run. They are forked from a process that has imported
-JAX and this package, so that a run takes a second or two."""
+"""Start, command and end the processes of a run. A process starts fast, because it is a fork of a
+process that has imported JAX and this package."""
 
 import contextlib
 import dataclasses
@@ -19,7 +19,7 @@ import environment
 
 from . import leaks
 
-LIMIT = 240.0  # seconds that a worker lives at most
+LIMIT = 240.0  # maximum lifetime of a worker, in seconds
 FLAGS = "--xla_backend_optimization_level=0"
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -47,17 +47,17 @@ class Reply:
 
 @functools.cache
 def forks():
-    """Return the context whose server process has imported the modules of the workers."""
+    """Return the context whose fork server has imported the modules of the workers."""
     leaks.mark()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["faults.preload"])
     path = map(str, (ROOT, ROOT / "tests", *filter(None, [os.environ.get("PYTHONPATH")])))
-    # These are the flags of `conftest.py`. Each worker has one device.
+    # FLAGS are the flags of `conftest.py`. Each worker has one device.
     variables = dict(PYTHONPATH=os.pathsep.join(path), XLA_FLAGS=FLAGS, JAX_PLATFORMS="cpu")
     with environment.restored():
         os.environ.update(variables)
         forkserver.ensure_running()
-        first = context.Process(target=os.getpid)  # starts when the server has imported all
+        first = context.Process(target=os.getpid)  # starts after the imports of the server
         first.start()
         first.join()
         first.close()
@@ -144,7 +144,7 @@ class Worker:
         self.connection.send((name, given))
 
     def hear(self, seconds):
-        """Return the reply to the last command. Without a reply in time, raise `Wrong`."""
+        """Return the reply to the last command. Raise `Wrong` if no reply comes in time."""
         try:
             if self.connection.poll(seconds):
                 return self.connection.recv()
@@ -191,7 +191,7 @@ class Run:
         self.workers = []
         self.started = []
         self.kept = contextlib.ExitStack()  # resources to close at the end of the run
-        self.error, self.seconds = "", None  # an error that names the victim; seconds until it
+        self.error, self.seconds = "", None  # an error that names the victim, and when it came
 
     def start_one(self, make, index, **arguments):
         log = self.folder / f"{index}.log"
@@ -208,7 +208,7 @@ class Run:
         return [worker for worker in self.workers if not worker.is_dead]
 
     def all(self, name, *given, seconds=60.0):
-        """Command all living workers, and return their values. Fail if a reply is an error."""
+        """Run a method in all living workers. Return the results. Fail if a reply is an error."""
         replies = self.replies(name, *given, seconds=seconds)
         for worker, reply in zip(self.alive(), replies):
             if reply.error:
@@ -221,7 +221,7 @@ class Run:
         return [worker.hear(seconds) for worker in self.alive()]
 
     def kill(self, but=()):
-        """Kill the workers and their children, except `but`. Return the ids of the children."""
+        """Kill the workers and all their children with ids outside of `but`. Return these ids."""
         for worker in self.started:
             worker.kill()
         found = leaks.processes() - set(but)
@@ -231,7 +231,7 @@ class Run:
         return found
 
     def close(self, but=()):
-        """Let the workers end. Fail if a descriptor or a process, except `but`, remains."""
+        """End the workers. Fail if a descriptor remains, or a process whose id is not in `but`."""
         for worker, left in zip(self.alive(), self.all("left")):
             if any(left.values()):
                 raise Wrong(f"leak in process {worker.index}: {left}")

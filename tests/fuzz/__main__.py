@@ -5,8 +5,8 @@ oracle.
     python -m tests.fuzz --seed 1 --program 17    # only this program
     python -m tests.fuzz --seconds 600 --seed 1 --kinds moe_mlp grouped_dot
 
-The first failure prints the command that repeats it, and ends the fuzzer with exit status 1. With
-`--keep-going`, the fuzzer continues. To use several cores, start it several times with other seeds.
+After the first failure, the fuzzer prints the command that repeats it, and ends with exit status 1.
+With `--keep-going`, it continues. To use several cores, start several fuzzers with different seeds.
 """
 
 import argparse
@@ -14,9 +14,9 @@ import pathlib
 import secrets
 import sys
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # tests/, as under pytest
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # adds tests/, as pytest does
 
-import conftest  # noqa: F401  the devices that tests have, before jax is imported
+import conftest  # noqa: F401  it sets the number of devices before jax is imported
 
 from . import fuzzer
 

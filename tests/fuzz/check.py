@@ -1,7 +1,7 @@
 """Run the fuzzer's programs with the package and with the oracle, and compare all results.
 
-Moved data is compared bit for bit. Sums are, too, if the weights are powers of two or absent,
-because no product is rounded. For other weights, `oracle.combine` returns the allowed difference.
+Moved data is compared bit for bit. If weights are absent or powers of two, no product is rounded,
+so sums are compared bit for bit, too. Otherwise, `oracle.combine` returns the allowed difference.
 """
 
 import dataclasses
@@ -58,7 +58,7 @@ def exchange(program, group, a):
     weights = a["y_weights"] if p.y_weights == "own" else p.y_weights
     options = dict(weights=weights, wire_dtype=wire_of(p.combine_wire))
     given = recv.routing if p.is_routed_first and p.y_weights != "recv" else recv
-    if p.is_split:  # without weights
+    if p.is_split:  # a split combine has no weights
         wire = dict(wire_dtype=options["wire_dtype"])
         sums = ma.combine_done(ma.combine_start(y, recv.routing, **wire))
     else:
@@ -71,8 +71,8 @@ def exchange(program, group, a):
 def of_one_rank(program, group):
     """Return a function of one rank's inputs and directions (dicts by name).
 
-    It returns the results and their derivatives: for `jvp` the tangents of `draw.outputs_of`, for
-    `vjp` the cotangents of the inputs.
+    The function returns the results and their derivatives. For `jvp`, these are the tangents of
+    `draw.outputs_of`. For `vjp`, these are the cotangents of the inputs.
     """
     p = program
     names = [name for name, _, _ in draw.outputs_of(p)]
@@ -116,7 +116,7 @@ def compiled(program):
 
 @functools.cache
 def rounds_twice():
-    """Return True if XLA rounds float64 to float16 through float32 (CPUs without float16)."""
+    """Return True if XLA rounds float64 to float16 through float32, as on CPUs without float16."""
     with jax.enable_x64(True):
         above_a_tie = jnp.full(8, 1 + 2.0**-11 + 2.0**-40, jnp.float64)
         return bool((jax.jit(lambda x: x.astype(jnp.float16))(above_a_tie) == 1).all())
@@ -173,7 +173,7 @@ class Expected:
     routings: list[oracle.Routing]
 
     def each(self, fn, *arrays):
-        """Call fn(*arrays, routing) for each domain (each rank if replicated). Join the results."""
+        """Call fn(*arrays, routing) for each domain (if replicated: rank). Join the results."""
         alone = len(self.routings) > 1 or self.program.replicated
         found = []
         for r, routing in enumerate(self.routings):
@@ -195,7 +195,7 @@ class Expected:
 
     @functools.cached_property
     def routing(self):
-        """Return one routing with the fields of all ranks."""
+        """Join the fields of all routings in one routing."""
         fields = [field.name for field in dataclasses.fields(oracle.Routing)]
         joined = {f: np.concatenate([getattr(r, f) for r in self.routings]) for f in fields}
         return oracle.Routing(**joined)
@@ -208,7 +208,7 @@ class Expected:
         return self.each(oracle.dispatch_choices, weights)
 
     def summed(self, pairs, wire, addend=None):
-        """Return (sums, slack) of the addend and of pairs (rows, weights or None)."""
+        """Sum the addend and pairs (rows, weights or None). Return (sums, allowed difference)."""
         p = self.program
         of_wire = None
         if wire in draw.FORMATS:
@@ -270,7 +270,7 @@ class Expected:
 
     def check_recv(self, recv):
         p, same = self.program, harness.assert_same_bytes
-        # Python integers, because no integer dtype holds both -1 and all of uint64.
+        # Use Python integers, because no integer dtype holds both -1 and all of uint64.
         is_invalid = [
             [not -1 <= int(i) < p.num_experts for i in own.ravel()] for own in self.args["ids"]
         ]
@@ -372,7 +372,7 @@ class Expected:
         harness.assert_sums_agree(actual, sums, np.zeros(sums.shape), what)
 
     def check_cotangents_of_router_weights(self, cotangents, of_row_weights, slack):
-        """Check the cotangents of weights that are dispatched and may be used in the combine."""
+        """Check the cotangents of the router weights, which the combine may also use."""
         total = self.directions["weights"]
         if of_row_weights is not None:
             is_row = self.routing.row_token >= 0
@@ -385,7 +385,7 @@ class Expected:
         self.check_close(cotangents["topk_weights"], total, own, "topk_weights")
 
     def check_close(self, actual, expected, slack, name):
-        """Check that numbers differ at most by the slack and (if it is not 0) one rounding."""
+        """Check that numbers differ by at most the slack, plus a rounding if the slack is not 0."""
         rounded = expected.astype(actual.dtype)
         slack = np.broadcast_to(np.asarray(slack, np.float64), rounded.shape)
         at_most = slack + (slack > 0) * oracle.epsilon(actual.dtype) * np.abs(expected)

@@ -4,17 +4,17 @@ import jax
 import oracle
 
 FIRST = ("jvp", "vjp")
-# Each of these computes H v, where H is the (symmetric) Hessian of <g, fn>. g is the cotangent of
-# the result, and v are the tangents of the floats.
+# Each method computes H v. H is the Hessian of <g, fn>, g is a cotangent of the result, and v are
+# tangents of the floats.
 SECOND = ("forward over reverse", "reverse over forward", "reverse over reverse")
 
 
 def derived(how, fn):
-    """Return a function (floats, others, directions) -> results by name.
+    """Return a function that maps (floats, others, directions) to a dict of results.
 
     Args:
       how: one of `FIRST` or `SECOND`, or None.
-      fn: (floats, others) -> (float array, dict of other results).
+      fn: maps (floats, others) to (float array, dict of other results).
 
     The directions have the cotangent "g" and, for each float, the tangent "v.NAME". The results are
     "y", the other results of `fn`, "t" (the tangent of y), "d.NAME" (the cotangent of a float) and
@@ -74,8 +74,8 @@ def expected(how, value, gradient, floats, tangents):
     """Return the results of `derived`, by name, computed with numpy.
 
     Args:
-      value: floats -> {"y": array}.
-      gradient: floats -> their cotangents.
+      value: maps floats to {"y": array}.
+      gradient: maps floats to their cotangents.
       tangents: tangents of the floats, if `how` needs them.
     """
     found = value(floats)

@@ -1,4 +1,4 @@
-"""Define programs with `ma.grouped_dot` in nested vmaps, with a sine after each product but one."""
+"""Define programs of `ma.grouped_dot` in nested vmaps. A sine is between two products."""
 
 import dataclasses
 import functools
@@ -26,9 +26,9 @@ class Program:
 
     place: places.Place
     capacity: int
-    columns: tuple[int, int]  # of rows and of the result; equal for several products
+    columns: tuple[int, int]  # columns of rows and of the result; equal if depth > 1
     groups: int
-    depth: int  # products
+    depth: int  # number of products
     is_scanned: bool
     is_checkpointed: bool
     dtype: str
@@ -39,10 +39,10 @@ class Program:
     vmaps: tuple[int, ...]  # sizes of the axes, the outermost first
     axes: tuple[tuple[int | None, ...], ...]  # for each vmap: the axis of rows, w and sizes
     derivative: str | None
-    is_outside: bool  # the function of the whole batch is differentiated
+    is_outside: bool  # the derivative is outside of the vmaps
 
     def lead(self, name):
-        """Return a bool for each vmap: whether it batches the array."""
+        """Return, for each vmap, whether the vmap batches the array."""
         at = (*NAMES, "sizes").index(name)
         return tuple(axes[at] is not None for axes in self.axes)
 
@@ -79,7 +79,7 @@ def program(seed, number, *, has_mesh=True):
     kind = one_of(("vmap", "vmap", "vmap", "auto", "explicit"))
     capacity, groups = one_of((0, 1, 2, 3, 5, 8, 9, 13)), one_of((0, 1, 1, 2, 3, 4, 6))
     if not (capacity and groups and all(columns) and has_mesh):
-        kind = "vmap"  # `draw.program` says why
+        kind = "vmap"  # see the comment in `draw.program`
     return Program(
         place=places.Place(kind, int(rng.integers(1, 4))),
         capacity=capacity,
@@ -225,15 +225,15 @@ def as_given(p, name, array):
 
 
 def canonical(p, kind, array):
-    """Undo `as_given`, without the axes of size 1."""
+    """Undo `as_given`. The result has no axes of size 1."""
     for axis, front in axes_of_vmaps(p, kind):
         array = np.moveaxis(array, axis, front)
     return array
 
 
 def axes_of_vmaps(p, kind):
-    """Return two axes for each vmap that batches the array, the outermost vmap first: the position
-    in the program's array, and the position if the axes of all vmaps come first."""
+    """Return two positions for the axis of each vmap that batches the array. The first is in the
+    program's array. The second is directly after the rank axis, in the order of vmaps."""
     at = (*NAMES, "sizes").index(kind)
     axes = [axes[at] for axes in p.axes if axes[at] is not None]
     return [(1 + number + axis, 1 + number) for number, axis in enumerate(axes)]
@@ -285,7 +285,7 @@ def check_result(p, name, actual, lead, expected, slack, in_group):
     of_input = name.partition(".")[2]
     shape = p.shape(of_input or "g")
     expected, slack = (np.array(x).reshape(*lead, *shape) for x in (expected, slack))
-    if p.is_outside and of_input:  # the sum over the elements that share the array
+    if p.is_outside and of_input:  # sum over the elements that share the array
         shared = tuple(1 + i for i, has in enumerate(p.lead(of_input)) if not has)
         expected, slack = expected.sum(shared), 2 * slack.sum(shared)
         in_group = in_group.all(shared)

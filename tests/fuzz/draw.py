@@ -1,7 +1,7 @@
 """Draw programs for the fuzzer, and the arrays of their runs.
 
 A program consists of static choices. It is compiled once, and runs with several routings. A program
-depends only on the seed and its number, so a failure can be repeated without earlier programs.
+depends only on the seed and on its number, so a failure can be repeated without earlier programs.
 """
 
 import dataclasses
@@ -95,7 +95,7 @@ class Routed(Sizes):
         return ["topk_weights"] * (self.topk_weights is not None)
 
     def format_with(self, scale):
-        """Return the format or None. `scale` is the global scale if the program traces it."""
+        """Return the format, or None. `scale` replaces a global scale that the program traces."""
         return ma.NvFp4(global_scale=scale) if self.has_traced_scale else FORMATS.get(self.format)
 
 
@@ -108,12 +108,12 @@ class Program(Routed):
     is_split: bool
     y: tuple[Leaf, ...]
     y_weights: str | None  # "recv", "own", or None
-    weights_are_powers: bool  # powers of two, so that no product is rounded
+    weights_are_powers: bool  # weights are powers of two, so that no product is rounded
     dispatch_wire: str | None  # a dtype or a format
     combine_wire: str | None
     tail: str  # "zero" or "unspecified"
     has_token_scales: bool
-    has_addends: bool  # if the combine may have addends
+    has_addends: bool  # the combine may have addends
 
     @property
     def addends(self):
@@ -163,7 +163,7 @@ def program(seed, number, *, has_mesh=True):
     float_dtypes = (*FORMAT_DTYPES, *(["float64"] * 3 * x64))
     fmt = one_of(rng, tuple(FORMATS)) if chance(0.25) else None
     decode = fmt is not None and chance(0.6)
-    # x must have whole groups of the token format, and of a format in which gradients travel.
+    # Rows of x must be whole groups of the token format, and of the wire format of gradients.
     dispatch_wire = wire(rng, fmt)
     group = group_size_of(fmt, dispatch_wire)
     if group:
@@ -194,8 +194,8 @@ def program(seed, number, *, has_mesh=True):
     scale_of = one_of(rng, ("format", "tensor", "token", "token")) if fmt == "nv" else "format"
     is_empty = Sizes(**numbers).is_empty or any(0 in leaf.shape for leaf in (*leaves, *sums))
     if is_empty or not has_mesh:
-        # Gradients of empty arrays in shard_map may not compile (XLA of jax 0.12.0.1), even without
-        # this package: "'func.call' op expected at least one operand of
+        # Gradients of empty arrays in shard_map may not compile, even without this package. XLA of
+        # jax 0.12.0.1 says: "'func.call' op expected at least one operand of
         # @xla.sdy.manual_computation_body to be produced by ...".
         kind = "vmap"
     has_domains = batch > 0 and kind != "vmap" and batch * ranks <= harness.NUM_DEVICES
@@ -216,7 +216,7 @@ def program(seed, number, *, has_mesh=True):
         has_load=chance(0.2),
         y=tuple(sums),
         y_weights=y_weights,
-        # With rounded products, sums could round to a neighbouring value of an 8-bit wire dtype.
+        # If products were rounded, a sum could become a neighbouring value of an 8-bit wire dtype.
         weights_are_powers=combine_wire in (*FORMATS, "float8_e4m3fn", "float8_e5m2")
         or chance(0.5),
         dispatch_wire=dispatch_wire,
@@ -261,7 +261,7 @@ def drawn_sizes(rng, most_tokens=13):
 
 def drawn_tokens(rng, ranks):
     """Draw (tokens, top_k, local_experts). They are small, because the oracle has loops."""
-    if ranks <= 3 and rng.random() < 0.04:  # more than one launch routes and dispatches
+    if ranks <= 3 and rng.random() < 0.04:  # more tokens than one launch can route and dispatch
         return 257, int(rng.integers(1, 3)), 2
     tokens = one_of(rng, (0, 1, 1, 2, 3, 4, 5, 7, 8, 9, 13))
     local_experts = int(rng.integers(1, 6))
@@ -296,7 +296,7 @@ def trailing(rng):
     return one_of(rng, ((), (width,), (width,), (width,), (2, width), (0,)))
 
 
-# Arrays of all ranks [R, ...], or [R, B, ...] of a batch
+# These arrays have all ranks: [R, ...], or [R, B, ...] with a batch.
 
 
 def anything(rng, ranks, layout):
@@ -333,7 +333,7 @@ def routings_of(program, ids):
 
 
 def has_row(program, routings):
-    """Return True for choices [R, T, K'] that have a row."""
+    """Return True for each choice [R, T, K'] that has a row."""
     kept = np.concatenate([r.choice_row for r in routings]) >= 0
     if program.replicated:  # arrays of tokens are the same on all ranks
         kept = np.broadcast_to(kept.any(axis=0), kept.shape)
@@ -355,21 +355,21 @@ def routed_by(program, group):
 
 
 def axis_of(name):
-    """Return the name in `batched` that says whether an input is batched."""
+    """Return the entry of `batched` that makes an input batched."""
     if name == "ids":
         return "ids"
     if name in ("topk_weights", "y_weights", "scales"):
         return "weights"
     name = name.rstrip("0123456789")
-    return "x" if name == "add" else name  # an addend has an entry for each token
+    return "x" if name == "add" else name  # an addend is batched like x
 
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
     args: dict[str, np.ndarray]  # the inputs by name; a batch is axis 1
     directions: dict[str, np.ndarray]  # tangents of inputs, or cotangents of outputs
-    routings: list[list[oracle.Routing]]  # for each element of the batch, its domains
-    names: list[str]  # of the routings
+    routings: list[list[oracle.Routing]]  # [element][domain]
+    names: list[str]  # names of the routings
 
 
 def inputs(program, seed, number, run):
@@ -464,7 +464,7 @@ def inputs(program, seed, number, run):
 
 
 def tokens(rng, program, leaf):
-    """Return a function that draws tokens: numbers of many sizes for a format, or random bits."""
+    """Return a function that draws tokens. Without a format, tokens are random bits."""
 
     def for_a_format(shape):
         x = rng.standard_normal(shape) * 10.0 ** rng.uniform(

@@ -12,9 +12,9 @@ import jax
 
 from . import check, dots, draw, layers
 
-RUNS = 16  # routings of a program; the runs take less time than its compilation
+RUNS = 16  # routings of a program; all runs take less time than the compilation
 REPORT_EVERY = 30  # seconds
-FORGET_EVERY = 50  # programs, after which `jax.clear_caches` is called
+FORGET_EVERY = 50  # programs between two calls of `jax.clear_caches`
 
 
 class Kind(typing.NamedTuple):

@@ -22,7 +22,7 @@ OF_TOKENS = ("x", "topk_weights")
 
 
 def sigmoid(h):
-    return 0.5 * (1 + np.tanh(0.5 * h))  # without overflow
+    return 0.5 * (1 + np.tanh(0.5 * h))  # does not overflow
 
 
 def silu_slope(h):
@@ -38,12 +38,12 @@ def silu(h):
 
 
 def nan_at_zero(h):
-    """Return h, but NaN for zeros. Derivatives at zeros are also NaN."""
+    """Replace zeros of h by NaN. Derivatives at zeros are also NaN."""
     return h + (0 * jnp.log(jnp.abs(h.astype(jnp.float32)))).astype(h.dtype)
 
 
-# Each name has: the activation; the oracle's activation; 2 if the activation is gated, else 1; and
-# "columns" or "none" if the activation reads an array `p` with or without an axis, else None.
+# Each entry: the activation, the oracle's activation, 2 if it is gated (else 1), and the axes of an
+# array `p` that it reads ("columns" or "none"), or None without `p`.
 ACTIVATIONS = {
     "identity": (lambda h, p: h, oracle.elementwise(lambda h: h, np.ones_like), 1, None),
     "tanh": (lambda h, p: jnp.tanh(h), oracle.elementwise(np.tanh, tanh_slope), 1, None),
@@ -73,8 +73,8 @@ ACTIVATIONS = {
 }
 
 
-# Functions that bound the values and derivatives of all activations, up to a factor. Evaluated with
-# absolute values, they bound the rounding errors.
+# These functions bound the values and derivatives of all activations, up to a factor. With absolute
+# values as inputs, they bound the rounding errors.
 MAJORANT = dict(
     plain=oracle.elementwise(lambda h: 1.5 * (h + h * h), lambda h: 1.5 + 3 * h),
     gated=oracle.gated(lambda h: 1.5 * (h + h * h), lambda h: 1.5 + 3 * h),
@@ -82,7 +82,7 @@ MAJORANT = dict(
     none=oracle.steep(lambda h: 1.5 * (h + h * h), lambda h: 1.5 + 3 * h),
 )
 # An error may be this multiple of the dtype's epsilon times the majorant. In 45,000 layers and
-# products, only one error was above 6 (seed 601, program 1931: a sum of 360 rows).
+# products, only one multiple was above 6 (seed 601, program 1931: a sum of 360 rows).
 MOST_ROUNDINGS = 12
 
 POLICIES = {
@@ -105,16 +105,16 @@ class Program(draw.Routed):
     """The sizes and options of a layer, or of several layers in a scan."""
 
     hidden: int
-    width: int  # of the activations
+    width: int  # columns of the activations
     dtype: str
     activation: str
     biases: tuple[str, ...]
     wire: str | None
-    depth: int  # 0: one layer without a scan
+    depth: int  # number of layers in a scan; 0: one layer without a scan
     policy: str | None
-    is_outside: bool  # the function of all ranks is differentiated
+    is_outside: bool  # the derivative is outside of the map over ranks
     num_chunks: int | None
-    spare: tuple[int, ...] | None  # experts of spare slots, -1 if empty; None: no placement
+    spare: tuple[int, ...] | None  # experts in spare slots (-1: empty), or None without a placement
     weigh_input: bool
 
     @property
@@ -136,7 +136,7 @@ class Program(draw.Routed):
         return kind == "g" or kind in self.batched
 
     def is_summed(self, name):
-        """Return True if the derivative of a float is the sum over the batch."""
+        """Return True if the derivative of an input is a sum over the batch."""
         is_one = self.is_outside or self.place.has_domains
         return bool(self.batch) and is_one and not self.is_batched(name)
 
@@ -185,7 +185,7 @@ def program(seed, number, *, has_mesh=True):
     if derivative in derivatives.SECOND and activation == "p nan":
         activation = "silu"
     if activation == "p nan" and dtype in ("bfloat16", "float16"):
-        activation = "silu"  # in 16 bits, a product and a bias may add up to 0
+        activation = "silu"  # in 16 bits, a product plus a bias may be exactly 0
     topk_weights = one_of((dtype, "float32", "bfloat16")) if chance(0.85) else None
     batch = one_of((1, 2, 3)) if chance(0.25) else 0
     kind = one_of(("vmap", "vmap", "auto", "explicit"))
@@ -194,7 +194,7 @@ def program(seed, number, *, has_mesh=True):
         hidden, width = one_of(((0, width), (hidden if not group_size else 0, 0)))
         activation = "gated silu"
     if is_empty or draw.Sizes(**sizes).is_empty or not has_mesh:
-        kind = "vmap"  # `draw.program` says why
+        kind = "vmap"  # see the comment in `draw.program`
     domains = kind != "vmap" and batch * ranks <= harness.NUM_DEVICES and chance(0.8)
     is_outside = chance(0.4)
     place = places.Place(kind, ranks, hosts, batch, bool(batch) and domains)
@@ -202,7 +202,7 @@ def program(seed, number, *, has_mesh=True):
         place = dataclasses.replace(place, check_vma=False)
     batched = draw.some_of(rng, ("ids", "x", "weights", "experts")) if batch else ()
     if place.has_domains and "x" not in batched:
-        batched = (*batched, "x")  # cotangents and the carry of a scan vary like the result
+        batched = (*batched, "x")  # like cotangents and the carry of a scan
     found = Program(
         **sizes,
         place=place,
@@ -232,10 +232,10 @@ def program(seed, number, *, has_mesh=True):
 
 
 def with_parts(rng, program):
-    """Draw chunks and a placement for a program, such that no choices are dropped.
+    """Draw chunks and a placement, if the program drops no choices and has no replicated tokens.
 
-    Chunks and placements may move work to other ranks, which changes the partial sums of replicated
-    tokens. `p` differs between ranks, so a replica would read another `p` than its expert.
+    Replicated tokens are left out, because chunks and placements would change their partial sums.
+    If an activation reads `p`, a replica would read the `p` of another rank.
     """
     p = program
     has_routing = p.is_routed_first or p.has_load or p.place.hosts
@@ -337,8 +337,8 @@ def is_summed_result(program, name):
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """The arrays of one run, [R, ...], or [R, B, ...] if elements of the batch differ. For a scan,
-    the next axis is the layer."""
+    """The arrays of one run: [R, ...], or [R, B, ...] if elements of the batch differ. With a scan,
+    the axis after R and B is the layer."""
 
     floats: dict[str, np.ndarray]
     others: dict[str, np.ndarray]
@@ -363,7 +363,7 @@ def inputs(program, seed, number, run):
         return np.stack(own, axis=1) if p.is_batched(name) else own[0]
 
     def is_read(name):
-        """Return the entries that a program reads: a mask for each element of the batch."""
+        """Return a mask of the entries that a program reads, for each element of the batch."""
         masks = []
         for own in routings:
             has_row = draw.has_row(p, own[0])

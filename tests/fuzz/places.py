@@ -18,10 +18,10 @@ BATCH_AXIS = "data"
 class Place:
     """The ranks and their devices.
 
-    With a batch, arrays are [R, B, ...] or, if all elements share them, [R, ...].
+    With a batch, an array is [R, B, ...], or [R, ...] if all elements share it.
     """
 
-    kind: str  # "vmap", or "auto" or "explicit" axes of a mesh
+    kind: str  # "vmap", or the kind of mesh axes: "auto" or "explicit"
     ranks: int
     hosts: int = 0  # 0: a group of one level
     batch: int = 0  # 0: no batch

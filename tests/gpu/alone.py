@@ -13,7 +13,7 @@ def run_alone(function, *, timeout=60, **environment):
     module, name = function.__module__, function.__name__
     environment = {
         **os.environ,
-        # The current process has most of the GPUs' memory.
+        # Do not preallocate, because the current process has most of the GPUs' memory.
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
         **environment,

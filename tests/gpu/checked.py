@@ -5,11 +5,10 @@ communication which values must arrive, and detects rows of a wrong step, rank o
 are small integers, so sums are exact in any dtype and order.
 
 A program maps a state to a state: the next step, and the number of wrong values so far. The host
-reads the counts once, after thousands of calls.
-
-With MOE_A2A_TEST_RANKS_ON_ONE_GPU=N all N ranks share one GPU: a program is then a vmap over the
-group's axis instead of a shard_map over a mesh. `assert_right` then also compares the number of
-called exchanges with the workspace's counters, so a test whose calls take the portable path fails.
+reads the counts once, after thousands of calls. With MOE_A2A_TEST_RANKS_ON_ONE_GPU=N, all N ranks
+share one GPU. A program is then a vmap over the group's axis, and not a shard_map over a mesh.
+`assert_right` then also compares the number of called exchanges with the workspace's counters. A
+test whose calls take the portable path therefore fails.
 """
 
 import collections
@@ -46,8 +45,8 @@ def mesh_of(devices):
     return None if ONE_GPU else Mesh(np.array(devices), (AXIS,))
 
 
-# Every order of devices has a separate workspace. Tests in other folders use another order, so the
-# tests of this folder cannot close or break their workspaces.
+# Every order of devices has a separate workspace. Tests in other folders use another order, so
+# tests of this folder cannot close or break a workspace of other tests.
 MESH = mesh_of(DEVICES[1::2] + DEVICES[::2])
 
 
@@ -63,8 +62,8 @@ def new_group(
 ):
     """Return a group that must run the kernels.
 
-    If all ranks share one GPU, `mesh` is None and `ranks` is their number. If `first_timeout` is
-    None, the first exchange also has the timeout `timeout`.
+    If all ranks share one GPU, `mesh` is None, and `ranks` is the number of ranks. If
+    `first_timeout` is None, the first exchange also has the timeout `timeout`.
     """
     return ma.Group(
         mesh,
@@ -98,8 +97,8 @@ class Shape:
 def fitting(shape, gigabytes=4.0):
     """Halve the tokens until the zones of all ranks on one GPU fit into the memory.
 
-    Each rank has a zone for each source in both ring halves, so the bytes grow with the square of
-    the number of ranks.
+    Both ring halves of each rank have a zone for each source. The bytes therefore grow with the
+    square of the number of ranks.
     """
     row_bytes = shape.hidden * jnp.dtype(shape.dtype).itemsize
     tokens = shape.tokens
@@ -117,8 +116,8 @@ enough_tokens_to_be_late = pytest.mark.skipif(
 def enough_rows(shape, group):
     """Return a capacity at which no choice is dropped. None is the worst case.
 
-    On one GPU, the worst case of many ranks would not fit. There, the capacity is twice the number
-    of a rank's choices, because the ids are hashes, and a rank receives about the mean load.
+    On one GPU, the worst case of many ranks does not fit into the memory. Twice the mean load is
+    enough there, because the ids are hashes, so all loads are close to the mean.
     """
     if not ONE_GPU:
         return None
@@ -135,7 +134,7 @@ MANY_CHUNKS = Shape(tokens=512)
 class Counts(NamedTuple):
     """Numbers of errors: int32 [] on a device, [ranks] on the host."""
 
-    wrong: object  # elements with a plausible but wrong value
+    wrong: object  # elements that are wrong, but not NaN
     lost: object  # values that are NaN, and tags that are zero
     misplaced: object  # rows, sizes or counts that differ from the expected routing
     unsafe: object  # sizes and indices outside of their range
@@ -148,7 +147,7 @@ def counted(**found):
     )
 
 
-# Values that every rank can compute. Arguments broadcast.
+# Every rank can compute these values. Arguments broadcast.
 
 
 def hashed(*values):
@@ -161,7 +160,7 @@ def hashed(*values):
 
 
 def ids_at(shape, num_ranks, step, rank, token, k):
-    """Return the expert of a choice, or -1 for one choice of eight."""
+    """Return the expert of a choice, or -1 for one choice in eight."""
     mixed = hashed(1, step, rank, token, k)
     ids = (mixed >> 8) % jnp.uint32(num_ranks * shape.local_experts)
     return jnp.where(mixed % 8 == 0, -1, ids.astype(jnp.int32))
@@ -196,7 +195,7 @@ def my_rank(group):
     return lax.axis_index(group.axis_name)
 
 
-# The operations, of one rank.
+# These functions run on one rank.
 
 
 def route_args(shape, group):
@@ -250,7 +249,7 @@ def dispatch_start(shape, group, step, routing):
 
 
 def mark_of(rank):
-    """Return what experts of a rank add to rows. bfloat16 has all integers only up to 256."""
+    """Return the small integer that experts of a rank add to rows, so that bfloat16 is exact."""
     return rank % 8
 
 
@@ -275,7 +274,7 @@ def weighted(y, weights):
     return y * weights[:, None].astype(y.dtype)
 
 
-# Expected results.
+# These functions compare results with the expected results.
 
 
 def compare(actual, expected):
@@ -308,7 +307,7 @@ def count_sums(shape, group, step, ids, out):
     ranks = ids // shape.local_experts
 
     def partial(rank):
-        """Return the sum of a token at one rank, or over all ranks if `rank` is None."""
+        """Return the partial sums of one rank, or the sums over all ranks if `rank` is None."""
         at = True if rank is None else ranks == rank
         mine = jnp.where(at, weights, 0)
         marked = [x + mark_of(ranks[:, k, None]) for k in range(shape.top_k)]
@@ -379,8 +378,8 @@ def count_psum(group, step, size):
     return counted(wrong=total != jnp.sum(every, axis=0, dtype=every.dtype))
 
 
-# The exchanges that have been called since a workspace opened, if all ranks share one GPU. The key
-# is the number of ranks, because each number has its own workspace.
+# If all ranks share one GPU: the exchanges that were called since a workspace opened. The key is
+# the number of ranks, because each number of ranks has a separate workspace.
 _noted = collections.defaultdict(Count)
 _noting = threading.Lock()
 
@@ -427,7 +426,7 @@ def assert_counted(group=GROUP):
 
 
 class Noted:
-    """A program that notes its exchanges. If `exchanges` is None, the first call counts them."""
+    """A program that notes its exchanges. The first call counts them if `exchanges` is None."""
 
     def __init__(self, program, group, exchanges=None):
         self.program, self.group, self.exchanges = program, group, exchanges
@@ -446,7 +445,7 @@ class Noted:
         self.exchanges = counters_of(self.group) - before
         calls = harness.count_primitives(self.program.trace(*args).jaxpr)
         if calls and self.group.implementation != "portable":
-            assert self.exchanges != Count(), f"no kernel has run, of {calls}"
+            assert self.exchanges != Count(), f"no kernel has run; the program has {calls}"
         note(self.group, self.exchanges)
         return results
 
@@ -454,7 +453,7 @@ class Noted:
         return self.program.lower(*args)
 
 
-# Orders are functions (shape, group, step) -> counts of one rank.
+# An order maps (shape, group, step) to the counts of one rank.
 
 
 def received(shape, group, step, recv):
@@ -486,14 +485,14 @@ def route_only(shape, group, step):
 
 
 def dispatch_only(shape, group, step):
-    """Dispatch, and combine without using the sums, so that XLA eliminates the combine."""
+    """Dispatch. XLA eliminates the combine, because its sums are unused."""
     recv = dispatch(shape, group, step, route(shape, group, step))
     combine(shape, group, recv)
     return count_rows(shape, step, recv)
 
 
 def two_dispatches_first(shape, group, step):
-    """Dispatch twice, combine the rows of the second dispatch, and then those of the first."""
+    """Dispatch twice. Combine the rows of the second dispatch before the rows of the first."""
     steps = (2 * step, 2 * step + 1)
     recvs = [dispatch(shape, group, s, route(shape, group, s)) for s in steps]
     recvs = lax.optimization_barrier(recvs)
@@ -522,7 +521,7 @@ def combine_given(shape, group, step, routing):
     return count_sums(shape, group, step, own_ids(shape, group, 0), out)
 
 
-# Programs.
+# These functions make programs.
 
 
 def mapped(fn, group):
@@ -539,8 +538,8 @@ def mapped(fn, group):
 
 
 def on_all_ranks(fn, group, exchanges=None, **jit_options):
-    """Return `mapped(fn, group)` under jit. `exchanges` is the number of exchanges of a call, or
-    None if `Noted` shall read it from the counters."""
+    """Return `mapped(fn, group)` under jit. `exchanges` is the number of exchanges of a call. If it
+    is None, `Noted` reads it from the counters."""
     program = jax.jit(mapped(fn, group), **jit_options)
     if ONE_GPU:
         return Noted(program, group, exchanges)
@@ -548,8 +547,8 @@ def on_all_ranks(fn, group, exchanges=None, **jit_options):
 
 
 class MetProgram:
-    """A program of several processes. Before its first call, each process waits until all have
-    compiled it, because the kernels of the first process could otherwise time out."""
+    """A program of several processes. Each process waits until all processes have compiled it,
+    because the kernels of the first process could otherwise time out."""
 
     def __init__(self, program):
         self.program, self.met = program, set()
@@ -582,7 +581,7 @@ def steps_of(order, num_steps):
 
 
 def sum_program(group, shape=SMALL):
-    """Return a program from the state to the sum of all dispatched rows of all ranks."""
+    """Return a program that maps a state to the sum of all dispatched rows of all ranks."""
 
     def on_rank(state):
         routing = route(shape, group, state[0])
@@ -604,14 +603,14 @@ def program(shape=SMALL, group=GROUP, order=whole):
 
 @functools.cache
 def routing_program(shape=SMALL, group=GROUP):
-    """Return a function () -> the Routing of step 0. Its leaves have a leading rank axis."""
+    """Return a function that returns the Routing of step 0. Leaves have a leading rank axis."""
     run = on_all_ranks(lambda step: route(shape, group, step), group)
     return functools.partial(run, begin(group)[0])
 
 
 @functools.cache
 def program_with_routing(order, shape=SMALL, group=GROUP):
-    """Return a program (state, Routing) -> state."""
+    """Return a program that maps (state, Routing) to the next state."""
 
     def on_rank(state, routing):
         return steps_of(lambda step: order(shape, group, step, routing), 1)(state)
@@ -679,7 +678,7 @@ def own_counts(state):
 
 
 def outcome(run, group=GROUP):
-    """Call `run() -> state`, and wait for its end. Return one outcome for all processes."""
+    """Call `run`, which returns a state, and wait. Return one outcome for all processes."""
     counts, error = None, ""
     start = time.perf_counter()
     try:
@@ -699,14 +698,14 @@ def outcome(run, group=GROUP):
     else:
         by_rank = sorted((rank, own) for each in counts for rank, own in each.items())
         counts = Counts(*np.stack([own for _, own in by_rank]).T)
-    # Prefer the error of the rank that failed to errors of ranks that were stopped.
+    # Prefer an error of the failed rank to an error of a rank that was stopped.
     error = min(filter(None, errors), key=lambda error: "stopped:" in error, default="")
     return Outcome(counts, error, max(seconds))
 
 
 def assert_stopped(failed, run, group, shown="lost"):
     """Check that a failed call ended in time without a wrong number, and that the next call raises
-    an error at once."""
+    an error."""
     assert failed.seconds < group.timeout + 1, failed
     assert failed.counts is not None and failed.is_never_wrong(), failed
     assert getattr(failed.counts, shown).all(), failed

@@ -15,7 +15,7 @@ from jax_moe_a2a._src.group import native
 
 ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
 HERE = pathlib.Path(__file__).parent
-# Longer than any test. The method "thread" ends a process that waits inside XLA; a signal does not.
+# No test takes this long. Only the method "thread" can end a process that waits inside XLA.
 TEST_SECONDS = 90 * harness.TIMES_SLOWER
 
 

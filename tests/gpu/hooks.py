@@ -1,5 +1,5 @@
-"""Set the hooks of a test build: which rule of the protocol to break, which phase to delay, and how
-many ring halves to use."""
+"""Set the hooks of a test build: a rule of the protocol to break, a phase to delay, and the number
+of ring halves."""
 
 import contextlib
 import enum
@@ -28,9 +28,9 @@ def enumeration(source, name):
 
 
 Mutation = enumeration(SIGNAL, "Mutation")  # the rule to break
-Phase = enumeration(STATUS, "Phase")  # the phase to delay, and where a failure happened
+Phase = enumeration(STATUS, "Phase")  # the phase to delay, or the phase of a failure
 
-# The phases that the kernels can delay. In all other phases, a rank waits for another rank.
+# The kernels can delay these phases. In all other phases, a rank waits for another rank.
 DELAYABLE = (Phase.SEND, Phase.RECEIVE_CHUNK)
 
 # The text for each phase in error messages.
@@ -114,8 +114,8 @@ def assert_open(group, kind):
 
 @contextlib.contextmanager
 def nothing_under_way():
-    """Wait for the devices and for all processes before and after the block. Otherwise one process
-    could raise a flag or post a credit while another process sets its hooks or its epoch."""
+    """Wait for the devices and for all processes before and after the `with` block. Otherwise one
+    process could raise a flag or post a credit while another process sets hooks or its epoch."""
     # The addition runs after all earlier work of its device.
     jax.block_until_ready([jax.device_put(0, device) + 1 for device in jax.local_devices()])
     harness.of_all_processes(None)

@@ -1,5 +1,5 @@
-"""Define orders with split exchanges. As in `checked`, an order is a function (shape, group, step)
--> counts of one rank."""
+"""Define orders with split exchanges. As in `checked`, an order maps (shape, group, step) to the
+counts of one rank."""
 
 import random
 
@@ -11,7 +11,7 @@ from jax_moe_a2a._src.exchange import split
 
 
 def in_order(inflights, *arrays):
-    """Return the arrays, tied together: no use of an array begins before all are computed."""
+    """Tie the arrays together: no use of an array begins before all arrays are computed."""
     tied = iter(split.tie(*(a for each in inflights for a in each._arrays), *arrays))
     for each in inflights:
         each._arrays = [next(tied) for _ in each._arrays]
@@ -44,15 +44,15 @@ def split_whole(shape, group, step):
 
 
 def product(step):
-    """Return a matrix product whose elements are ones, which the compiler cannot know."""
+    """Return a matrix product. The compiler does not know that its elements are ones."""
     side = 512
     ones = jnp.ones((side, side), jnp.bfloat16) + (step * 0).astype(jnp.bfloat16)
     return ones @ jnp.full((side, side), 1 / side, jnp.bfloat16)
 
 
 def started_first(number, reverse):
-    """Return a script that starts dispatches, finishes them in the order of their starts (or in the
-    reverse order), and then finishes their combines in that order."""
+    """Return a script that starts dispatches, and finishes them in the order of their starts or in
+    the reverse order. Their combines finish in the same order."""
     places = reversed(range(number)) if reverse else [0] * number
     return [("start", None)] * number + [("done", i) for i in places] * 2
 
@@ -82,7 +82,7 @@ def random_script(seed, num_actions=14, most=4):
 
 def scripted(script):
     """Return an order that performs the actions (name, index) of a script. "done" finishes the
-    exchange with this index in the list of exchanges in flight; after a dispatch, it also starts
+    exchange at this index of the list of exchanges in flight. After a dispatch, "done" also starts
     the combine."""
 
     def order(shape, group, step):

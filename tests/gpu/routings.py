@@ -1,6 +1,6 @@
 """Define hostile routings, and run thousands of steps with one of them.
 
-A routing is a function (group, step) -> ids [TOKENS, TOP_K] of one rank, computed on the device.
+A routing maps (group, step) to ids [TOKENS, TOP_K] of one rank. The device computes the ids.
 """
 
 import checked
@@ -14,13 +14,13 @@ RANKS = checked.RANKS
 TOP_K = 8
 LOCAL_EXPERTS = max(4, 32 // RANKS)
 EXPERTS = RANKS * LOCAL_EXPERTS
-# Tokens of a rank, an even number. More ranks have fewer tokens, because the rows of all ranks grow
-# with the square of the number of ranks.
+# Ranks have an even number of tokens. More ranks have fewer tokens, because the rows of all ranks
+# grow with the square of the number of ranks.
 TOKENS = max(4, min(64, 1024 // RANKS) // 2 * 2)
 CHOICES = TOKENS * TOP_K
 INT32 = np.iinfo(np.int32)
 TIGHT_CAPACITY = CHOICES * 3 // 4 | 1  # less than the mean load, and odd
-STEPS = 500 if checked.ON_GPU else 3  # in one call of a program
+STEPS = 500 if checked.ON_GPU else 3  # steps in one call of a program
 KERNELS = checked.new_group(timeout=10.0, cuda_graphs=None)
 PORTABLE = checked.new_group(implementation="portable")
 POPULARITY_STEPS = 100  # the experts' popularity is drawn again after this many steps
@@ -80,7 +80,7 @@ def every_second_token(group, step):
 
 
 def outside_the_range(group, step):
-    """Return ids of which about half are outside of the range."""
+    """Return ids. About half of them are outside of the range."""
     outside = [EXPERTS, EXPERTS + 1, -2, -3, -EXPERTS, 1 << 16, INT32.max, INT32.min]
     drawn = random_numbers(group, step, 27)
     wild = jnp.asarray(outside, jnp.int32)[drawn // 2 % len(outside)]
@@ -95,8 +95,8 @@ def one_expert_with_90_percent(group, step):
 def skewed(sigma):
     """Return a routing to the experts with the largest b_e + Gumbel noise.
 
-    b_e is drawn from N(0, sigma^2). On 32 ranks with 256 experts, the sigmas below give the loads
-    of DeepSeek-R1's layers: the most even, the mean, and the least even.
+    b_e is drawn from N(0, sigma^2). The sigmas below fit 32 ranks with 256 experts. They give the
+    most even, the mean and the least even load of DeepSeek-R1's layers.
     """
 
     def routing(group, step):
@@ -133,7 +133,7 @@ def ids_of(name_index, group, step):
 
 
 def program(take_step, **jit_options):
-    """Return a program (index of a routing, step, sums) -> their values after STEPS steps.
+    """Return a program that maps (index of a routing, step, sums) to the values after STEPS steps.
 
     Each step adds ``take_step(index of a routing, step)``, a pytree of one rank, to the sums.
     """

@@ -24,8 +24,8 @@ def test_a_slow_reader_is_not_overwritten(depth):
 )
 @pytest.mark.parametrize("mutation", (Mutation.IGNORE_CREDIT, Mutation.CREDIT_BY_FIRST_BLOCK))
 def test_a_slow_reader_is_overwritten_where_the_rule_is_broken(mutation):
-    """If the kernels break a rule of credits, one of 20 tries returns a wrong result. The ring has
-    one half, because with two halves the heads of the calls already imply the credit."""
+    """If the kernels break a rule of credits, at least one of 20 tries is wrong. The ring has one
+    half, because with two halves the heads of the calls already imply the credit."""
     run = checked.program()
     state = checked.repeat(run, 2)
     with hooked(checked.GROUP, mutation=mutation, depth=1, **SLOW):

@@ -1,5 +1,5 @@
-"""Test that all ranks stop in time and return NaN if a rank does not arrive, and that the error
-names both the waiting rank and the missing rank."""
+"""Test that all ranks stop in time and return NaN if a rank does not arrive. The error must name
+the waiting rank and the missing rank."""
 
 import dataclasses
 import re
@@ -38,7 +38,7 @@ IN_ONE_LAUNCH = pytest.mark.several_devices(
 )
 
 
-# (slow phase, ring halves, number of calls, phases in which the other ranks may wait)
+# Each entry: (slow phase, ring halves, calls, phases in which the other ranks may wait).
 STALLS = {
     # The slow rank sends neither chunks nor its head. A rank that expects no chunk waits for the
     # head.
@@ -61,8 +61,8 @@ STALLS = {
 )
 @pytest.mark.parametrize("operation", ("route", "dispatch", "combine"))
 def test_a_stalled_rank_stops_all_in_time_with_nan_and_never_a_wrong_number(run, operation, stall):
-    """A rank is late in one phase. The error names this rank, all results are NaN, and the group
-    returns right results again after it was closed."""
+    """If a rank is late in one phase, the error names this rank, and all results are NaN. After the
+    group was closed, results are correct."""
     slow_phase, depth, calls, waits = STALLS[stall]
     state = checked.repeat(run, 2)
     checked.assert_right(state, GROUP)
@@ -87,8 +87,8 @@ def test_a_stalled_rank_stops_all_in_time_with_nan_and_never_a_wrong_number(run,
 @IN_ONE_LAUNCH
 @pytest.mark.parametrize("operation", ("dispatch",))
 def test_a_rank_that_was_done_keeps_its_results(run):
-    """A rank is slow in the first of two calls. The second call returns NaN on all ranks. The first
-    call returns right results on all ranks except the slow rank."""
+    """If a rank is slow in the first of two calls, the second call returns NaN on all ranks. The
+    first call returns correct results on all ranks except the slow rank."""
     state = checked.repeat(run, 2)
     with hooked(GROUP, phase=Phase.RECEIVE_CHUNK, rank=SLOW_RANK, delay=DELAY):
         first = run(state)
@@ -102,7 +102,7 @@ def test_a_rank_that_was_done_keeps_its_results(run):
 def test_only_the_first_exchange_waits_longer_for_a_rank_that_is_late():
     group = checked.new_group(timeout=TIMEOUT, first_timeout=60.0)
     run = checked.program(SHAPE, group, checked.route_only)
-    state = checked.repeat(run, 1, checked.begin(group))  # compiled
+    state = checked.repeat(run, 1, checked.begin(group))  # compiles the program
     checked.close(group)
     sizes = dict(num_tokens=SHAPE.tokens, hidden=SHAPE.hidden, top_k=SHAPE.top_k)
     group.reserve(**sizes, num_experts=group.size * SHAPE.local_experts)
@@ -114,8 +114,8 @@ def test_only_the_first_exchange_waits_longer_for_a_rank_that_is_late():
 
 
 def test_a_group_that_does_not_raise_returns_nan_until_it_is_closed():
-    """With on_failure="nan", three psums after a failure are NaN. After the group was closed, the
-    psum is right again."""
+    """With on_failure="nan", a program that ends with a psum returns NaN after a failure. After the
+    group is closed, the program returns correct results."""
     group = checked.new_group(timeout=TIMEOUT, on_failure="nan")
     run = checked.sum_program(group, SHAPE)
     state = checked.begin(group)
@@ -167,8 +167,8 @@ def test_a_program_over_another_order_of_devices_is_told_so():
     ),
 )
 def test_an_index_out_of_range_is_an_error_and_not_a_stray_access(routing, operation, field, limit):
-    """One field of a routing has indices that are too large. The error says so, and the group
-    returns right results after it was closed."""
+    """If one field of a routing has indices that are too large, the error says so. After the group
+    was closed, results are correct."""
     run = checked.program_with_routing(OPERATIONS[operation], SHAPE, GROUP)
     checked.assert_right(run(checked.begin(), routing), GROUP)
 

@@ -64,9 +64,9 @@ def program(case):
 
 
 def marked(name, *marks):
-    """Return a parameter with the marks. Skip it if the kernels do not encode its partial sums."""
+    """Return a pytest parameter. Skip it if the kernels do not encode its partial sums."""
     shape = CASES[name].shape
-    lanes = shape.top_k + checked.RANKS  # `_wire_applies` in exchange/dispatch_combine.py
+    lanes = shape.top_k + checked.RANKS  # see `_wire_applies` in exchange/dispatch_combine.py
     is_portable = shape.wire is not None and lanes > 32
     reason = "XLA encodes the partial sums of so many ranks"
     return pytest.param(name, marks=[*marks, pytest.mark.skipif(is_portable, reason=reason)])
@@ -74,7 +74,7 @@ def marked(name, *marks):
 
 @pytest.mark.parametrize("name", [marked(name) for name in CASES])
 def test_rows_have_arrived_when_their_flag_has(name):
-    """One rank is late, so that the other ranks poll its flags. No call returns a wrong row."""
+    """If one rank is late and the other ranks poll its flags, no call returns a wrong row."""
     run = program(CASES[name])
     for phase in DELAYABLE:
         checked.assert_right(run(checked.begin()))  # opens the workspace
@@ -82,8 +82,8 @@ def test_rows_have_arrived_when_their_flag_has(name):
             checked.assert_right(checked.repeat(run, CASES[name].calls))
 
 
-# On H200 the stores of a bulk copy are visible before a flag that follows `wait_group.read`,
-# although PTX does not guarantee this order. The test cannot detect this mutation on H200.
+# PTX does not guarantee that stores of a bulk copy are visible before a flag that follows
+# `wait_group.read`. On H200 they are, so the test cannot detect this mutation there.
 NOT_SHOWN_BY_HOPPER = pytest.mark.xfail(
     reason="Hopper shows no difference between read and stored", strict=False
 )
@@ -95,7 +95,7 @@ NOT_SHOWN_BY_HOPPER = pytest.mark.xfail(
 )
 @checked.enough_tokens_to_be_late
 def test_a_flag_before_its_rows_is_noticed(name):
-    """The kernels raise flags too early. Some call returns a wrong row."""
+    """If the kernels raise flags too early, some call returns a wrong row."""
     case, run = CASES[name], program(CASES[name])
     checked.assert_right(run(checked.begin()))
     with hooked(checked.GROUP, mutation=case.mutation, **LATE):

@@ -1,7 +1,7 @@
-"""Test that calls that CUDA graphs replay return the results of launched calls.
+"""Test that calls in replayed CUDA graphs return the same results as launched calls.
 
-XLA replays a graph from the second run of a program on, and drops all graphs if it compiles another
-program. The tests therefore compile all programs first, and run them often.
+XLA replays a graph from the second run of a program on. If XLA compiles another program, it drops
+all graphs. The tests therefore compile all programs first, and run them often.
 """
 
 import concurrent.futures
@@ -81,8 +81,8 @@ def test_captured_calls_return_the_bits_of_launched_calls():
 
 @pytest.mark.one_process("the number of its calls is by the clock")
 def test_compiling_another_program_while_graphs_replay_changes_nothing():
-    """A thread compiles three programs while another thread runs a captured loop. XLA then drops
-    all graphs, so one device may launch a call that another device replays. No result is wrong."""
+    """If one thread compiles programs while another thread runs a captured loop, no result is
+    wrong. XLA drops all graphs, so one device may launch a call that another device replays."""
     group = captured_group()
     captured = checked.new_program(SHAPE, group, num_steps=STEPS)
     state = captured(checked.begin())
@@ -107,7 +107,7 @@ def two_independent_exchanges(shape, group, step):
 
 def test_exchanges_that_xla_lets_overlap_are_right_or_raise():
     """In the mode "CONCURRENT", a graph orders calls only by their buffers. Two independent
-    exchanges are right or raise an error, but never return a wrong number."""
+    exchanges are correct or raise an error, but never return a wrong number."""
     group = checked.new_group(cuda_graphs=True, timeout=1.0)
     step = checked.steps_of(lambda step: two_independent_exchanges(SHAPE, group, step), 1)
     concurrent = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
@@ -141,6 +141,6 @@ def replay_after_close_and_after_failure():
 
 @pytest.mark.one_process("it starts a process of its own")
 def test_a_captured_program_runs_again_after_close_and_after_failure():
-    """Captured programs return right results after their group was closed or has failed. They run
+    """Captured programs return correct results after their group was closed or has failed. They run
     in a separate process, because access to freed memory would make the devices unusable."""
     run_alone(replay_after_close_and_after_failure)

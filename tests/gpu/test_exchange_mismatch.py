@@ -1,5 +1,5 @@
-"""Test that ranks that make different calls raise an error, and neither hang nor return a wrong
-result."""
+"""Test that calls that differ between ranks raise an error. They must not hang, and must not return
+a wrong result."""
 
 import concurrent.futures
 import functools
@@ -61,8 +61,8 @@ def in_order(first, second):
     return both
 
 
-# (the calls of rank 0, the calls of all other ranks). Except in the last pair, both raise the same
-# number of flags.
+# Each entry: (calls of rank 0, calls of all other ranks). Except in the last entry, both raise the
+# same number of flags.
 CASES = {
     "another_shape": (dispatch_narrower, dispatch),
     "another_number_of_arrays": (dispatch_two_arrays, dispatch),
@@ -79,13 +79,13 @@ CASES = {
 
 @functools.cache
 def routing():
-    """Return the routing of step 0. Its first computation waits for all processes."""
+    """Return the routing of step 0. The first call waits for all processes."""
     return jax.block_until_ready(checked.routing_program(SHAPE)())
 
 
 @functools.cache
 def compiled_program(case):
-    """Return a program (state, Routing) -> state, in which rank 0 makes another call."""
+    """Return a program that maps (state, Routing) to a state. Rank 0 makes another call."""
     calls = [
         lambda *args, call=call: jnp.sum(call(*args), dtype=jnp.float32) for call in CASES[case]
     ]
@@ -111,7 +111,7 @@ RANKS_DIFFER = pytest.mark.several_devices(
 
 @pytest.fixture(scope="module")
 def programs_are_compiled():
-    routing()  # compute it before several threads need it
+    routing()  # compute the routing before several threads need it
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         list(pool.map(compiled_program, CASES))
     harness.of_all_processes(None)  # wait for the slowest process
@@ -121,8 +121,8 @@ def programs_are_compiled():
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.usefixtures("programs_are_compiled")
 def test_ranks_that_make_different_calls_are_told_so_at_once(case):
-    """Rank 0 makes another call than the other ranks. The error says "mismatched calls" before the
-    timeout, and the group returns right results after it was closed."""
+    """If rank 0 makes another call than the other ranks, the error says "mismatched calls" before
+    the timeout. After the group is closed, results are correct."""
     mismatched = run_mismatched(case)
     assert "mismatched calls" in mismatched.error, mismatched
     assert mismatched.seconds < GROUP.timeout, mismatched

@@ -28,7 +28,7 @@ def programs_are_compiled():
 
 
 def layer(group, remat, step):
-    """Return output and gradients of a layer on one rank, all small integers with exact sums."""
+    """Return output and gradients of a layer on one rank. All are exact small integers."""
     shape, rank = SHAPE, checked.my_rank(group)
     token = jnp.arange(shape.tokens)
 

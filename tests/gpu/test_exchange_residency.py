@@ -10,18 +10,18 @@ STEPS = 2000
 # The side of each rank's square matrix. It is smaller if all ranks share one GPU.
 SIDE = (1024 if checked.ONE_GPU else 4096) if checked.ON_GPU else 64
 SUMMED = 1 << 18  # integers in the psum of each step
-# Autotuning would take longer than the test.
+# Autotuning is off, because it would take longer than the test.
 NO_SEARCH = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 
 
 def run_beside_collectives_and_products(num_sms=None):
-    # NCCL and the products start slowly, and at different times on different devices.
+    # The timeout is long, because NCCL and the products start slowly and at different times.
     group = checked.new_group(num_sms=num_sms, timeout=10.0, cuda_graphs=None)
 
     def once(carry, _):
         (step, counts), ones = carry
         counts = counts + checked.whole(checked.SMALL, group, step)
-        # The elements stay exactly one, which the compiler does not know.
+        # The compiler does not know that the elements stay exactly one.
         ones = ones @ jnp.full((SIDE, SIDE), 1 / SIDE, ones.dtype)
         counts = counts + checked.count_psum(group, step, SUMMED) + checked.counted(wrong=ones != 1)
         return ((step + 1, counts), ones), None

@@ -13,14 +13,14 @@ MANY_CHUNKS = checked.fitting(checked.Shape(tokens=4096, hidden=64))
 # its whole share.
 GROUPS = {num_sms: checked.new_group(num_sms=num_sms) for num_sms in (1, 2, 200, 400)}
 SMALL_GRID = checked.new_group(num_sms=16)
-# More receivers than a GPU can hold at once. If all receivers started first, no sender would have
-# room.
+# A launch has more receivers than a GPU can hold at once. If all receivers started first, no sender
+# would have room.
 if checked.ONE_GPU:
-    # Each rank may have 400 blocks. Outside of `uncapped`, a launch has only as many as fit.
+    # Each rank may have 400 blocks. Outside of `uncapped`, a launch has only blocks that fit.
     FLOOD = checked.fitting(checked.Shape(tokens=2048, hidden=8, top_k=1), gigabytes=1.0)
     FLOODED = checked.new_group(num_sms=400, timeout=1.0)
 else:
-    # 2400 blocks, half of them senders in dispatch. 132 multiprocessors hold at most 4 blocks each.
+    # 2400 blocks: in dispatch, half are senders. 132 multiprocessors hold at most 4 blocks each.
     FLOOD = checked.Shape(tokens=8192, hidden=8, top_k=1)
     FLOODED = checked.new_group(num_sms=2400, timeout=1.0)
 
@@ -55,7 +55,7 @@ def test_a_slow_rank_changes_no_result(num_sms):
 
 
 def test_blocks_that_outnumber_the_gpu_end_because_senders_are_admitted_first():
-    """With more blocks than fit, calls are right. If receivers start first, a call times out."""
+    """Results are correct if not all blocks fit. If receivers start first, a call times out."""
     run = checked.program(FLOOD, FLOODED)
     with uncapped(FLOODED) if checked.ONE_GPU else contextlib.nullcontext():
         state = checked.repeat(run, 3)
@@ -67,7 +67,7 @@ def test_blocks_that_outnumber_the_gpu_end_because_senders_are_admitted_first():
 
 
 def test_the_order_of_admission_is_free_where_all_blocks_run_at_once():
-    """If all blocks fit, results are right even if receivers start first."""
+    """If all blocks fit, results are correct even if receivers start first."""
     for group in (FLOODED, SMALL_GRID) if checked.ONE_GPU else (SMALL_GRID,):
         run = checked.program(FLOOD if group is FLOODED else checked.SMALL, group)
         state = checked.repeat(run, 1)

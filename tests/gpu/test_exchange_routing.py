@@ -30,14 +30,14 @@ ROUTINGS = (
 
 @functools.cache
 def nan_arrays():
-    """Return NaN for the tokens, weights and rows of `harness.exchange_fn`."""
+    """Return tokens, weights and rows of NaN for `harness.exchange_fn`."""
     (_, *arrays), _ = harness.exchange_inputs(cases.Case(FULL, "uniform"), RANKS)
     sharding = harness.placement(harness.mesh_of(RANKS))
     return jax.tree.map(lambda array: harness.poison(array, sharding), arrays)
 
 
 def leave_nan_in_both_ring_halves():
-    """Fill every landing slot of dispatch and of combine."""
+    """Fill every landing slot of dispatch and of combine with NaN."""
     experts = FULL.num_experts(RANKS)
     # Together, these routings send every token to every rank. Up to 16 ranks need one routing.
     for first in range(0, experts, FULL.top_k):
@@ -51,7 +51,7 @@ def leave_nan_in_both_ring_halves():
 @pytest.mark.parametrize("layout", (*LAYOUTS, FULL), ids=lambda layout: layout.name)
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_stale_bytes_never_reach_a_result(layout, routing):
-    """All results equal the oracle's after earlier calls have filled both ring halves with NaN."""
+    """Earlier calls have filled both ring halves with NaN. All results still equal the oracle's."""
     case = cases.Case(layout, routing)
     leave_nan_in_both_ring_halves()
     for seed in range(2):  # each run begins with another ring half

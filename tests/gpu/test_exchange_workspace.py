@@ -12,8 +12,8 @@ from exchanges import Count
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.group import native
 
-# This order of devices has its own workspace, so that these tests do not disturb other tests. On
-# one GPU, another number of ranks has its own workspace.
+# A mesh with this order of devices has a separate workspace, so these tests do not disturb other
+# tests. On one GPU, a separate number of ranks has the same effect.
 MESH = checked.mesh_of((checked.DEVICES[1::2] + checked.DEVICES[::2])[::-1])
 RANKS = max(checked.RANKS - 1, 3 if checked.RANKS == 2 else 2) if checked.ONE_GPU else checked.RANKS
 SHAPE = checked.Shape(tokens=64)
@@ -70,7 +70,7 @@ def test_a_header_and_two_ring_halves_are_mapped(group):
 
 
 def test_a_program_finds_what_was_reserved_for_it(group):
-    """A program runs after `reserve` with its sizes. The memory of the group does not change."""
+    """After `reserve` with a program's sizes, the program does not change the group's memory."""
     group.reserve(**sizes_of(LARGER))
     reserved = group.memory()
     run = checked.new_program(LARGER, group)
@@ -79,12 +79,12 @@ def test_a_program_finds_what_was_reserved_for_it(group):
 
 
 def test_programs_that_exist_go_on_when_the_workspace_grows(group):
-    """The workspace grows after a program has run, and graphs may have captured its addresses. The
-    program then still returns right results, alternating with a larger program."""
+    """The workspace grows after a program has run, and graphs may have captured its old addresses.
+    The program still returns correct results, also in turns with a larger program."""
     old = checked.new_program(SHAPE, group)
     state = checked.repeat(old, 20, begin())  # later calls are replays
     before = group.memory()[0].mapped_bytes
-    tokens = 300 + before // (RANKS * 4 * LARGER.hidden)  # more than fit
+    tokens = 300 + before // (RANKS * 4 * LARGER.hidden)  # more than the memory holds
     group.reserve(**sizes_of(LARGER) | dict(num_tokens=tokens))
     assert group.memory()[0].mapped_bytes > before
     state = checked.repeat(old, 20, state)
@@ -117,7 +117,7 @@ def test_counters_count_exchanges_and_say_what_each_rank_has_read_and_announced(
 
 
 def there_and_back(group, step):
-    """Dispatch and combine replicated tokens, which are those of rank 0."""
+    """Dispatch and combine the tokens of rank 0, which are the same on all ranks."""
     token = jnp.arange(SHAPE.tokens)
     ids = checked.ids_at(SHAPE, RANKS, step, 0, token[:, None], jnp.arange(SHAPE.top_k))
     route_args = dict(

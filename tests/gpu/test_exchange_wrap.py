@@ -9,13 +9,13 @@ LIMITS = (2**31, 2**32, 2**47)  # at 2**47, a flag's highest bit is set
 
 @pytest.mark.parametrize("limit", LIMITS)
 def test_a_flag_raised_before_the_limit_is_no_flag_of_after_it(limit):
-    """Small calls cross the limit while flags of large calls from before the limit remain. Large
-    calls after the limit return right results."""
+    """Epochs cross the limit in small calls, while old flags of large calls remain. Large calls
+    after the limit return correct results."""
     large, small = checked.program(checked.MANY_CHUNKS), checked.program(checked.ONE_CHUNK)
     state = checked.repeat(large, 2)
     with hooked(checked.GROUP):
         set_epoch(checked.GROUP, limit - 9)
-        state = checked.repeat(large, 2, state)  # both ring halves
+        state = checked.repeat(large, 2, state)  # fills both ring halves
         state = checked.repeat(small, 6, state)
         checked.assert_right(checked.repeat(large, 10, state))
 

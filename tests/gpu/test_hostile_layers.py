@@ -1,4 +1,4 @@
-"""Compare thousands of expert layers with hostile routings with the portable path.
+"""Compare thousands of expert layers on hostile routings with the portable path.
 
 Each step makes a new routing, new tokens and new experts on the device. `moe_mlp` runs with the
 kernels. A layer of dispatch, products and combine runs on the portable path. All data are small

@@ -1,8 +1,8 @@
 """Test layers next to NCCL collectives on another stream, as in FSDP and data parallelism.
 
-Each step has a layer with all gradients, and collectives that do not depend on the layer, so XLA
-may run both at the same time. The layer is compared with the portable path, as in
-`test_hostile_layers.py`. The collectives are compared with numbers that every rank computes alone.
+Each step has a layer with all gradients. Its collectives do not depend on the layer, so XLA may run
+them at the same time. The layer is compared with the portable path, as in `test_hostile_layers.py`.
+The collectives are compared with numbers that every rank computes alone.
 """
 
 import checked
@@ -20,13 +20,13 @@ pytestmark = [
 ]
 GATHERED = 1 << (20 if checked.ON_GPU else 10)  # integers of each rank
 NAMES = list(ROUTINGS)
-# Initial sums: differences of layers, and wrong elements of three collectives.
+# These sums count differences of layers, and wrong elements of three collectives.
 ZEROS = tuple(
     np.zeros((routings.RANKS, number), np.int32) for number in (len(layers.Differences._fields), 3)
 )
 ASYNCHRONOUS = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
-    "xla_gpu_all_gather_combine_threshold_bytes": 1,  # XLA does not merge collectives
+    "xla_gpu_all_gather_combine_threshold_bytes": 1,  # keeps XLA from merging collectives
     "xla_gpu_all_reduce_combine_threshold_bytes": 1,
 }
 

@@ -29,14 +29,14 @@ import cases
 import processes
 import pytest
 
-TIMEOUT = 5.0  # of the group, in seconds
+TIMEOUT = 5.0  # the timeout of the group, in seconds
 SLACK = 4.0  # seconds from the timeout to the error of the process
 START = 60.0  # seconds for a worker to start and compile
 COMPILE = 15.0  # seconds for a worker to make a group and compile a program
-LIMIT = 85.0  # seconds that a worker lives at most
+LIMIT = 85.0  # maximum lifetime of a worker, in seconds
 SURVIVOR, VICTIM = 0, 1  # numbers of the processes, and their ranks
 CLOSE = 2.0  # timeout of close(), in seconds
-CYCLES = 20  # of opening and closing
+CYCLES = 20  # how often a worker opens and closes the group
 OWN_GPU_ONLY = "MOE_A2A_TEST_OWN_GPU_ONLY"
 SHARES_GPU = cases.RANKS_ON_ONE_GPU > 0
 
@@ -91,7 +91,7 @@ class Job:
         found = []
         for _ in range(times):
             (shard,) = program(self.begin()).addressable_shards
-            found.append(float(shard.data[0]))  # waits
+            found.append(float(shard.data[0]))  # waits for the result
         return found
 
     def close(self):
@@ -107,7 +107,7 @@ class Job:
 
     def until_it_fails(self, program):
         """Call a program until it raises an error or returns wrong numbers that are not NaN. Return
-        the error, and the number of such wrong numbers."""
+        the error and the number of wrong numbers."""
         state, checked = self.begin(), self.checked
         try:
             while True:
@@ -266,7 +266,7 @@ def other_order_of_execution(process):
 
 
 def growth(process):
-    """Run three programs of growing memory, and run them again after close()."""
+    """Run three programs that each need more memory, and run them again after close()."""
     job = Job()
     (small,) = job.ready(job.small)
     wrong = [job.wrong(small)]
@@ -283,7 +283,7 @@ def growth(process):
 
 
 def no_room(process):
-    """Fill the GPU of the victim. The survivor tries to reserve much memory; then both exchange."""
+    """Fill the victim's GPU. The survivor tries to reserve much memory; then both exchange."""
     job = Job()
     (small,) = job.ready(job.small)
     wrong, error = [job.wrong(small)], ""
@@ -315,7 +315,7 @@ def reopening(process):
     for cycle in range(CYCLES + 2):
         wrong += job.wrong(small, times=1)
         job.group.close()
-        if cycle in (1, CYCLES + 1):  # not 0, because the first opening starts the CUDA runtime
+        if cycle in (1, CYCLES + 1):  # cycle 0 also starts the CUDA runtime
             meet()
             time.sleep(0.5)  # until all requests have ended
             descriptors.append(len(os.listdir("/proc/self/fd")))
@@ -360,7 +360,7 @@ class Worker:
         root = str(HERE.parent.parent)
         path = [root, *filter(None, [environment.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(path)
-        # Otherwise the compilers of both processes wait for each other.
+        # Without this flag, the compilers of both processes wait for each other.
         environment["XLA_FLAGS"] = "--xla_gpu_shard_autotuning=false"
         environment.pop("MOE_A2A_TEST_RANKS_ON_ONE_GPU", None)  # each worker has one rank
         if own_gpu_only or SHARES_GPU:
@@ -389,7 +389,7 @@ class Worker:
         self.lines.put(None)
 
     def hear(self, word, seconds):
-        """Wait for this word from the worker, and return the values that follow it."""
+        """Wait for this word from the worker, and return the values after the word."""
         end = time.monotonic() + seconds
         while True:
             try:
@@ -513,7 +513,7 @@ def test_a_process_that_is_stopped_is_an_error_of_the_others_in_time(folder):
         pair.victim.signal(signal.SIGSTOP)
         found = pair.survivor.hear("failed", TIMEOUT + 2 * SLACK)
         assert_names_who_and_where(found, time.monotonic() - start)
-        # The victim continues after the survivor has failed, and then fails, too.
+        # After the survivor has failed, the victim continues, and then fails, too.
         start = time.monotonic()
         pair.victim.signal(signal.SIGCONT)
         found = pair.victim.hear("failed", TIMEOUT + 2 * SLACK)
@@ -605,8 +605,8 @@ def test_less_can_be_reserved_when_another_process_had_no_room_for_more(folder):
 
 
 def test_opening_and_closing_leaves_no_descriptor_and_makes_no_context(folder):
-    """22 cycles of opening and closing leave no more descriptors than 2 cycles. They create no CUDA
-    context, such as one on the GPU of the other process."""
+    """22 cycles of opening and closing leave no more descriptors than 2 cycles. The cycles create
+    no CUDA context, not even on the GPU of the other process."""
     with Pair(reopening, folder) as pair:
         for right in pair.hear_right():
             few, many = right["descriptors"]
@@ -617,7 +617,7 @@ def test_opening_and_closing_leaves_no_descriptor_and_makes_no_context(folder):
 
 
 def test_processes_that_see_only_their_own_gpu_exchange(folder):
-    """Processes with different CUDA_VISIBLE_DEVICES, as under schedulers, get right results."""
+    """Processes with different CUDA_VISIBLE_DEVICES, as under schedulers, get correct results."""
     with Pair(exchange, folder, own_gpu_only=True) as pair:
         pair.hear_right()
         pair.finish()

@@ -1,9 +1,9 @@
 """Compare MaxText's training with and without ``maxtext.enable``, for five kinds of models.
 
-``make test-maxtext`` installs MaxText and runs this module. Unchanged MaxText multiplies all tokens
-by all experts (``sparse_matmul=False``), because only this layer of MaxText runs on CPUs, drops no
-token, and computes losses over all tokens. One step of plain SGD changes the parameters by the
-gradients.
+``make test-maxtext`` installs MaxText and runs this module. MaxText without ``enable`` multiplies
+all tokens by all experts (``sparse_matmul=False``). Only this layer of MaxText runs on CPUs, drops
+no token, and computes losses over all tokens. The optimizer is plain SGD, so the first update of
+the parameters shows the gradients.
 """
 
 import os
@@ -109,7 +109,7 @@ def enabled():
 
 @pytest.mark.parametrize("model", MODELS)
 def test_training_is_that_of_maxtext(model):
-    """Metrics of five steps, and the updates of the first step, equal those of MaxText."""
+    """The metrics of five steps and the first update of the parameters equal MaxText's."""
     maxtext.disable()
     expected = train(MODELS[model] | AS_IT_IS)
     maxtext.enable()
@@ -125,8 +125,8 @@ def test_training_is_that_of_maxtext(model):
 
 
 def test_tensor_parallelism_and_token_chunks_do_not_change_training(enabled):
-    """GPT-OSS, with a tensor axis and with chunks of tokens, has the losses without both. Each bias
-    is therefore added only once."""
+    """With a tensor axis and with chunks of tokens, GPT-OSS has the same losses as without them.
+    Each bias is therefore added only once."""
     model = MODELS["gpt_oss"] | ENABLED
     expected = train(model, steps=2)
     divided = dict(ici_fsdp_parallelism=1, ici_tensor_parallelism=2, per_device_batch_size=1)

@@ -18,7 +18,7 @@ import time
 
 from .catalogue import ROOT, read
 
-TREE = ROOT / "build" / "mutations"  # kept, so that later runs compile little C++ code
+TREE = ROOT / "build" / "mutations"  # not deleted, so that later runs compile little C++ code
 
 
 def main():
@@ -90,8 +90,8 @@ def run(test, limit):
     words = shlex.split(test)
     if words[0].startswith("tests/"):
         words = ["pytest", "-q", "-x", "-p", "no:cacheprovider", *words]
-    # Python could otherwise reuse the compiled module of the unchanged source, because the mutated
-    # source may have the same size and time.
+    # The mutated source may have the same size and time as the unchanged source. Python could then
+    # reuse the compiled module of the unchanged source.
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
     start = time.monotonic()
     process = subprocess.Popen(

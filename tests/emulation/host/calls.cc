@@ -1,9 +1,9 @@
 // The package's handlers over the fake driver, as targets for XLA on CPU. Tests see the errors of
-// loading, of initializing, and of the checks of arrays. No kernel runs; `call_report` returns NaN
-// after a failure, like a kernel.
+// loading and of initialization, and errors about arrays. No kernel runs. After a failure,
+// `call_report` returns NaN, as a kernel would.
 //
-// An execution on CPU has no stream, no ordinal, and no stage between loading and execution. These
-// targets therefore have separate handlers around the same state.
+// XLA on CPU passes no stream and no ordinal, and has no stage between loading and execution. These
+// targets therefore have their own handlers around the package's call state.
 #include <cuda_runtime_api.h>
 
 #include <atomic>
@@ -48,7 +48,7 @@ ffi::Error Report(CallState* state, ffi::Dictionary attributes,
   return ffi::Error::Success();
 }
 
-// Writes the error record of a kernel whose wait has timed out.
+// Writes the error record that a kernel writes after a timeout.
 ffi::Error Fail(ffi::Dictionary attributes, ffi::Result<ffi::BufferR0<ffi::F32>>) {
   RankView view = {};
   if (Problem p = WorkspaceOf(attributes).View(kOrdinal, &view); !p.empty()) return ToError(p);

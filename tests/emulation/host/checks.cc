@@ -1,16 +1,16 @@
-// Checks of the host code (cuda/runtime) over a fake driver, for runs under sanitizers: checks NAME
-// [SECONDS].
+// Checks of the host code (cuda/runtime) over a fake driver, for runs under sanitizers. Usage:
+// checks NAME [SECONDS].
 //
-//   threads      threads of one process reserve, close, send requests and read, at the same time
-//   processes    two processes reserve, grow and close, and map each other's memory; then one is killed
-//   requests     random bytes on the socket
-//   memory       a device without free memory; every call of the driver fails in turn; memory of another process
-//                with a gap
+//   threads      threads of one process reserve, close, send requests and read at the same time
+//   processes    two processes reserve, grow, close, and map each other's memory; then one process is killed
+//   requests     the socket receives random bytes
+//   memory       a device has no free memory; each call of the driver fails once; memory of another process
+//                arrives with a gap
 //   failures     a rank that was stopped between exchanges is reported; the wait for a busy device is bounded
 //   per_device   threads publish and find objects of devices
-//   alignment    a leaf of a token format at any address is refused with the reason
+//   alignment    a leaf of a token format at an unaligned address is refused with the reason
 //
-// A check prints a summary. Exit status 1: the check failed.
+// A check prints a summary. The exit status is 1 if the check has failed.
 #include <dirent.h>
 #include <fcntl.h>
 #include <signal.h>
@@ -121,7 +121,7 @@ void use_at_random(const std::vector<Topology>& topologies, const Endpoint& self
         require_no(workspace.ReadCounters(&values));
         break;
       }
-      case 7: {  // a request of another process: the words of Workspace::Serve()
+      case 7: {  // a request as another process sends it to Workspace::Serve()
         const Request request = {kProtocolVersion,
                                  static_cast<int64_t>(random() % 2),
                                  4,
@@ -168,7 +168,7 @@ void check_threads(int seconds) {
 
 // ---- processes
 
-// Messages of 64 bytes between two processes.
+// A channel for messages of 64 bytes between two processes.
 class Channel {
  public:
   Channel() { require(pipe(there_) == 0 && pipe(back_) == 0, "no pipe"); }
@@ -290,8 +290,8 @@ void send_bytes(const Endpoint& to, const std::string& bytes, bool reads_answer)
   close(connection);
 }
 
-// Returns a secret, a number of words, and the words. The secret, the number and each word are
-// right, nearly right, or random.
+// Returns a request: a secret, a number of words, and the words. Each item is right, nearly right,
+// or random.
 std::string random_request(const Endpoint& to, Random& random) {
   const auto odd_word = [&]() -> int64_t {
     const int64_t words[] = {0,
@@ -360,8 +360,7 @@ void check_memory(int) {
   for (int i = 0; i < 2; ++i) AddDevice(i, {0, i});
   Workspace& workspace = Workspace::Get(topology_of({0, 1}), WorkspaceKind::kWhole);
   fake_driver::room[1] = int64_t{64} << 20;
-  // The first device has enough memory, but the second has not. Reserve() must then free the first
-  // device's memory.
+  // Only the first device has enough memory. Reserve() must then free the first device's memory.
   const Problem full = workspace.Reserve(int64_t{8} << 30, kTimeoutNs);
   require(!full.empty(), "8 GiB fit into 64 MiB");
   require_nothing_left();
@@ -372,8 +371,8 @@ void check_memory(int) {
               full.find(std::to_string(fake_driver::room[1])) != std::string::npos,
           "the message must name the requested and the free memory: " + full);
   fake_driver::room[1] = int64_t{1} << 60;
-  // Every call fails in turn. After each failure, there is an error, no memory stays allocated, and
-  // the next attempt succeeds.
+  // Each call of the driver fails once. It must return an error and leave no memory allocated, and
+  // the next attempt must succeed.
   int failures = 0;
   for (int failing = 0;; ++failing) {
     fake_driver::calls_until_failure = failing;
@@ -390,14 +389,14 @@ void check_memory(int) {
     require_no(workspace.Close(kTimeoutNs));
     require(fake_driver::used[0] == 0 && fake_driver::used[1] == 0, "memory is left");
   }
-  // A workspace that grows allocates only what it lacks.
+  // A workspace that grows allocates only the missing memory.
   constexpr int64_t kHalf = 64 << 20;  // more than before
   require_no(workspace.Reserve(kHalf / 2, kTimeoutNs));
   require_no(workspace.Reserve(kHalf, kTimeoutNs));
   require(fake_driver::used[0] == kHeaderBytes + kRingDepth * kHalf, "it has grown by more");
   require_no(workspace.Close(kTimeoutNs));
   require_nothing_left();
-  // Memory of another process arrives with a gap, and then fills it.
+  // Memory of another process first arrives with a gap. Later memory fills the gap.
   PeerSlab slab({0});
   require_no(slab.Open());
   constexpr int64_t kPage = int64_t{2} << 20;
@@ -560,5 +559,5 @@ int main(int argc, char** argv) {
   }
   check->second(seconds);
   std::fflush(stdout);
-  _exit(0);  // the thread that answers requests never ends
+  _exit(0);  // the thread that answers requests would never end
 }

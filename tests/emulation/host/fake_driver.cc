@@ -56,7 +56,7 @@ void keep(CUmemGenericAllocationHandle handle, const Allocation& allocation) {
   allocations()[handle] = allocation;
 }
 
-// Makes a stream or an event, which is only a distinct address.
+// Makes a stream or an event, which only needs a distinct address.
 template <typename T>
 cudaError_t make(T* made) {
   static std::atomic<uintptr_t> next{1};

@@ -1,4 +1,4 @@
-// The grouped GEMM without its kernels, for programs that are lowered and not run.
+// A grouped GEMM without kernels, for programs that are lowered but never run.
 #include "gemm/grouped_gemm.h"
 
 #include "gemm/act_encode.h"

@@ -33,9 +33,9 @@ inline __half __float2half_rn(float v) {
   if (magnitude >= 65520.f) return {static_cast<uint16_t>(sign | 0x7C00)};
   int exponent = 0;
   std::frexp(magnitude, &exponent);
-  const int scale = std::max(exponent - 11, -24);  // of the last bit
+  const int scale = std::max(exponent - 11, -24);  // exponent of the last bit
   const auto units = static_cast<uint32_t>(std::nearbyint(std::ldexp(magnitude, -scale)));
-  // A carry out of the fraction raises the exponent by itself.
+  // A carry out of the fraction increments the exponent, because the bits are adjacent.
   const uint32_t encoded = (static_cast<uint32_t>(scale + 24) << 10) + units;
   return {static_cast<uint16_t>(sign | encoded)};
 }

@@ -25,7 +25,7 @@ inline uint8_t to_e4m3(float v) {
   if (magnitude == 0.f) return sign;
   int exponent = 0;
   std::frexp(magnitude, &exponent);
-  const int scale = std::max(exponent - 4, -9);  // of the last bit
+  const int scale = std::max(exponent - 4, -9);  // exponent of the last bit
   const auto units = static_cast<uint32_t>(std::nearbyint(std::ldexp(magnitude, -scale)));
   return static_cast<uint8_t>(sign | ((static_cast<uint32_t>(scale + 9) << 3) + units));
 }

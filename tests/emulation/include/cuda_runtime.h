@@ -52,7 +52,7 @@ inline void __syncwarp(emulation::Site site = emulation::Site::here()) {
 inline void __syncthreads(emulation::Site site = emulation::Site::here()) {
   if (!emulation::is_left_out(site)) emulation::sync_named(0, emulation::block_threads());
 }
-// If the barrier of a vote is left out, the vote still has its result, but orders no memory.
+// If a run leaves out the barrier of a vote, the vote is still correct, but orders no memory.
 inline int __syncthreads_or(int vote, emulation::Site site = emulation::Site::here()) {
   return emulation::vote_of_block(vote != 0, /*is_and=*/false, !emulation::is_left_out(site));
 }
@@ -122,7 +122,7 @@ inline unsigned long long atomicCAS(unsigned long long* address, unsigned long l
   return expected;
 }
 namespace emulation {
-// Counts to `last` and back to 0.
+// Increments the counter, and wraps from `last` to 0.
 inline unsigned count_up(unsigned* address, unsigned last, bool is_ordered) {
   const int order = is_ordered ? __ATOMIC_ACQ_REL : __ATOMIC_RELAXED;
   unsigned before = __atomic_load_n(address, __ATOMIC_RELAXED);

@@ -1,5 +1,5 @@
-// A cuBLASLt that computes grouped products of bfloat16 on the CPU. It accepts what the library
-// documents for grouped products, and nothing else.
+// A fake cuBLASLt that computes grouped products of bfloat16 on the CPU. It accepts only the
+// arguments that cuBLASLt documents for grouped products.
 #include "fake_cublas_lt.h"
 
 #include <cstdint>
@@ -18,7 +18,7 @@ using moe_a2a::CublasLt;
 constexpr int kInvalid = 7, kUnsupported = 15;
 constexpr uint64_t kAlgorithm = 0x1234;
 
-// The content that the fake writes into an object of the caller.
+// The data that the fake stores in an opaque object of the caller.
 struct Object {
   int64_t values[16];
   int type, groups;

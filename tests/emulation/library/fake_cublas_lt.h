@@ -1,7 +1,7 @@
-// The counts that the fake cuBLASLt exports to a check, as the symbol "fake_counts".
+// Counts of the fake cuBLASLt, which exports them to a check as "fake_counts".
 #pragma once
 
 struct FakeCounts {
   long calls_until_failure;  // negative: no call fails
-  long searches;             // for an algorithm
+  long searches;             // the number of searches for an algorithm
 };

@@ -1,5 +1,5 @@
-// Checks grouped products by cuBLASLt over a fake of it: library --seed N. The fake lies next to
-// the program.
+// Checks grouped products over a fake cuBLASLt, which is in the folder of this program. Usage:
+// library --seed N.
 #include <dlfcn.h>
 
 #include <cstdio>
@@ -132,7 +132,7 @@ int main(int argc, char** argv) {
   auto& counts = *static_cast<FakeCounts*>(dlsym(fake, "fake_counts"));
   require(CublasLtVersion() == 130405, "the version is not the library's");
 
-  // In each round one call fails, each time a later call, until no call fails.
+  // In round N, call N fails. The last round is the first round in which no call fails.
   for (long call = 0, has_failed = 1; has_failed; ++call) {
     Product product;
     counts.calls_until_failure = call;

@@ -1,6 +1,5 @@
-// Runs choose. Reads int32 T, E, K, whether there is a mask, the three numbers of groups, and
-// whether it renormalizes and applies a log-sigmoid; float32 scale; and the operands. Writes the
-// results.
+// Runs choose. Reads nine int32: T, E, K, has_mask, three numbers of groups, renormalizes, and
+// applies_log_sigmoid. Then reads the float32 scale and the operands. Writes the results.
 #include <cstdio>
 #include <vector>
 

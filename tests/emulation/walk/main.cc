@@ -1,6 +1,6 @@
 // Checks with random groups that the schedule of the grouped GEMM (gemm/schedule.cuh) visits each
-// tile once. Prints the first error. Exit status: 0 without errors.
-//   walk --seed N
+// tile once. Prints the first error. The exit status is 0 if there is no error. Usage: walk --seed
+// N.
 #include <cstdio>
 #include <cstdlib>
 #include <set>
@@ -34,7 +34,7 @@ void list_tiles(const ListParams* p) {
   }
 }
 
-// Returns the error of a list, or null.
+// Returns the first error in the list of tiles of random groups, or null.
 template <typename F>
 const char* check(Random& random) {
   const int num_groups = 1 + random.below(random.one_in(4) ? 70 : 8);
@@ -66,7 +66,7 @@ const char* check(Random& random) {
     return "the launch failed";
   }
 
-  std::set<std::tuple<int, int, int>> seen;  // start of the group, m and n
+  std::set<std::tuple<int, int, int>> seen;  // the start of a tile's group, and the tile's m and n
   for (const Work& work : found) {
     if (work.size == -2) return "a position is missing";
     if (work.is_end()) break;
