@@ -1,8 +1,8 @@
 """Compute the experts of a rank (SwiGLU over rows grouped by expert) in several ways.
 
-Each of the ``CANDIDATES`` makes a function ``experts(rows [C, H], w_in [L, H, 2, I],
-w_out [L, I, H], sizes [L]) -> [C, H]``, which is differentiable in all arguments except ``sizes``.
-Rows after the last group are zero, and their results are not read.
+``Experts`` are functions ``experts(rows [C, H], w_in [L, H, 2, I], w_out [L, I, H], sizes [L]) ->
+[C, H]``, which are differentiable in all arguments except ``sizes``. Rows after the last group are
+zero, and their results are not read.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from .operations import squares
 
 Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 Experts = Callable[..., jax.Array]
+grouped_dot: Product = functools.partial(ma.grouped_dot, tail="unspecified")
 
 
 def swiglu(gate_up: jax.Array) -> jax.Array:
@@ -141,16 +142,6 @@ def _mosaic(name: str) -> Any:
 def fp8_product(rows: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
     """Quantize rows and weights, and multiply them, as FP8 training with one micro-batch does."""
     return straight_through.dot_in_fp8(rows, ma.QuantizedExperts(source=w), sizes)
-
-
-PRODUCTS: dict[str, Callable[[], Product]] = {
-    "grouped_dot": lambda: functools.partial(ma.grouped_dot, tail="unspecified"),
-    "ragged_dot": lambda: lambda rows, w, sizes: lax.ragged_dot(rows, w, sizes),
-    "Mosaic GPU": mosaic_product,
-}
-CANDIDATES: dict[str, Callable[[], Experts]] = {
-    name: lambda make=make: by_product(make()) for name, make in PRODUCTS.items()
-}
 
 
 def errors(

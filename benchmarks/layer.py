@@ -1,7 +1,6 @@
 """Time a whole MoE layer (exchange, experts and weighted combine) of this package and of plain JAX.
 
     python -m benchmarks.layer                     training and decode, on this machine's GPUs
-    python -m benchmarks.layer --grouped grouped_dot "Mosaic GPU"
     python -m benchmarks.layer --shapes A B --methods moe_mlp --capacities tight worst 1.25
     python -m benchmarks.layer --tokens 8 128 1024 4096 --sigma 0 1.1
     python -m benchmarks.layer --stages            whole layers of models, stage by stage
@@ -52,7 +51,6 @@ OF_MOE_MLP = {  # for each method of moe_mlp, a function that makes its experts 
 OURS = ("ours", *OF_MOE_MLP)
 TOLERANCE = 2e-2  # bfloat16 has 8 bits, and each method rounds its own partial sums
 FP8_TOLERANCE = 0.1  # the error of one product of random numbers is 3.7 %
-GROUPED_DOT = "grouped_dot"  # a key of experts.CANDIDATES
 DECODE_REPS = 16
 SAMPLES = 5
 
@@ -92,7 +90,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         default=("tight",),
         help="tight, worst (the default of the package) or a capacity factor",
     )
-    parser.add_argument("--grouped", nargs="+", choices=experts.CANDIDATES, default=(GROUPED_DOT,))
     return parser.parse_args(argv)
 
 
@@ -104,11 +101,10 @@ def main(argv: list[str] | None = None) -> int:
     run = runs.open_run(args, num_gpus, ["layer", "decode"], "layer", SAMPLES if num_gpus else 1)
     benches = []
     for shape in shapes(args, run.mesh.size, run.on_gpu):
-        for grouped in args.grouped:
-            with run.attempt(f"{shape.sweep}, {shape.workload.setting}, {grouped}"):
-                bench = Bench(run, shape, grouped)
-                bench.start(methods(args, shape, grouped, run.on_gpu))
-                benches.append(bench)
+        with run.attempt(f"{shape.sweep}, {shape.workload.setting}"):
+            bench = Bench(run, shape)
+            bench.start(methods(args, shape, run.on_gpu))
+            benches.append(bench)
     for bench in benches:
         bench.measure()
     return runs.finish(run.record, run.path, not args.no_plot)
@@ -133,24 +129,21 @@ def shapes(args: argparse.Namespace, ranks: int, on_gpu: bool) -> list[Shape]:
     return found
 
 
-def methods(args: argparse.Namespace, shape: Shape, grouped: str, on_gpu: bool) -> list[str]:
-    """Return the methods that can compute a layer with these grouped products."""
+def methods(args: argparse.Namespace, shape: Shape, on_gpu: bool) -> list[str]:
+    """Return the methods that can compute a layer."""
     wanted = [*args.methods]
     if not on_gpu:  # XLA:CPU has no ragged_all_to_all
         wanted = [method for method in wanted if not method.startswith("ragged")]
     if shape.workload.dropped:  # plain JAX would drop other rows
         wanted = [method for method in wanted if method in OURS]
-    if grouped != GROUPED_DOT:  # moe_mlp has no other product
-        wanted = [method for method in wanted if method not in OF_MOE_MLP]
     return wanted
 
 
 class Bench:
-    """The measurements of a layer with one grouped product, by all methods."""
+    """The measurements of a layer by all methods."""
 
-    def __init__(self, run: Run, shape: Shape, grouped: str):
-        self.run, self.shape, self.grouped = run, shape, grouped
-        self.experts = experts.CANDIDATES[grouped]()
+    def __init__(self, run: Run, shape: Shape):
+        self.run, self.shape = run, shape
         self.group = run.group()
         # Shapes of arrays. ``measure`` replaces them by arrays.
         self.state, *self.weights = jax.eval_shape(lambda: make_inputs(run.mesh, shape))
@@ -161,7 +154,7 @@ class Bench:
         """Start to compile the layer, once for each method."""
         shape = self.shape
         setting, capacity = shape.workload.setting, shape.workload.capacity
-        say(f"{shape.name}, {shape.sweep}, {setting}, {self.grouped}: {capacity} rows, compiling")
+        say(f"{shape.name}, {shape.sweep}, {setting}: {capacity} rows, compiling")
         for method in dict.fromkeys((shape.reference, *wanted)):
             with self.run.attempt(f"{shape.sweep} by {method}"):
                 case = self.layer_case(method)
@@ -171,7 +164,7 @@ class Bench:
         """Check and time the layers that ``start`` has compiled."""
         shape = self.shape
         self.run.wait()
-        say(f"{shape.name}, {shape.sweep}, {shape.workload.setting}, {self.grouped}")
+        say(f"{shape.name}, {shape.sweep}, {shape.workload.setting}")
         with self.run.attempt(f"{shape.sweep}, {shape.workload.setting}: inputs"):
             self.state, *self.weights = make_inputs(self.run.mesh, shape)
             self.run.measure(self.cases)
@@ -238,11 +231,14 @@ class Bench:
             return lambda ids, x, weights, w_in, w_out: one_call(
                 x, ma.RouterChoices(ids, weights), make(w_in, w_out)
             )
-        made = MAKERS[method](workload, self.group)
+        made, compute = (
+            MAKERS[method](workload, self.group),
+            experts.by_product(experts.grouped_dot),
+        )
 
         def layer(ids: Any, x: Any, weights: Any, w_in: Any, w_out: Any) -> Any:
             dispatched = made.dispatch(x, ids, weights)
-            y = self.experts(dispatched.rows, w_in, w_out, dispatched.group_sizes)
+            y = compute(dispatched.rows, w_in, w_out, dispatched.group_sizes)
             return made.combine(y, dispatched.state)
 
         return layer
@@ -263,7 +259,6 @@ class Bench:
                 intermediate=shape.intermediate,
                 dropped=round(shape.workload.dropped, 5),
                 is_training=shape.is_training,
-                grouped=self.grouped,
                 path=self.group.path if is_ours else "plain",
                 num_sms=num_sms,
                 **result.row(),

@@ -61,7 +61,7 @@ OURS = ("moe_mlp", "moe_mlp_to_fp8", "local")
 TINY_ROWS = 16
 # A row replaces an earlier row of the record with the same values of these entries.
 KEYS = ("geometry", "layers", "rows", "routing", "micro_batches", "method")
-ON_GPU = ("mosaic", "ragged32", "ragged")  # methods that need a GPU
+ON_GPU = ("mosaic", "ragged32")  # methods that need a GPU
 
 
 class Step(NamedTuple):
@@ -80,9 +80,9 @@ class Step(NamedTuple):
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = runs.make_parser("benchmarks.model", __doc__)
-    geometries, methods = tuple(slices.GEOMETRIES), tuple(m for m in LAYERS if m != "ragged")
+    geometries, methods = tuple(slices.GEOMETRIES), tuple(LAYERS)
     parser.add_argument("--geometries", nargs="+", choices=geometries, default=geometries[:2])
-    parser.add_argument("--methods", nargs="+", choices=tuple(LAYERS), default=methods)
+    parser.add_argument("--methods", nargs="+", choices=methods, default=methods)
     parser.add_argument("--rows", nargs="+", type=int, default=(4096,), help="per expert")
     parser.add_argument("--routing", nargs="+", choices=ROUTINGS, default=ROUTINGS[:1])
     parser.add_argument("--micro-batches", nargs="+", type=int, default=(1,))
@@ -91,7 +91,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--append", type=pathlib.Path, help="begin with the rows of this record, of the same GPUs"
     )
     parser.add_argument(
-        "--profile", nargs="+", choices=tuple(LAYERS), default=(), help="list their kernels"
+        "--profile", nargs="+", choices=methods, default=(), help="list their kernels"
     )
     return parser.parse_args(argv)
 
@@ -110,8 +110,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_FRACTION)
     num_gpus = runs.set_platform(args.ranks)
-    samples = 1 if not num_gpus else runs.QUICK_SAMPLES if args.quick else SAMPLES
-    run = runs.open_run(args, num_gpus, ["model"], "model", samples)
+    run = runs.open_run(args, num_gpus, ["model"], "model", SAMPLES if num_gpus else 1)
     mesh = Mesh(run.mesh.devices[:, None], ("ep", ALONE))
     run = dataclasses.replace(run, mesh=mesh, sample_seconds=SAMPLE_SECONDS if num_gpus else 0)
     if args.append:

@@ -293,7 +293,7 @@ def main(argv: list[str] | None = None) -> int:
     num_gpus = runs.set_platform(args.ranks)
     sweep = "models" if args.models else "products"
     run = runs.open_run(args, num_gpus, [sweep], "products", SAMPLES)
-    settings = FIRST_OF_EACH if args.quick or not num_gpus else SETTINGS
+    settings = SETTINGS if num_gpus else FIRST_OF_EACH
     if args.models:
         each = itertools.product(args.rows, args.models, args.sizes)
         settings = [one for rows, name, sizes in each for one in of_model(name, rows, sizes)]

@@ -75,7 +75,6 @@ STEP_METHODS = {  # the MoE layers of whole steps, in words
     "capacity": "capacity of 1.25 per expert, `all_to_all`, cuBLAS",
     "mosaic": "`all_gather`, JAX's Mosaic GPU kernels",
     "ragged32": "`ragged_all_to_all` in 32 updates, `ma.grouped_dot`",
-    "ragged": "`ragged_all_to_all`, `ma.grouped_dot`",
     "local": "*bound: no exchange*",
     "none": "*bound: no MoE layer*",
 }
@@ -95,14 +94,8 @@ OPS = {
     "experts_and_gradients": "forward and gradients",
     "d_rows": "gradient of rows",
     "d_weights": "gradient of weights",
-    "route": "route",
-    "dispatch": "dispatch",
-    "combine": "combine",
-    "round_trip": "round trip",
-    "backward": "backward round trip",
 }
 SORTED = ("layer", "products")  # sweeps whose panels compare methods, the best first
-NO_STEPS = "No record of whole steps is committed yet: `python -m benchmarks.model` makes one."
 # Columns of tables of whole steps: a function returns the text in the row's column.
 STEP_COLUMNS: dict[str, Callable[[Row], str]] = {
     "ms": lambda r: ms(r["us"]),
@@ -171,8 +164,6 @@ def steps_in_short(folder: pathlib.Path) -> str:
     plot of the oldest of its records."""
     found = records.all_of(STEPS)
     most = [f for f in found if f.record["ranks"] == found[0].record["ranks"]][::-1]
-    if not most:
-        return NO_STEPS
     columns = {
         f"{title}, {machine(f.record).split(',')[0]}": {row["method"]: row for row in rows}
         for f in most
@@ -200,7 +191,7 @@ def steps_in_full(folder: pathlib.Path) -> str:
     for found in records.all_of(STEPS):
         parts += [f"{machine(found.record)} ([record]({os.path.relpath(found.path, folder)}))."]
         parts += steps_of(found.record["rows"])
-    return "\n\n".join(parts) or NO_STEPS
+    return "\n\n".join(parts)
 
 
 def steps_of(rows: Rows) -> list[str]:

@@ -23,8 +23,6 @@ from . import record as records
 from . import timing, wire
 from .report import plot, tables
 
-QUICK_SAMPLES = 3
-QUICK_SECONDS = 0.008  # duration of a sample; with this duration, figures vary by 15 %
 CPU_RANKS = 8
 MAX_THREADS = 32
 TIMEOUT_SECONDS = 10.0  # limit of a wait in a kernel
@@ -45,7 +43,6 @@ def make_parser(name: str, text: str | None) -> argparse.ArgumentParser:
         description=text,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--quick", action="store_true", help="few sizes and methods, few samples")
     parser.add_argument("--ranks", type=int, help="use this many of the GPUs; default: all")
     parser.add_argument("--samples", type=int, help="timed samples of each program")
     parser.add_argument(
@@ -306,7 +303,6 @@ def open_run(
         record=record,
         path=path if num_gpus or args.out else None,
         samples=args.samples or samples,
-        sample_seconds=QUICK_SECONDS if args.quick else timing.SAMPLE_SECONDS,
         deadline=_start + args.budget,
     )
 

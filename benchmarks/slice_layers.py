@@ -88,9 +88,9 @@ def of_plain_products(experts: ma.Experts) -> Any:
     return products.side_by_side(experts.w_in), biases
 
 
-def exchanged(method: str, product: str, workload: Workload) -> MoE:
+def exchanged(method: str, workload: Workload, with_mosaic: bool = False) -> MoE:
     made = MAKERS[method](workload, ma.Group(axis_name="ep", size=workload.ranks))
-    dot = products.PRODUCTS[product]()
+    dot = products.mosaic_product() if with_mosaic else products.grouped_dot
 
     def layer(x: Any, ids: Any, weights: Any, experts: ma.Experts) -> Any:
         rows, _, sizes, state = made.dispatch(x, ids, weights)
@@ -101,13 +101,12 @@ def exchanged(method: str, product: str, workload: Workload) -> MoE:
 
 def fsdp(workload: Workload) -> MoE:
     """Make a layer without expert parallelism: every rank gathers the weights of all experts."""
-    dot = products.PRODUCTS["grouped_dot"]()
 
     def layer(x: Any, ids: Any, weights: Any, experts: ma.Experts) -> Any:
         experts = jax.tree.map(lambda w: lax.all_gather(w, "ep", tiled=True), experts)
         order, place, sizes = sort_by_key(ids.ravel(), len(experts.w_in), ids.size)
         links = Links(order, place.reshape(ids.shape))
-        rows = multiply(dot, spread(x, links), sizes, experts)
+        rows = multiply(products.grouped_dot, spread(x, links), sizes, experts)
         return weighted_sum(rows, weights, links), 0
 
     return layer
@@ -148,7 +147,7 @@ LAYERS = {  # report.STEP_METHODS describes them
     "none": Layer(no_layer, None),
     "local": Layer(local, None),
     "moe_mlp": Layer(moe_mlp),
-    "all_gather": Layer(functools.partial(exchanged, "all_gather", "grouped_dot")),
+    "all_gather": Layer(functools.partial(exchanged, "all_gather")),
     "fsdp": Layer(fsdp),
     "moe_mlp_to_fp8": Layer(
         functools.partial(moe_mlp, in_fp8=True),
@@ -157,8 +156,7 @@ LAYERS = {  # report.STEP_METHODS describes them
     ),
     "capacity": Layer(capacity, tolerance=5e-2, has_our_products=False),  # it may drop rows
     "mosaic": Layer(
-        functools.partial(exchanged, "all_gather", "Mosaic GPU"), has_our_products=False
+        functools.partial(exchanged, "all_gather", with_mosaic=True), has_our_products=False
     ),
-    "ragged32": Layer(functools.partial(exchanged, "ragged32", "grouped_dot")),
-    "ragged": Layer(functools.partial(exchanged, "ragged", "grouped_dot")),
+    "ragged32": Layer(functools.partial(exchanged, "ragged32")),
 }

@@ -82,6 +82,8 @@ class Variant(NamedTuple):
     group: ma.Group
     run_once: concurrent.futures.Future
     programs: list[Timed]
+    text: str
+    """The text of ``run_once``, for which XLA has not compiled."""
 
     def __str__(self) -> str:
         sms = f", num_sms={self.group.num_sms}" if self.group.num_sms else ""
@@ -144,7 +146,7 @@ def compile_variant(
             tied_axes=operation.tied_axes,
         )
         programs.append(Timed(operation, program, tie_key(operation, state, program.num_results)))
-    return Variant(plan, method, group, compiling, programs)
+    return Variant(plan, method, group, compiling, programs, lowered.as_text())
 
 
 def repetitions(method: str, operation: operations.Operation, plan: Plan) -> int:

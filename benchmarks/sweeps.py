@@ -26,7 +26,6 @@ from .suite import Plan
 from .workload import FULL, SKEW, TINY, Setting, draw
 
 CPU_SIZES = 3
-QUICK_SIZES = 2
 TOKENS, FEW_TOKENS = 4096, 128
 PLAIN_TOKENS = (128, 4096)
 PLAIN = ("ours", "all_gather", "dense")
@@ -106,14 +105,14 @@ SWEEPS: dict[str, Sweep] = dict(  # the most informative sweep first
 )
 
 
-def plans(name: str, ranks: int, on_gpu: bool, quick: bool = False) -> list[Plan]:
-    """Return the plans of a sweep: only the first sizes if quick, and tiny plans without a GPU."""
+def plans(name: str, ranks: int, on_gpu: bool) -> list[Plan]:
+    """Return the plans of a sweep: a few tiny plans without a GPU."""
     sweep = SWEEPS[name]
     base = Setting(TOKENS, **FULL) if on_gpu else Setting(16, **TINY)
     if name == "formats":  # the groups of a format have up to 128 elements
         base = dataclasses.replace(base, hidden=max(base.hidden, 128))
     tokens = (TOKENS, FEW_TOKENS) if on_gpu and sweep.has_few else (base.tokens,)
-    sizes = sweep.sizes[: QUICK_SIZES if quick else None if on_gpu else CPU_SIZES]
+    sizes = sweep.sizes[: None if on_gpu else CPU_SIZES]
     found = []
     for changes in [
         dict(tokens=n) | case for n in tokens for s in sizes for case in sweep.cases(s)

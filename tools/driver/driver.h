@@ -1,15 +1,17 @@
-// Helpers that all drivers use: checks, lists on the command line, random numbers, and fingerprints
-// of arrays.
+// Helpers of the drivers: checks, lists on the command line, arrays on a device, and measurements on
+// several GPUs.
 #pragma once
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <map>
 #include <string>
+#include <thread>
 #include <type_traits>
 #include <variant>
 #include <vector>
@@ -148,6 +150,66 @@ enum PlanArray {
   kGroupSizes,
   kNumRows,
   kNumDropped
+};
+
+// ---- Measurements
+
+// Calls body(gpu) for each of the first GPUs, with that GPU current. Each call has a separate
+// thread, because calls for one GPU may wait for the other GPUs.
+template <typename Body>
+void ForEachGpu(int num_gpus, const Body& body) {
+  std::vector<std::thread> threads;
+  for (int gpu = 0; gpu < num_gpus; ++gpu) {
+    threads.emplace_back([&body, gpu] {
+      CHECK(cudaSetDevice(gpu));
+      body(gpu);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+// The median of samples, and the least and the greatest of them.
+struct Summary {
+  explicit Summary(std::vector<double> samples) {
+    std::sort(samples.begin(), samples.end());
+    median = samples[samples.size() / 2];
+    least = samples.front();
+    greatest = samples.back();
+  }
+  double median, least, greatest;
+};
+
+// A stream of the current device, and the time between two events on this stream.
+class TimedStream {
+ public:
+  TimedStream() {
+    CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
+    CHECK(cudaEventCreate(&begin_));
+    CHECK(cudaEventCreate(&end_));
+  }
+  TimedStream(const TimedStream&) = delete;
+  ~TimedStream() {
+    cudaEventDestroy(begin_);
+    cudaEventDestroy(end_);
+    cudaStreamDestroy(stream_);
+  }
+
+  operator cudaStream_t() const { return stream_; }
+  void Begin(unsigned flags = 0) { CHECK(cudaEventRecordWithFlags(begin_, stream_, flags)); }
+  void End(unsigned flags = 0) { CHECK(cudaEventRecordWithFlags(end_, stream_, flags)); }
+
+  // Waits for the stream; returns the time.
+  double Microseconds() {
+    CHECK(cudaStreamSynchronize(stream_));
+    CHECK(cudaGetLastError());
+    float ms = 0;
+    CHECK(cudaEventElapsedTime(&ms, begin_, end_));
+    return ms * 1e3;
+  }
+
+ private:
+  cudaStream_t stream_;
+  cudaEvent_t begin_, end_;
 };
 
 }  // namespace moe_a2a

@@ -29,7 +29,7 @@
 //              rounding depends on the number of teams. It also prints a hash of the results
 //   --timeout  bound of the kernels' waits in seconds; a sanitizer may need more than five
 //
-// To try another number of tuning.h, build with, for example, "-DMOE_A2A_CANDIDATE=kStages = 4".
+// To try another number of tuning.h, build with, for example, "-DMOE_A2A_CANDIDATE=kPauseNs = 0".
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -49,7 +49,6 @@
 #include "calls/route.h"
 #include "calls/routed_dispatch.h"
 #include "calls/weighted_dispatch.h"
-#include "devices.h"
 #include "driver.h"
 #include "kernels/grid.h"
 #include "kernels/launch.h"

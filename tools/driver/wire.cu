@@ -14,7 +14,6 @@
 #include <string>
 #include <vector>
 
-#include "devices.h"
 #include "driver.h"
 
 namespace moe_a2a {
