@@ -7,7 +7,8 @@
 
 The method ``ours`` consists of dispatch, grouped products and combine. ``moe_mlp`` is the layer in
 one call. ``moe_mlp_fp8`` reads quantized weights, which get no gradients. ``moe_mlp_to_fp8``
-quantizes rows and weights for the products, with gradients. The choices of experts are inputs.
+quantizes rows and weights for the products, with gradients. ``mosaic`` is ``all_gather`` with JAX's
+Mosaic GPU kernels. The choices of experts are inputs.
 Training is a forward pass, without and with the gradients of tokens, router weights and experts.
 Decode is a forward pass of up to 128 tokens. Before a method is timed, its result is compared with
 the result of ``all_gather``, or of ``ours`` if the capacity drops rows (plain JAX would drop other
@@ -41,7 +42,7 @@ MOST_DECODE_TOKENS = 128
 TINY_INTERMEDIATE = 128
 TINY_LAYER: dict[str, Any] = dict(hidden=128, top_k=2, experts=16)
 METHODS = ("all_gather", "ours", "moe_mlp", "moe_mlp_fp8", "moe_mlp_to_fp8")
-METHODS += ("dense", "ragged", "ragged32")
+METHODS += ("dense", "ragged", "ragged32", "mosaic")
 FROZEN = "moe_mlp_fp8"  # the method whose weights get no gradients
 OF_MOE_MLP = {  # for each method of moe_mlp, a function that makes its experts from the weights
     "moe_mlp": ma.Experts,
@@ -49,6 +50,7 @@ OF_MOE_MLP = {  # for each method of moe_mlp, a function that makes its experts 
     "moe_mlp_to_fp8": lambda w_in, w_out: ma.Experts(w_in, w_out).in_fp8(),
 }
 OURS = ("ours", *OF_MOE_MLP)
+ON_GPU = ("ragged", "ragged32", "mosaic")  # methods that need a GPU
 TOLERANCE = 2e-2  # bfloat16 has 8 bits, and each method rounds its own partial sums
 FP8_TOLERANCE = 0.1  # the error of one product of random numbers is 3.7 %
 DECODE_REPS = 16
@@ -132,8 +134,8 @@ def shapes(args: argparse.Namespace, ranks: int, on_gpu: bool) -> list[Shape]:
 def methods(args: argparse.Namespace, shape: Shape, on_gpu: bool) -> list[str]:
     """Return the methods that can compute a layer."""
     wanted = [*args.methods]
-    if not on_gpu:  # XLA:CPU has no ragged_all_to_all
-        wanted = [method for method in wanted if not method.startswith("ragged")]
+    if not on_gpu:
+        wanted = [method for method in wanted if method not in ON_GPU]
     if shape.workload.dropped:  # plain JAX would drop other rows
         wanted = [method for method in wanted if method in OURS]
     return wanted
@@ -231,10 +233,9 @@ class Bench:
             return lambda ids, x, weights, w_in, w_out: one_call(
                 x, ma.RouterChoices(ids, weights), make(w_in, w_out)
             )
-        made, compute = (
-            MAKERS[method](workload, self.group),
-            experts.by_product(experts.grouped_dot),
-        )
+        is_mosaic = method == "mosaic"
+        made = MAKERS["all_gather" if is_mosaic else method](workload, self.group)
+        compute = experts.by_product(experts.mosaic_product() if is_mosaic else experts.grouped_dot)
 
         def layer(ids: Any, x: Any, weights: Any, w_in: Any, w_out: Any) -> Any:
             dispatched = made.dispatch(x, ids, weights)

@@ -61,7 +61,7 @@ DESCRIBING = (  # entries that may distinguish rows, and those that do in one sw
 )
 OF_SWEEP = dict(sms="num_sms", products="rows", models="rows", model="rows")
 MEASURED = dict(
-    **dict(us="µs", wire_us="link limit", bound_us="bound", gb_per_s="GB/s"),
+    **dict(us="µs", wire_us="link limit", gb_per_s="GB/s"),
     **dict(tflops="TFLOP/s", weight_gb_per_s="GB/s", tokens_per_s="tokens/s"),
     **dict(mfu="MFU", peak_gib="GiB", exposed_us="exposed exchange", load="max/mean"),
     **dict(kernels="kernels"),
@@ -83,7 +83,7 @@ METHODS = {  # names in plots of other sweeps
     "moe_mlp": "this package",
     "moe_mlp_fp8": "this package, experts in FP8",
     "moe_mlp_to_fp8": "this package, experts in FP8",
-    "all_gather": "all_gather",
+    "mosaic": "all_gather",
     "dense": "dense all_to_all",
     "ragged": "ragged_all_to_all",
 }
@@ -358,7 +358,7 @@ def compared(sweep: str, rows: Rows) -> dict[str, list[Row]]:
 
     def method(row: Row) -> str:
         words = METHODS.get(row["method"], row["method"])
-        product = row.get("grouped", "grouped_dot")
+        product = row.get("grouped", "Mosaic GPU" if row["method"] == "mosaic" else "grouped_dot")
         return words + (f", {product}" if "package" not in words and sweep == "layer" else "")
 
     key, sign = ("tflops", -1) if sweep == "products" else ("us", 1)

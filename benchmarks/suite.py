@@ -270,8 +270,10 @@ def make_row(run: Run, variant: Variant, timed: Timed, result: timing.Timing, re
     )
     num_bytes = operations.wire_bytes(op, workload)
     row.update(wire_bytes=num_bytes, gb_per_s=round(num_bytes / us / 1e3, 2) if us else None)
-    row.update(bounds(run, op, workload))
-    row["ratio"] = round(us / row["wire_us"], 4) if row["wire_us"] else None
+    one_way_us = wire.microseconds(run.record["wire"], workload.busiest_bytes)
+    ways = len(operations.parts(op))
+    wire_us = None if one_way_us is None or not ways else round(ways * one_way_us, 3)
+    row.update(wire_us=wire_us, ratio=round(us / wire_us, 4) if wire_us else None)
     return row
 
 
@@ -300,19 +302,3 @@ def sms_of(group: ma.Group, op: str, setting: Setting) -> int:
     if setting.formatted:
         default = native.tuning("FORMAT_NUM_SMS")
     return max(group.sms_of(part) or default for part in operations.parts(op) or (op,))
-
-
-def bounds(run: Run, op: str, workload: Workload) -> dict[str, float | None]:
-    """Return the least times that the busiest link and the busiest memory need, and the larger of
-    the two. For a dispatch followed by a combine, each time is the sum of both."""
-    parts = operations.parts(op)
-    one_way_us = wire.microseconds(run.record["wire"], workload.busiest_bytes)
-    local = (run.record["wire"] or {}).get("local_gb_per_s")
-    found: dict[str, float | None] = dict(wire_us=None, memory_us=None, bound_us=None)
-    if parts and one_way_us is not None:
-        found["wire_us"] = round(len(parts) * one_way_us, 3)
-        if local is not None:
-            memory_us = [workload.memory_bytes[part] / local / 1e3 for part in parts]
-            found["memory_us"] = round(sum(memory_us), 3)
-            found["bound_us"] = round(sum(max(us, one_way_us) for us in memory_us), 3)
-    return found

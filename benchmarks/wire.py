@@ -62,9 +62,9 @@ def measure(sizes: Iterable[int], num_gpus: int) -> dict[str, Any]:
       num_gpus: the number of GPUs, at least two.
 
     Returns:
-      ``gpus``, ``name``, ``local_gb_per_s`` (the rate of a GPU's own memory, reads and writes
-      together), and ``results``. For each size, ``results`` has a dict with ``bytes``, ``blocks``
-      (the fastest number of blocks), ``median_us``, ``min_us``, ``max_us`` and ``gb_per_s``.
+      ``gpus``, ``name`` and ``results``. For each size, ``results`` has a dict with ``bytes``,
+      ``blocks`` (the fastest number of blocks), ``median_us``, ``min_us``, ``max_us`` and
+      ``gb_per_s``.
 
     Raises:
       RuntimeError: if the program cannot be built, or fails.
@@ -91,8 +91,7 @@ def in_words(measured: dict[str, Any]) -> str:
     best = max(measured["results"], key=lambda result: result["bytes"])
     return (
         f"each of {measured['gpus']} GPUs stores {best['gb_per_s']:.0f} GB/s to its peers "
-        f"({best['blocks']} blocks, {best['bytes'] / 1e6:.0f} MB); its own memory transfers "
-        f"{measured['local_gb_per_s']:,.0f} GB/s, reads and writes together"
+        f"({best['blocks']} blocks, {best['bytes'] / 1e6:.0f} MB)"
     )
 
 

@@ -116,9 +116,6 @@ class Workload:
     """Bytes that the busiest sender sends in a dispatch."""
     entering_bytes: int
     """Bytes that the busiest receiver receives in a dispatch, and sends in a combine."""
-    memory_bytes: dict[str, int]
-    """For ``"dispatch"`` and ``"combine"``, the least bytes that the memory of the busiest rank
-    reads and writes, including stores of its peers, in an exchange through landing zones."""
     fan_out: float
     """The mean number of ranks to which a token goes."""
     load: float
@@ -184,25 +181,19 @@ def _draw_ids(setting: Setting, ranks: int, rng: np.random.Generator) -> np.ndar
 
 def _traffic(setting: Setting, goes_to: np.ndarray, capacity: int) -> dict[str, Any]:
     """Return the fields of a ``Workload`` that count bytes, and its ``pair_capacity``."""
-    row_bytes, wire_row_bytes, ranks = setting.row_bytes, setting.wire_row_bytes, len(goes_to)
+    wire_row_bytes, ranks = setting.wire_row_bytes, len(goes_to)
     pairs = goes_to.sum(axis=(1, 2))  # [from, to]
     slots = goes_to.any(axis=2).sum(axis=1)
     own = np.diag(slots)
     leaving, entering = slots.sum(axis=1) - own, slots.sum(axis=0) - own
-    # Dispatch reads x, writes and reads landing zones, and writes all rows of the capacity. Combine
-    # reads rows, writes and reads own and landed partial sums, and writes the output.
-    out_bytes = wire_row_bytes if setting.formatted == "rows" else row_bytes
-    dispatch = setting.tokens * row_bytes + 2 * entering * wire_row_bytes + capacity * out_bytes
     rows = pairs.sum(axis=0)
-    combine = (rows + setting.tokens) * row_bytes + 2 * (own + leaving) * wire_row_bytes
     most = lambda counts: int(np.max(counts))
     return dict(
         pair_capacity=round_up(most(pairs), 8),
         leaving_bytes=most(leaving) * wire_row_bytes,
         entering_bytes=most(entering) * wire_row_bytes,
-        memory_bytes=dict(dispatch=most(dispatch), combine=most(combine)),
         fan_out=float(slots.sum() / (ranks * setting.tokens)),
-        load=float(pairs.sum(axis=0).max() / pairs.sum() * ranks),
+        load=float(rows.max() / rows.sum() * ranks),
         dropped=float((rows - capacity).clip(0).sum() / rows.sum()),
     )
 

@@ -1,5 +1,5 @@
-// Helpers of the drivers: checks, lists on the command line, arrays on a device, and measurements on
-// several GPUs.
+// Helpers of the drivers: checks, lists on the command line, arrays on a device, and measurements
+// on several GPUs.
 #pragma once
 
 #include <cuda_runtime.h>
