@@ -249,7 +249,7 @@ class Bench:
         includes the tie, which takes about 1 % of a repetition."""
         shape, is_ours = self.shape, method in OURS
 
-        def row(result: timing.Timing, reps: int) -> Row:
+        def row(result: timing.Timing) -> Row:
             num_sms = suite.sms_of(self.group, op, shape.workload.setting) if is_ours else None
             return dict(
                 op=op,
@@ -264,7 +264,7 @@ class Bench:
                 num_sms=num_sms,
                 **result.row(),
                 measured_us=round(result.median_us, 3),
-                reps=reps,
+                reps=program.reps,
                 samples=self.run.samples,
             )
 

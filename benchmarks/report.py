@@ -239,7 +239,7 @@ def machine(record: Row) -> str:
 
 def of_main_size(rows: Rows) -> list[Row]:
     """Return the rows of the sizes that most rows have."""
-    size = lambda row: tuple(row[key] for key in ("hidden", "top_k", "experts", "skew"))
+    size = lambda row: tuple(row[key] for key in ("hidden", "top_k", "experts", "skew", "sigma"))
     return max(grouped(rows, size).values(), key=len)
 
 

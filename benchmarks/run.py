@@ -79,8 +79,6 @@ class Program(NamedTuple):
     reps: int
     exchanges: int
     """The least number of exchanges in each repetition, for ``timing.check_unmerged``."""
-    compile_once: Callable[[], Any]
-    """Compiles the program with only one repetition."""
     num_results: int
 
 
@@ -90,8 +88,8 @@ class Job(NamedTuple):
     program: Program
     args: Callable[[Any], tuple[Any, ...]]
     """Makes the program's arguments from the result of ``Case.check``."""
-    row: Callable[[timing.Timing, int], Row | None]
-    """Makes a row, or None, from the time of a repetition and the number of repetitions."""
+    row: Callable[[timing.Timing], Row | None]
+    """Makes a row, or None, from the time of a repetition."""
 
 
 class Case(NamedTuple):
@@ -185,10 +183,11 @@ class Run:
                 checked = case.check()
                 for job in case.jobs:
                     with self.attempt(f"{case.what} {job.what}", case.group):
-                        result, reps = self.time(job.program, *job.args(checked))
+                        sample_us = self.sampler(job.program, *job.args(checked))
+                        result = timing.Timing.of([sample_us() for _ in range(self.samples)])
                         if case.group is not None:
                             case.group.check()
-                        if row := job.row(result, reps):
+                        if row := job.row(result):
                             self.add(row)
 
     def start(
@@ -210,39 +209,17 @@ class Run:
         """
         if not self.on_gpu:  # XLA:CPU ignores the barriers between repetitions
             reps = 1
+        fn = step if keeps_results else timing.chain(step, reps, tied_axes)
+        lowered = self.per_rank(fn).lower(state, *fixed)
+        num_results = len(jax.tree.leaves(lowered.out_info))
+        return Program(self.compile(lowered), reps, exchanges, num_results)
 
-        def lower(reps: int) -> Any:
-            chain = timing.chain(step, reps, tied_axes)
-            return self.per_rank(step if keeps_results else chain).lower(state, *fixed)
-
-        lowered = lower(reps)
-        return Program(
-            self.compile(lowered),
-            reps,
-            exchanges,
-            lambda: lower(1).compile(),
-            len(jax.tree.leaves(lowered.out_info)),
-        )
-
-    def time(self, program: Program, *args: Any) -> tuple[timing.Timing, int]:
-        """Return the time of a repetition, and the number of repetitions of the timed program."""
-        sample_us, reps = self.sampler(program, *args)
-        return timing.Timing.of([sample_us() for _ in range(self.samples)]), reps
-
-    def sampler(self, program: Program, *args: Any) -> tuple[Callable[[], float], int]:
-        """Return a function that samples the microseconds of a repetition, and the number of
-        repetitions of the timed program. If XLA has merged repetitions, this number is 1."""
+    def sampler(self, program: Program, *args: Any) -> Callable[[], float]:
+        """Return a function that samples the microseconds of a repetition."""
         self.check_time()
-        compiled, reps = program.compiling.result(), program.reps
-        try:
-            timing.check_unmerged(compiled, reps, program.exchanges)
-        except RuntimeError as error:
-            if reps == 1:
-                raise
-            say(f"{error}; one repetition instead")
-            compiled, reps = program.compile_once(), 1
-            timing.check_unmerged(compiled, reps, program.exchanges)
-        return timing.sampler(compiled, args, reps, self.sample_seconds), reps
+        compiled = program.compiling.result()
+        timing.check_unmerged(compiled, program.reps, program.exchanges)
+        return timing.sampler(compiled, args, program.reps, self.sample_seconds)
 
 
 def in_words(row: Row) -> str:

@@ -2,7 +2,7 @@
 
     python -m benchmarks                   the standard settings; under five minutes
     python -m benchmarks --tokens 4096 128 --methods ours all_gather
-    python -m benchmarks --sweep tokens,skew       two sweeps, about 15 seconds each
+    python -m benchmarks --sweep tokens,sigma      two sweeps, about 15 seconds each
     python -m benchmarks --sweep all --ranks 2     all sweeps on the first two GPUs
 
 The same run times plain JAX and the link limit. The program writes a JSON record and a plot to
@@ -76,7 +76,9 @@ def measure_wire(sizes: list[int], num_gpus: int) -> dict[str, Any] | None:
     except (RuntimeError, ValueError) as error:  # ValueError: its output is not JSON
         say(f"the link limit is not known: {error}")
         return None
-    say(wire.in_words(measured))
+    say(
+        f"{max(each['gb_per_s'] for each in measured['results']):.0f} GB/s from each GPU to its peers"
+    )
     return measured
 
 

@@ -230,8 +230,8 @@ def case_of(
         return prepared
 
     def job_of(timed: Timed) -> Job:
-        def row(result: timing.Timing, reps: int) -> Row | None:
-            made = make_row(run, variant, timed, result, reps)
+        def row(result: timing.Timing) -> Row | None:
+            made = make_row(run, variant, timed, result)
             if (made["tie_us"] or 0.0) <= MOST_OF_A_TIE * made["measured_us"]:
                 return made
             say(f"{timed.operation.op}: left out, because most of its time may be the tie")
@@ -243,9 +243,9 @@ def case_of(
     return Case(str(variant), check, list(map(job_of, variant.programs)), variant.group)
 
 
-def make_row(run: Run, variant: Variant, timed: Timed, result: timing.Timing, reps: int) -> Row:
+def make_row(run: Run, variant: Variant, timed: Timed, result: timing.Timing) -> Row:
     """Return a row of the record. ``us``, ``min_us`` and ``max_us`` do not include the tie."""
-    operation, workload = timed.operation, variant.plan.workload
+    operation, workload, reps = timed.operation, variant.plan.workload, timed.program.reps
     op, group = operation.op, variant.group
     tie_us = run.tie_us.get(timed.tie_key)
     if tie_us is not None:

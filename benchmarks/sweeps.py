@@ -23,7 +23,7 @@ from .operations import (
     TOLERANCE,
 )
 from .suite import Plan
-from .workload import FULL, SKEW, TINY, Setting, draw
+from .workload import FULL, TINY, Setting, draw
 
 CPU_SIZES = 3
 TOKENS, FEW_TOKENS = 4096, 128
@@ -93,12 +93,9 @@ SWEEPS: dict[str, Sweep] = dict(  # the most informative sweep first
     experts=Sweep(by("experts"), (64, 128, 256, 512), lambda setting: dict(ops=FORWARD)),
     hidden=Sweep(by("hidden"), (1024, 2048, 4096, 7168, 16384), lambda setting: dict(ops=FORWARD)),
     topk=Sweep(by("top_k"), (1, 2, 4, 8, 16), lambda setting: dict(ops=FORWARD)),
-    skew=Sweep(  # one rank or some experts are more popular
-        lambda change: [change],
-        (
-            *({}, dict(skew=2), dict(skew=SKEW)),
-            *(dict(sigma=0.5), dict(sigma=1.1), dict(sigma=1.7)),
-        ),
+    sigma=Sweep(
+        by("sigma"),
+        (0.0, 0.5, 1.1, 1.7),
         lambda setting: with_plain_jax(setting, (*FORWARD, ROUND_TRIP), (ROUND_TRIP,)),
     ),
     capacity=Sweep(by("capacity"), ("tight", "worst"), lambda setting: dict(ops=BOTH_WAYS)),
@@ -118,8 +115,6 @@ def plans(name: str, ranks: int, on_gpu: bool) -> list[Plan]:
         dict(tokens=n) | case for n in tokens for s in sizes for case in sweep.cases(s)
     ]:
         setting = dataclasses.replace(base, **changes)
-        if setting.skew > ranks:  # a rank cannot get more than all rows
-            continue
         options = dict(sweep.options(setting), sweep=name, program_us=2500.0, most_reps=32)
         found.append(Plan(draw(setting, ranks), **options))
     return found

@@ -93,7 +93,7 @@ def measure(run: Run, name: str, timed_cases: Any, values: Sequence[int], chosen
                 prepared = suite.case_of(run, variant, inputs, expected).check()
                 (timed,) = variant.programs
                 state = timed.operation.state(prepared) if state is None else state
-                samplers[variant.text], _ = run.sampler(timed.program, state)
+                samplers[variant.text] = run.sampler(timed.program, state)
         if variants[values[0]].text not in samplers:
             raise RuntimeError("today's value failed")
         us = timing.take_turns(samplers, run.samples)

@@ -87,14 +87,6 @@ def microseconds(measured: dict[str, Any] | None, num_bytes: int) -> float | Non
     return nearest["median_us"] * (num_bytes / nearest["bytes"])
 
 
-def in_words(measured: dict[str, Any]) -> str:
-    best = max(measured["results"], key=lambda result: result["bytes"])
-    return (
-        f"each of {measured['gpus']} GPUs stores {best['gb_per_s']:.0f} GB/s to its peers "
-        f"({best['blocks']} blocks, {best['bytes'] / 1e6:.0f} MB)"
-    )
-
-
 def run(command: list[str], timeout: float) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)

@@ -28,9 +28,6 @@ class Setting:
     hidden: int
     top_k: int
     experts: int
-    skew: float = 1
-    """Rank 0 gets ``skew`` times its share of the rows, but at most all rows. With 1, all experts
-    are equally likely."""
     capacity: str = "tight"
     """``"tight"`` is the number of rows of the fullest rank, rounded up. ``"worst"`` has room for
     every token of every rank. A number as text, such as ``"1.25"``, is a ``capacity_factor``."""
@@ -45,10 +42,7 @@ class Setting:
 
     @property
     def routing(self) -> str:
-        """Return ``"uniform"``, ``"skewed"`` or ``"popular"``."""
-        if self.sigma:
-            return "popular"
-        return "uniform" if self.skew == 1 else "skewed"
+        return "popular" if self.sigma else "uniform"
 
     @property
     def row_bytes(self) -> int:
@@ -65,24 +59,20 @@ class Setting:
 
     def __str__(self) -> str:
         text = f"{self.tokens} tokens x {self.hidden}, top-{self.top_k} of {self.experts}"
-        text += f", {self.routing}" if self.skew in (1, SKEW) else f", skew {self.skew:g}"
-        text += f", sigma {self.sigma:g}" if self.sigma else ""
+        text += f", sigma {self.sigma:g}" if self.sigma else ", uniform"
         if self.capacity != "tight":
             text += f", {self.capacity} capacity"
         return ", ".join(filter(None, (text, self.format, self.formatted)))
 
 
-SKEW = 4
-"""The skew of the standard settings. With it, 4 ranks send all rows to rank 0."""
-
 FULL: dict[str, Any] = dict(hidden=7168, top_k=8, experts=256)
 GPU_SETTINGS = (
     *(Setting(tokens, **FULL) for tokens in (4096, 128, 8, 1, 1024, 8192)),
     Setting(1024, hidden=2048, top_k=4, experts=32),
-    Setting(4096, **FULL, skew=SKEW),
+    Setting(4096, **FULL, sigma=1.1),
 )
 TINY: dict[str, Any] = dict(hidden=64, top_k=4, experts=32)
-CPU_SETTINGS = (Setting(16, **TINY), Setting(16, **TINY, skew=SKEW))
+CPU_SETTINGS = (Setting(16, **TINY), Setting(16, **TINY, sigma=1.1))
 
 
 # Layers by name: the setting of a rank in training, and the width of its experts.
@@ -161,22 +151,13 @@ def round_up(number: int, multiple: int) -> int:
 
 def _draw_ids(setting: Setting, ranks: int, rng: np.random.Generator) -> np.ndarray:
     shape = (ranks, setting.tokens, setting.top_k)
-    local_experts = setting.experts // ranks
-    most = setting.experts if setting.skew == 1 else local_experts
-    if setting.experts % ranks or setting.top_k > most:
+    if setting.experts % ranks or setting.top_k > setting.experts:
         raise ValueError(
-            "experts must be a multiple of the number of ranks, and at least top_k (with a skew, "
-            f"on each rank); got {setting} on {ranks} ranks"
+            "experts must be a multiple of the number of ranks, and at least top_k; "
+            f"got {setting} on {ranks} ranks"
         )
-    if setting.skew == 1:
-        popularity = rng.normal(0, setting.sigma, setting.experts) if setting.sigma else None
-        return _distinct(rng, shape, setting.experts, popularity)
-    hot = _distinct(rng, shape, local_experts)
-    cold = hot
-    if ranks > 1:
-        cold = local_experts + _distinct(rng, shape, setting.experts - local_experts)
-    num_hot = rng.binomial(setting.top_k, min(setting.skew / ranks, 1.0), shape[:-1])
-    return np.where(np.arange(setting.top_k) < num_hot[..., None], hot, cold)
+    popularity = rng.normal(0, setting.sigma, setting.experts) if setting.sigma else None
+    return _distinct(rng, shape, setting.experts, popularity)
 
 
 def _traffic(setting: Setting, goes_to: np.ndarray, capacity: int) -> dict[str, Any]:

@@ -49,7 +49,7 @@ from jax_moe_a2a._src.group import native  # noqa: E402
 
 SETTING = workload.Setting(12, hidden=16, top_k=3, experts=16)
 ROW_KEYS = {
-    *("op", "method", "sweep", "tokens", "hidden", "top_k", "experts", "dtype", "routing", "skew"),
+    *("op", "method", "sweep", "tokens", "hidden", "top_k", "experts", "dtype", "routing", "sigma"),
     *("num_sms", "cuda_graphs", "includes_route", "capacity", "us", "min_us", "max_us"),
     *("measured_us", "tie_us", "wire_bytes", "wire_us", "gb_per_s"),
 }
@@ -131,15 +131,13 @@ def test_a_method_with_wrong_rows_or_sums_is_refused():
             operations.check(prepared_by(functools.partial(wrong, name), work), None)
 
 
-@pytest.mark.parametrize("routing", ["uniform", "skewed"])
-def test_wire_bytes_and_capacity_are_what_a_loop_counts(routing):
+@pytest.mark.parametrize("sigma", [0, 1.1])
+def test_wire_bytes_and_capacity_are_what_a_loop_counts(sigma):
     """Bytes on links and the capacity of a workload equal the counts of a loop."""
-    skew = workload.SKEW if routing == "skewed" else 1
-    setting = workload.Setting(50, hidden=8, top_k=3, experts=32, skew=skew)
+    setting = workload.Setting(50, hidden=8, top_k=3, experts=32, sigma=sigma)
     ranks = 4
     work = workload.draw(setting, ranks)
     local_experts = setting.experts // ranks
-    assert setting.routing == routing
     leaving, entering, rows = np.zeros((3, ranks), int)
     for source in range(ranks):
         for token in range(setting.tokens):
