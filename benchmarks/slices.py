@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -29,7 +30,11 @@ from .workload import round_up
 BF16, F32 = jnp.bfloat16, jnp.float32
 EP, EVERYWHERE = PartitionSpec("ep"), PartitionSpec()
 BALANCE, Z_LOSS = 0.01, 0.001  # weights of the router's losses
-CLIP, BETAS, EPSILON, DECAY = 1.0, (0.9, 0.95), 1e-8, 0.1
+ADAMW = optax.chain(  # without the learning rate
+    optax.clip_by_global_norm(1.0),
+    optax.scale_by_adam(b1=0.9, b2=0.95, eps=1e-8),
+    optax.add_decayed_weights(0.1),
+)
 NOISE = 0.1  # share of tokens that do not follow from the previous token
 IN_F32 = ("norm", "router")  # weights with these words in their names stay float32
 
@@ -133,7 +138,7 @@ def specs(g: Geometry) -> dict[str, Any]:
 
 
 def init(g: Geometry) -> dict[str, Any]:
-    """Return the state of the training: weights, moments and the number of steps."""
+    """Return the state of the training: weights and the moments of AdamW."""
     keys = iter(jax.random.split(jax.random.key(0), 64))
     normal = lambda shape, scale: jax.random.normal(next(keys), shape, F32) * scale
     layers: dict[str, jax.Array] = {}
@@ -148,14 +153,14 @@ def init(g: Geometry) -> dict[str, Any]:
     params = dict(embed=normal((g.vocabulary, g.hidden), 1), layers=layers)
     params |= dict(norm=jnp.ones(g.hidden, F32))
     params |= dict(unembed=normal((g.hidden, g.vocabulary), 0.3 * g.hidden**-0.5))
-    zeros = functools.partial(jax.tree.map, jnp.zeros_like)
-    return dict(params=params, m=zeros(params), v=zeros(params), count=jnp.zeros((), F32))
+    return dict(params=params, moments=ADAMW.init(params))
 
 
 def shardings(g: Geometry, mesh: Mesh) -> dict[str, Any]:
     is_spec = lambda leaf: isinstance(leaf, PartitionSpec)
     put = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs(g), is_leaf=is_spec)
-    return dict(params=put, m=put, v=put, count=NamedSharding(mesh, EVERYWHERE))
+    adam = optax.ScaleByAdamState(NamedSharding(mesh, EVERYWHERE), put, put)
+    return dict(params=put, moments=(optax.EmptyState(), adam, optax.EmptyState()))
 
 
 def flops(g: Geometry, length: int) -> tuple[int, int]:
@@ -344,23 +349,7 @@ class Model:
           rate: the learning rate. With zero, weights do not change.
         """
         gradients, results = self.gradients(state["params"], tokens, given)
-        return adamw(state, gradients, rate), results
-
-
-def adamw(state: Any, gradients: Any, rate: jax.Array) -> Any:
-    """Return the next state after a step of AdamW, with the norm of all gradients clipped."""
-    leaves, form = jax.tree.flatten(jax.tree.map(lambda g: g.astype(F32), gradients))
-    norm = jnp.sqrt(sum(jnp.sum(g * g) for g in leaves))
-    scale, count = jnp.minimum(1.0, CLIP / (norm + 1e-6)), state["count"] + 1
-    biases = [1 - beta**count for beta in BETAS]
-
-    def update(p: jax.Array, m: jax.Array, v: jax.Array, g: jax.Array) -> Any:
-        g = g * scale
-        m, v = (b * old + (1 - b) * new for b, old, new in zip(BETAS, (m, v), (g, g * g)))
-        change = m / biases[0] / (jnp.sqrt(v / biases[1]) + EPSILON) + DECAY * p
-        return p - rate * change, m, v
-
-    states = (jax.tree.leaves(state[name]) for name in ("params", "m", "v"))
-    updated = zip(*(update(*arrays) for arrays in zip(*states, leaves)))
-    named = {name: form.unflatten(new) for name, new in zip(("params", "m", "v"), updated)}
-    return dict(named, count=count)
+        gradients = jax.tree.map(lambda g: g.astype(F32), gradients)
+        changes, moments = ADAMW.update(gradients, state["moments"], state["params"])
+        params = jax.tree.map(lambda p, change: p - rate * change, state["params"], changes)
+        return dict(params=params, moments=moments), results

@@ -76,9 +76,8 @@ def measure_wire(sizes: list[int], num_gpus: int) -> dict[str, Any] | None:
     except (RuntimeError, ValueError) as error:  # ValueError: its output is not JSON
         say(f"the link limit is not known: {error}")
         return None
-    say(
-        f"{max(each['gb_per_s'] for each in measured['results']):.0f} GB/s from each GPU to its peers"
-    )
+    rate = max(result["gb_per_s"] for result in measured["results"])
+    say(f"each GPU stores {rate:.0f} GB/s to its peers")
     return measured
 
 

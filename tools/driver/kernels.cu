@@ -14,15 +14,13 @@
 //                 [--gpus N | --ranks N] [--iters 32] [--samples 7] [--check] [--timeout 5]
 //
 // Prints one line per operation and combination of the lists. A time is the time of the slowest
-// device, in microseconds per launch (route: per pair of launches). `wire` is the number of bytes
-// in the busiest direction of a rank's links, where a token counts once per remote rank. The
-// kernels of route make the plan of all other operations. The capacity holds the rows of the
-// fullest rank.
+// device, in microseconds per launch (route: per pair of launches). The kernels of route make the
+// plan of all other operations. The capacity holds the rows of the fullest rank.
 //
 //   --gpus     runs one rank on each of the first N GPUs; the default is all visible GPUs
 //   --ranks    runs N ranks, at least 2, on the first GPU, with the kernels of cuda/colocated/: a
 //              launch is for all ranks. Numbers in --sms are reduced to what cuda/ffi/call_state.cc
-//              allows for a rank. The bytes of `wire` cross no link
+//              allows for a rank
 //   --check    requires that all launches of an operation return the same bits: the first launch,
 //              which writes to poisoned arrays, the last timed launch, and the launches with other
 //              numbers of SMs. It skips inner products of a weighted dispatch, because their
@@ -33,7 +31,6 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <bitset>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -144,14 +141,12 @@ struct Workload {
   int num_gpus;  // as many as ranks, or one for all
   int num_tokens, hidden, top_k, num_experts;
   int capacity = 0;
-  int64_t crossing_tokens = 0;            // through the busiest direction of a rank's links
   std::vector<std::vector<int32_t>> ids;  // by rank: [num_tokens, top_k]
 
   int ranks_per_gpu() const { return num_ranks / num_gpus; }
   int gpu_of(int rank) const { return rank / ranks_per_gpu(); }
   int local_experts() const { return num_experts / num_ranks; }
   int64_t row_bytes() const { return int64_t{hidden} * kItemBytes; }
-  int64_t ids_bytes() const { return int64_t{num_tokens} * top_k * sizeof(int32_t); }
 };
 
 std::vector<int32_t> DrawIds(const Workload& w, int rank) {
@@ -169,37 +164,17 @@ std::vector<int32_t> DrawIds(const Workload& w, int rank) {
   return ids;
 }
 
-// Counts the rows of each rank and the tokens that cross links. Sets a capacity that holds all
-// rows.
-void CountRows(Workload* w) {
-  std::vector<int64_t> rows(w->num_ranks), leaving(w->num_ranks), entering(w->num_ranks);
-  for (int source = 0; source < w->num_ranks; ++source) {
-    const std::vector<int32_t>& ids = w->ids[source];
-    for (size_t token = 0; token < ids.size(); token += w->top_k) {
-      std::bitset<kMaxRanks> seen;
-      seen.set(source);
-      for (int k = 0; k < w->top_k; ++k) {
-        const int rank = ids[token + k] / w->local_experts();
-        ++rows[rank];
-        if (seen[rank]) continue;
-        seen.set(rank);
-        ++leaving[source];
-        ++entering[rank];
-      }
-    }
-  }
-  const int64_t capacity = round_up(*std::max_element(rows.begin(), rows.end()), kTightMultiple);
-  CHECK(capacity <= INT32_MAX);
-  w->capacity = static_cast<int>(capacity);
-  w->crossing_tokens = std::max(*std::max_element(leaving.begin(), leaving.end()),
-                                *std::max_element(entering.begin(), entering.end()));
-}
-
 Workload MakeWorkload(const Options& options, int num_tokens) {
   Workload w = {options.ranks,  options.gpus,  num_tokens,
                 options.hidden, options.top_k, options.experts};
-  for (int rank = 0; rank < w.num_ranks; ++rank) w.ids.push_back(DrawIds(w, rank));
-  CountRows(&w);
+  std::vector<int64_t> rows(w.num_ranks);
+  for (int rank = 0; rank < w.num_ranks; ++rank) {
+    w.ids.push_back(DrawIds(w, rank));
+    for (int32_t id : w.ids[rank]) ++rows[id / w.local_experts()];
+  }
+  const int64_t capacity = round_up(*std::max_element(rows.begin(), rows.end()), kTightMultiple);
+  CHECK(capacity <= INT32_MAX);
+  w.capacity = static_cast<int>(capacity);
   return w;
 }
 
@@ -322,7 +297,7 @@ enum class Op { kDispatch, kCombine, kRoute, kRoutedDispatch, kWeightedDispatch 
 
 // Returns the bytes of the largest landing zone of all operations.
 int64_t ZoneBytes(const Workload& w) {
-  const int64_t ids = array_bytes(1, w.ids_bytes());
+  const int64_t ids = array_bytes(1, int64_t{w.num_tokens} * w.top_k * sizeof(int32_t));
   const int64_t rows = array_bytes(w.num_tokens, w.row_bytes());
   const int64_t weights = array_bytes(w.num_tokens, w.top_k * sizeof(float));
   return std::max(ids, rows + weights);
@@ -635,20 +610,13 @@ void CheckResults(const Ranks& ranks, Op operation, Fingerprints* expected) {
 
 // ---- Measuring
 
-int64_t WireBytes(const Workload& w, Op operation) {
-  if (operation == Op::kRoute) return (w.num_ranks - 1) * w.ids_bytes();
-  return w.crossing_tokens * w.row_bytes();
-}
-
 void PrintLine(const Workload& w, const std::string& name, int sms, const Summary& us,
                const uint64_t* bits) {
-  const int64_t bytes = WireBytes(w, kOperations.at(name));
   std::printf("%-16s tokens=%d hidden=%d top_k=%d experts=%d ranks=%d", name.c_str(), w.num_tokens,
               w.hidden, w.top_k, w.num_experts, w.num_ranks);
   if (w.ranks_per_gpu() > 1) std::printf(" gpus=%d", w.num_gpus);
   std::printf(" capacity=%d sms=%d", w.capacity, sms);
-  std::printf(" us=%.2f min=%.2f max=%.2f wire=%lld GB/s=%.1f", us.median, us.least, us.greatest,
-              static_cast<long long>(bytes), static_cast<double>(bytes) / us.median * 1e-3);
+  std::printf(" us=%.2f min=%.2f max=%.2f", us.median, us.least, us.greatest);
   if (bits != nullptr) std::printf(" bits=%016llx", static_cast<unsigned long long>(*bits));
   std::printf("\n");
   std::fflush(stdout);
