@@ -1,12 +1,11 @@
 """Exchange tokens with this package and with plain JAX.
 
-Each method has two functions of one rank's arrays. ``dispatch(x, ids, weights)`` returns rows
-grouped by local expert, in the same order for every method. ``combine(rows, state)`` returns the
-weighted sums. Both are differentiable in x, rows and weights.
+A method has two functions of the arrays of one rank. ``dispatch(x, ids, weights)`` returns rows
+grouped by local expert. All methods return the rows in the same order. ``combine(rows, state)``
+returns the weighted sums. The functions are differentiable in x, rows and weights.
 
-The methods in plain JAX scatter no rows, forward or backward, because gathers are faster. Rows move
-by gathers along a permutation, and the transposes are gathers along its inverse. These methods
-assume that all ids are valid.
+The methods in plain JAX gather rows along a permutation. Their gradients gather rows along the
+inverse permutation, because gathers are faster than scatters. These methods need valid ids.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ def ours(workload: Workload, group: ma.Group) -> Method:
 
 
 def all_gather(workload: Workload, group: ma.Group) -> Method:
-    """Gather all tokens on every rank, keep the tokens of the rank's experts, and psum_scatter the
+    """Gather all tokens on every rank, select the rows of the rank's experts, and psum_scatter the
     sums."""
     axis, local_experts = group.axis_name, workload.setting.experts // group.size
 
@@ -97,8 +96,8 @@ def all_gather(workload: Workload, group: ma.Group) -> Method:
 
 
 def dense(workload: Workload, group: ma.Group) -> Method:
-    """Send a row for each choice, sorted by expert, by an all_to_all. Padding gives each pair of
-    ranks as many rows as the pair with the most rows."""
+    """Send a row for each choice, sorted by expert, by an all_to_all. Each pair of ranks sends as many
+    rows as the busiest pair, with padding."""
     setting, axis, ranks = workload.setting, group.axis_name, group.size
     local_experts, pair_capacity = setting.experts // ranks, workload.pair_capacity
 
@@ -138,15 +137,14 @@ def ragged(workload: Workload, group: ma.Group, updates: int = 1) -> Method:
     """Send a row for each choice, sorted by expert, by ``lax.ragged_all_to_all``.
 
     Args:
-      updates: into how many updates the rows for a peer are divided. XLA copies each update with
-        one block of threads, so more updates are faster.
+      updates: the number of updates that hold the rows for a peer. XLA copies each update with one
+        thread block, so more updates are faster.
     """
     setting, axis, ranks = workload.setting, group.axis_name, group.size
     local_experts = setting.experts // ranks
 
     def exchange(rows: jax.Array, length: int, sends: Any, there: Any, receives: Any) -> jax.Array:
-        """Move ``sends[p]`` of the rows to place ``there[p]`` at peer p, which has ``length``
-        places."""
+        """Send ``sends[p]`` rows to row ``there[p]`` of peer p, which has ``length`` rows."""
 
         def cut(counts: jax.Array) -> tuple[jax.Array, jax.Array]:
             edges = counts[:, None] * jnp.arange(updates + 1)[None] // updates

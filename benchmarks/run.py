@@ -56,10 +56,7 @@ def make_parser(name: str, text: str | None) -> argparse.ArgumentParser:
 
 
 def set_platform(ranks: int | None) -> int:
-    """Choose between GPUs and virtual CPU devices; return the number of GPUs to use, or 0.
-
-    Must be called before the first use of JAX's devices, when JAX reads the environment.
-    """
+    """Choose GPUs or virtual CPU devices, before JAX makes devices. Return the number of GPUs."""
     num_gpus = 0 if os.environ.get("JAX_PLATFORMS") == "cpu" else wire.count_gpus()
     if num_gpus:
         return min(ranks or num_gpus, num_gpus)
@@ -73,7 +70,7 @@ def set_platform(ranks: int | None) -> int:
 
 
 class Program(NamedTuple):
-    """A program that repeats a step, and that may still be compiling."""
+    """A program that repeats a step. XLA may still be compiling the program."""
 
     compiling: concurrent.futures.Future
     reps: int
@@ -84,7 +81,7 @@ class Program(NamedTuple):
 
 class Job(NamedTuple):
     what: str
-    """The name of the job in the message about a failure."""
+    """The name of the job in messages about failures."""
     program: Program
     args: Callable[[Any], tuple[Any, ...]]
     """Makes the program's arguments from the result of ``Case.check``."""
@@ -99,18 +96,18 @@ class Case(NamedTuple):
     check: Callable[[], Any]
     jobs: Sequence[Job]
     group: ma.Group | None = None
-    """A group whose errors are failures of the jobs. After a failure, the group is closed."""
+    """The group of the jobs. An error of the group is a failure, and closes the group."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The state that all measurements of a run share, and their results."""
+    """The state and the results of all measurements of a run."""
 
     mesh: Mesh
     record: dict[str, Any]
     """The head of the record, with ``rows`` and ``failures``."""
     path: pathlib.Path | None
-    """The path of the record, or None, to write no record."""
+    """The path of the record, or None to write no record."""
     samples: int
     sample_seconds: float = timing.SAMPLE_SECONDS
     deadline: float = float("inf")
@@ -148,8 +145,8 @@ class Run:
 
     @contextlib.contextmanager
     def attempt(self, what: str, group: ma.Group | None = None) -> Iterator[None]:
-        """Write a failure of the body to the record, close the group, and continue, because the
-        figures of other bodies are still valid."""
+        """Catch an error of the body, add it to the record, and close the group. The figures of
+        other bodies stay valid."""
         try:
             yield
         except Exception as error:
@@ -169,8 +166,8 @@ class Run:
         return self.compiling[-1]
 
     def wait(self) -> None:
-        """Wait for the compiler, because it would disturb the measurements: it uses the cores of
-        the launching threads, and times products on the same GPUs."""
+        """Wait until XLA has compiled all programs. Compilation uses the cores of the launching
+        threads and times products on the same GPUs, so it would disturb measurements."""
         concurrent.futures.wait(self.compiling)
         self.compiling.clear()
 
@@ -200,13 +197,9 @@ class Run:
         tied_axes: int | None = 2,
         keeps_results: bool = False,
     ) -> Program:
-        """Trace a program that repeats a step, and start to compile it.
-
-        Args:
-          step, tied_axes: for ``timing.chain``.
-          state, fixed: the arguments of ``step``, or their shapes.
-          keeps_results: the program runs the step once, and returns all results of the step.
-        """
+        """Trace a program that repeats ``step(state, *fixed)`` as ``timing.chain`` does, and start
+        to compile the program. With ``keeps_results``, the program runs the step once, and returns
+        all results."""
         if not self.on_gpu:  # XLA:CPU ignores the barriers between repetitions
             reps = 1
         fn = step if keeps_results else timing.chain(step, reps, tied_axes)
@@ -245,13 +238,10 @@ def open_run(
     """Start JAX and a run.
 
     Args:
-      sweeps: the names of sweeps in the record.
+      sweeps: the names of the sweeps that the record has.
       what: the end of the record's file name.
-      samples: timed samples of each program, unless ``--samples`` is set.
+      samples: timed samples of each program, if ``--samples`` is not set.
       measured: the result of ``wire.measure``.
-
-    Raises:
-      SystemExit: JAX does not have the GPUs.
     """
     say("starting JAX")
     devices = jax.devices()
@@ -285,7 +275,7 @@ def open_run(
 
 
 def finish(record: dict[str, Any], path: pathlib.Path | None, has_plots: bool = True) -> int:
-    """Write the record and its plots, and print tables. Return the exit status: 1 for failures."""
+    """Write the record and its plots, and print tables. Return 1 after failures, otherwise 0."""
     if path is not None:
         records.write(record, path)
         print(f"record: {path}", flush=True)

@@ -6,9 +6,8 @@
     python -m benchmarks --sweep all --ranks 2     all sweeps on the first two GPUs
 
 The same run times plain JAX and the link limit. The program writes a JSON record and a plot to
-benchmarks/results/. Without a GPU, it runs small sizes on virtual CPU devices, which only checks
-that the program works. The figures of this check mean nothing, and are written only if --out names
-a path.
+benchmarks/results/. Without a GPU, the program runs small sizes on virtual CPU devices, which only
+checks that the program works. It then writes a record only if --out names a path.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ from .workload import CPU_SETTINGS, FULL, GPU_SETTINGS, TINY, Setting, draw
 METHODS = ("ours", "all_gather", "dense", "ragged", "ragged32")  # of the standard settings
 # ragged_all_to_all takes 10 to 100 times the link limit, so it runs only in a few settings.
 RAGGED_TOKENS = (128, 4096)
-# For sweeps, the link limit is measured only with these sizes, because throughput hardly depends on
-# the size.
+# Sweeps measure the link limit only with these sizes, because its rate hardly depends on the size.
 WIRE_TOKENS = (128, 1024, 4096)
 SAMPLES, SWEEP_SAMPLES = 7, 3
 
@@ -59,7 +57,7 @@ def choose_settings(args: argparse.Namespace, on_gpu: bool) -> list[Setting]:
 
 
 def choose_methods(args: argparse.Namespace, setting: Setting, on_gpu: bool) -> tuple[str, ...]:
-    """Return the methods for a setting. ``ours`` is first, because its rows are the reference."""
+    """Return the methods for a setting. ``ours`` is first, because it makes the reference."""
     wanted = args.methods or METHODS
     is_pointless = setting.tokens not in RAGGED_TOKENS or setting.routing != "uniform"
     # XLA:CPU has no ragged_all_to_all.
@@ -69,7 +67,7 @@ def choose_methods(args: argparse.Namespace, setting: Setting, on_gpu: bool) -> 
 
 
 def measure_wire(sizes: list[int], num_gpus: int) -> dict[str, Any] | None:
-    """Return the result of ``wire.measure``. After an error, print the error and return None."""
+    """Return the result of ``wire.measure``, or print the error and return None."""
     say("the link limit: building and running wire.cu")
     try:
         measured = wire.measure(sizes, num_gpus)
@@ -82,7 +80,7 @@ def measure_wire(sizes: list[int], num_gpus: int) -> dict[str, Any] | None:
 
 
 def make_batches(args: argparse.Namespace, ranks: int, on_gpu: bool) -> list[list[suite.Plan]]:
-    """Return lists of plans. The plans of a list are compiled at the same time."""
+    """Return lists of plans. XLA compiles the plans of a list at the same time."""
     if args.sweep:
         return [sweeps.plans(name, ranks, on_gpu) for name in args.sweep]
     return [
@@ -95,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     num_gpus = runs.set_platform(args.ranks)
     measured = None
-    if num_gpus > 1:  # before JAX takes the memory
+    if num_gpus > 1:  # before JAX reserves the memory of the GPUs
         settings = choose_settings(args, True)
         if args.sweep:
             settings = [Setting(tokens, **FULL) for tokens in WIRE_TOKENS]

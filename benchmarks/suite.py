@@ -1,4 +1,4 @@
-"""Run plans: compile the programs of several plans at the same time, check and time them."""
+"""Run plans: compile the programs of several plans at the same time, check them and time them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from .operations import Op
 from .run import Case, Job, Program, Row, Run, say
 from .workload import DTYPE, Setting, Workload
 
-# The largest share of a tie in the measured time. In a program without steps, where a tie is timed,
-# it takes at least as long as in other programs.
+# The largest allowed share of a tie in the measured time. In the program that times ties, a tie takes
+# at least as long as in other programs.
 MOST_OF_A_TIE = 0.4
 TIE_SAMPLES = 3
-# Elements of the largest tied array. Smaller ties take as long as a tie of the first size.
+# Elements of the largest tied array. Ties of smaller arrays take as long as the first size.
 TIE_SIZES = (1 << 14, 1 << 16, 1 << 18, 1 << 20)
-# For each method of plain JAX, the expected time of a repetition, which is some microseconds plus a
-# multiple of the link limit, and the most repetitions. XLA takes long to compile more repetitions.
+# For each method of plain JAX, the expected time of a repetition (microseconds, plus a multiple of the
+# link limit), and the most repetitions, because XLA needs long to compile more repetitions.
 PLAIN_COSTS = dict(
     all_gather=(100.0, 3.0, 8),
     dense=(100.0, 5.0, 8),
@@ -40,7 +40,7 @@ PLAIN_COSTS = dict(
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A workload, and the methods and operations to time with it."""
+    """A workload, and the methods and operations to time."""
 
     workload: Workload
     methods: tuple[str, ...] = ("ours",)
@@ -48,11 +48,11 @@ class Plan:
     plain_ops: tuple[Op, ...] = operations.STANDARD
     """The operations of methods of plain JAX."""
     options: tuple[Mapping[str, Any], ...] = ({},)
-    """Options of ``ma.Group``, with each of which our method is timed."""
+    """Options of ``ma.Group``. Our method is timed with each of them."""
     sweep: str = ""
     """The sweep of the rows; "" for the standard settings."""
     tolerance: float = operations.TOLERANCE
-    """Relative error of sums and gradients."""
+    """The allowed relative error of sums and gradients."""
     program_us: float = timing.PROGRAM_US
     most_reps: int = timing.MAX_REPS
 
@@ -62,7 +62,7 @@ class TieKey(NamedTuple):
 
     num_tied: int
     num_elements: int
-    """Number of elements of the largest array that is tied."""
+    """The number of elements of the largest tied array."""
     num_results: int
 
 
@@ -83,7 +83,7 @@ class Variant(NamedTuple):
     run_once: concurrent.futures.Future
     programs: list[Timed]
     text: str
-    """The text of ``run_once``, for which XLA has not compiled."""
+    """The text of ``run_once`` before XLA compiles it."""
 
     def __str__(self) -> str:
         sms = f", num_sms={self.group.num_sms}" if self.group.num_sms else ""
@@ -91,11 +91,7 @@ class Variant(NamedTuple):
 
 
 def run_plans(run: Run, plans: Sequence[Plan]) -> None:
-    """Compile all plans, then time them, and add the rows to the run.
-
-    Raises:
-      TimeoutError: if the time budget is spent.
-    """
+    """Compile all plans, then time them, and add the rows to the run."""
     run.check_time()
     compiled = [start_compiling(run, plan) for plan in plans]
     say(f"{len(plans)} workloads traced; compiling")
@@ -150,7 +146,7 @@ def compile_variant(
 
 
 def repetitions(method: str, operation: operations.Operation, plan: Plan) -> int:
-    """Return how often a program repeats an operation, from the expected time of the operation."""
+    """Return the number of repetitions that takes about ``plan.program_us``."""
     fixed_us, times_wire, most = PLAIN_COSTS.get(method, (10.0, 1.2, plan.most_reps))
     wire_us = len(operations.parts(operation.op)) * plan.workload.busiest_bytes / 340e3
     expected_us = fixed_us + times_wire * wire_us
@@ -170,7 +166,7 @@ def input_shapes(mesh: Mesh, workload: Workload) -> tuple[jax.ShapeDtypeStruct, 
 
 
 def make_inputs(mesh: Mesh, workload: Workload) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Draw x, ids and weights of all ranks, each on its device."""
+    """Draw x, ids and weights of all ranks, on the device of each rank."""
     x, *_ = input_shapes(mesh, workload)
     draw = lambda: jax.random.normal(jax.random.key(0), x.shape, x.dtype)
     put = jax.device_put((workload.ids, workload.weights), x.sharding)
@@ -178,7 +174,7 @@ def make_inputs(mesh: Mesh, workload: Workload) -> tuple[jax.Array, jax.Array, j
 
 
 def tie_key(operation: operations.Operation, state: Any, num_results: int) -> TieKey:
-    """Return the sizes of an operation's ties, rounded up, so that few different ties are timed."""
+    """Return the sizes of the ties of an operation, rounded up, so that few ties need a time."""
     leaves = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in jax.tree.leaves(state)]
     tied = [leaves[i] for i in timing.pick_tied(leaves, operation.tied_axes)]
     most = max(leaf.size for leaf in tied)
@@ -187,7 +183,7 @@ def tie_key(operation: operations.Operation, state: Any, num_results: int) -> Ti
 
 
 def measure_ties(run: Run, keys: Sequence[TieKey]) -> None:
-    """Add the time of each tie to ``run.tie_us``, or None if the measurement fails."""
+    """Set the time of each tie in ``run.tie_us``, or None if the measurement fails."""
     started = []
     for key in dict.fromkeys(keys):
         if key in run.tie_us:
@@ -218,8 +214,8 @@ def measure_ties(run: Run, keys: Sequence[TieKey]) -> None:
 def case_of(
     run: Run, variant: Variant, inputs: tuple[jax.Array, ...], reference: dict[str, jax.Array]
 ) -> Case:
-    """Return the case of a variant. The first variant stores its rows in ``reference``. The check
-    compares the rows of all other variants with these rows."""
+    """Return the case of a variant. The first variant stores its rows in ``reference``. Checks of all
+    other variants compare their rows with ``reference``."""
 
     def check() -> dict[str, Any]:
         prepared = variant.run_once.result()(*inputs)
@@ -244,7 +240,7 @@ def case_of(
 
 
 def make_row(run: Run, variant: Variant, timed: Timed, result: timing.Timing) -> Row:
-    """Return a row of the record. ``us``, ``min_us`` and ``max_us`` do not include the tie."""
+    """Return a row of the record. Only ``measured_us`` includes the tie."""
     operation, workload, reps = timed.operation, variant.plan.workload, timed.program.reps
     op, group = operation.op, variant.group
     tie_us = run.tie_us.get(timed.tie_key)
@@ -293,7 +289,7 @@ def describe(workload: Workload) -> Row:
 
 
 def sms_of(group: ma.Group, op: str, setting: Setting) -> int:
-    """Return the number of SMs that an operation may use: the maximum over its exchanges."""
+    """Return the largest number of SMs that an exchange of an operation may use."""
     sizes = dict(num_tokens=setting.tokens, hidden=setting.hidden, top_k=setting.top_k)
     memory = ma.memory_estimate(**sizes, num_experts=setting.experts, group_size=group.size)
     default = lowering.default_num_sms(setting.tokens, memory.half_bytes)

@@ -1,7 +1,7 @@
 """Draw a routing for given sizes, and count the bytes that it moves.
 
-This module does not use GPUs, because the link limit is measured with these bytes before JAX takes
-the GPUs' memory.
+This module uses no GPU, because the link limit is measured with these bytes before JAX reserves the
+memory of the GPUs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax_moe_a2a as ma
 
 DTYPE = "bfloat16"
 ITEM_BYTES = 2
-# For each token format, the number of elements of a group, and the bytes of a group with its scale.
+# The elements of a group, and the bytes of a group with its scale, for each token format.
 FORMAT_GROUPS = {"BlockwiseFp8": (128, 132), "MxFp8": (32, 33), "NvFp4": (16, 9)}
 CAPACITY_MULTIPLE = 128
 
@@ -29,16 +29,16 @@ class Setting:
     top_k: int
     experts: int
     capacity: str = "tight"
-    """``"tight"`` is the number of rows of the fullest rank, rounded up. ``"worst"`` has room for
-    every token of every rank. A number as text, such as ``"1.25"``, is a ``capacity_factor``."""
+    """``"tight"`` (the rows of the fullest rank, rounded up), ``"worst"`` (room for every token of
+    every rank), or a ``capacity_factor`` as text, such as ``"1.25"``."""
     format: str = ""
     formatted: str = ""
-    """The data that travel in the format: tokens whose rows stay quantized (``"rows"``) or are
-    ``"decoded"``, or the partial ``"sums"`` of combine."""
+    """Which data travel in the format: tokens (``"rows"`` stay quantized, ``"decoded"`` rows do
+    not), or the partial ``"sums"`` of combine."""
     sigma: float = 0
-    """If not 0, some experts are more popular: the log-odds of all experts are normal with this
-    sigma. On 32 ranks, the load of the fullest rank with 0.5, 1.1 and 1.7 is that of the best, the
-    mean and the worst layer of DeepSeek-R1."""
+    """The standard deviation of the log-odds of the experts; 0 for equally popular experts. On 32
+    ranks, 0.5, 1.1 and 1.7 reproduce the loads of the best, the mean and the worst layer of
+    DeepSeek-R1."""
 
     @property
     def routing(self) -> str:
@@ -46,12 +46,11 @@ class Setting:
 
     @property
     def row_bytes(self) -> int:
-        """Return the bytes of a token that is not quantized."""
         return self.hidden * ITEM_BYTES
 
     @property
     def wire_row_bytes(self) -> int:
-        """Return the bytes of a token, or of a sum, as it travels."""
+        """Return the bytes of a token, or of a partial sum, on a link."""
         if not self.format:
             return self.row_bytes
         numbers, num_bytes = FORMAT_GROUPS[self.format]
@@ -75,7 +74,7 @@ TINY: dict[str, Any] = dict(hidden=64, top_k=4, experts=32)
 CPU_SETTINGS = (Setting(16, **TINY), Setting(16, **TINY, sigma=1.1))
 
 
-# Layers by name: the setting of a rank in training, and the width of its experts.
+# For each layer, the setting of a rank in training, and the width of the experts.
 LAYERS = {
     "A": (Setting(4096, hidden=4096, top_k=8, experts=64), 1536),
     "B": (Setting(4096, hidden=7168, top_k=8, experts=64), 2048),
@@ -88,10 +87,8 @@ LAYERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """A setting and its routing, for R ranks.
-
-    Numbers of bytes count tokens. A token crosses once to each rank except its own rank.
-    """
+    """A setting and its routing, for R ranks. A token crosses once to each rank that has one of its
+    experts, except to its own rank."""
 
     setting: Setting
     ids: np.ndarray
@@ -101,17 +98,17 @@ class Workload:
     capacity: int
     """The number of rows of a rank."""
     pair_capacity: int
-    """The rows that a dense all_to_all sends between two ranks: the choices of the busiest pair."""
+    """The rows that a dense all_to_all sends between two ranks, enough for the busiest pair."""
     leaving_bytes: int
-    """Bytes that the busiest sender sends in a dispatch."""
+    """The bytes that the busiest sender sends in a dispatch."""
     entering_bytes: int
-    """Bytes that the busiest receiver receives in a dispatch, and sends in a combine."""
+    """The bytes that the busiest receiver receives in a dispatch, and sends in a combine."""
     fan_out: float
     """The mean number of ranks to which a token goes."""
     load: float
     """The rows of the fullest rank, divided by the mean."""
     dropped: float
-    """The share of the rows that do not fit into the capacity."""
+    """The share of the rows that do not fit in the capacity."""
 
     @property
     def ranks(self) -> int:
@@ -124,7 +121,7 @@ class Workload:
 
 
 def draw(setting: Setting, ranks: int) -> Workload:
-    """Draw a routing. Ranks have different choices, which are the same in every run."""
+    """Draw a routing, which is the same in every run."""
     sizes = setting.tokens, setting.hidden, setting.top_k, setting.experts
     ids = _draw_ids(setting, ranks, np.random.default_rng([0, ranks, *sizes]))
     rng = np.random.default_rng([0, ranks, *sizes, 1])
@@ -161,7 +158,6 @@ def _draw_ids(setting: Setting, ranks: int, rng: np.random.Generator) -> np.ndar
 
 
 def _traffic(setting: Setting, goes_to: np.ndarray, capacity: int) -> dict[str, Any]:
-    """Return the fields of a ``Workload`` that count bytes, and its ``pair_capacity``."""
     wire_row_bytes, ranks = setting.wire_row_bytes, len(goes_to)
     pairs = goes_to.sum(axis=(1, 2))  # [from, to]
     slots = goes_to.any(axis=2).sum(axis=1)
@@ -189,7 +185,7 @@ def _distinct(
     *lead, top_k = shape
     if popularity is None:
         keys = rng.random((*lead, num_experts), np.float32)
-    else:  # the experts with the largest sums of log-odds and Gumbel random numbers
+    else:  # the largest sums of log-odds and Gumbel noise are choices without replacement
         keys = -(popularity + rng.gumbel(size=(*lead, num_experts)))
     least = keys.argpartition(top_k - 1, axis=-1)[..., :top_k]
     if popularity is not None:
