@@ -8,11 +8,10 @@
 The method ``ours`` consists of dispatch, grouped products and combine. ``moe_mlp`` is the layer in
 one call. ``moe_mlp_fp8`` reads quantized weights, which get no gradients. ``moe_mlp_to_fp8``
 quantizes rows and weights for the products, with gradients. ``mosaic`` is ``all_gather`` with JAX's
-Mosaic GPU kernels. The choices of experts are inputs.
-Training is a forward pass, without and with the gradients of tokens, router weights and experts.
-Decode is a forward pass of up to 128 tokens. Before a method is timed, its result is compared with
-the result of ``all_gather``, or of ``ours`` if the capacity drops rows (plain JAX would drop other
-rows). The programs of all settings are compiled first.
+Mosaic GPU kernels. The choices of experts are inputs. Training is a forward pass, without and with
+the gradients of tokens, router weights and experts. Decode is a forward pass of up to 128 tokens.
+The result of a method must equal the result of ``all_gather`` within a tolerance. If the capacity
+drops rows, plain JAX would drop other rows, so the reference is ``ours``.
 """
 
 from __future__ import annotations
@@ -44,14 +43,14 @@ TINY_LAYER: dict[str, Any] = dict(hidden=128, top_k=2, experts=16)
 METHODS = ("all_gather", "ours", "moe_mlp", "moe_mlp_fp8", "moe_mlp_to_fp8")
 METHODS += ("dense", "ragged", "ragged32", "mosaic")
 FROZEN = "moe_mlp_fp8"  # the method whose weights get no gradients
-OF_MOE_MLP = {  # for each method of moe_mlp, a function that makes its experts from the weights
+OF_MOE_MLP = {  # functions that make the experts of a method from the weights
     "moe_mlp": ma.Experts,
     FROZEN: ma.Experts,
     "moe_mlp_to_fp8": lambda w_in, w_out: ma.Experts(w_in, w_out).in_fp8(),
 }
 OURS = ("ours", *OF_MOE_MLP)
 ON_GPU = ("ragged", "ragged32", "mosaic")  # methods that need a GPU
-TOLERANCE = 2e-2  # bfloat16 has 8 bits, and each method rounds its own partial sums
+TOLERANCE = 2e-2  # bfloat16 has 8 bits, and methods round different partial sums
 FP8_TOLERANCE = 0.1  # the error of one product of random numbers is 3.7 %
 DECODE_REPS = 16
 SAMPLES = 5
@@ -69,7 +68,7 @@ class Shape(NamedTuple):
 
     @property
     def reference(self) -> str:
-        """Return the method with which the other methods are compared."""
+        """Return the method that computes the reference."""
         return "ours" if self.workload.dropped else "all_gather"
 
     @property
@@ -147,7 +146,7 @@ class Bench:
     def __init__(self, run: Run, shape: Shape):
         self.run, self.shape = run, shape
         self.group = run.group()
-        # Shapes of arrays. ``measure`` replaces them by arrays.
+        # Shapes, which ``measure`` replaces by arrays.
         self.state, *self.weights = jax.eval_shape(lambda: make_inputs(run.mesh, shape))
         self.reference: Any = None  # the results of the first method
         self.cases: list[Case] = []
@@ -173,8 +172,7 @@ class Bench:
         self.state = self.weights = self.reference = None  # frees memory for the next shape
 
     def layer_case(self, method: str) -> Case:
-        """Return the case of a method, whose check compares the results with those of the first
-        method."""
+        """Return the case of a method. The check compares the results with the reference."""
         layer = self.layer(method)
         is_frozen = method == FROZEN
         prepare = self.run.per_rank(quantized) if is_frozen else lambda weights: weights
@@ -219,8 +217,7 @@ class Bench:
         return Case(what, check, jobs, self.group)
 
     def layer(self, method: str) -> Callable[..., jax.Array]:
-        """Return a function of ids, tokens, router weights and weights, which computes the layer by
-        a method."""
+        """Return the layer of a method, a function of ids, tokens, router weights and weights."""
         workload = self.shape.workload
         if method in OF_MOE_MLP:
             one_call = functools.partial(
@@ -245,8 +242,8 @@ class Bench:
         return layer
 
     def job(self, op: str, method: str, program: Program) -> Job:
-        """Return the job of a program, whose arguments are the result of the check. The time
-        includes the tie, which takes about 1 % of a repetition."""
+        """Return the job of a program, whose arguments are the result of the check. The measured
+        time includes the tie, which takes about 1 % of a repetition."""
         shape, is_ours = self.shape, method in OURS
 
         def row(result: timing.Timing) -> Row:
@@ -277,8 +274,7 @@ def quantized(weights: list[jax.Array]) -> list[Any]:
 
 
 def make_inputs(mesh: Any, shape: Shape) -> tuple[Any, Any, Any]:
-    """Draw normal tokens, and experts that keep the size of tokens. Each rank's arrays are on its
-    device.
+    """Draw normal tokens, and experts that keep the size of tokens, on the device of each rank.
 
     Returns:
       (x [R, T, H], ids and weights [R, T, K]), w_in [R, L, H, 2, I] and w_out [R, L, I, H].

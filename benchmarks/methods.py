@@ -96,8 +96,8 @@ def all_gather(workload: Workload, group: ma.Group) -> Method:
 
 
 def dense(workload: Workload, group: ma.Group) -> Method:
-    """Send a row for each choice, sorted by expert, by an all_to_all. Each pair of ranks sends as many
-    rows as the busiest pair, with padding."""
+    """Send a row for each choice, sorted by expert, by an all_to_all. Padding gives all pairs of
+    ranks as many rows as the busiest pair."""
     setting, axis, ranks = workload.setting, group.axis_name, group.size
     local_experts, pair_capacity = setting.experts // ranks, workload.pair_capacity
 
@@ -198,7 +198,7 @@ METHODS: dict[str, Callable[..., Method]] = dict(
 
 
 class Links(NamedTuple):
-    """The choice (token * top_k + k) of each row and the row of each choice; -1 for none."""
+    """The choice (token * top_k + k) of each row, and the row of each choice. -1 means none."""
 
     row_choice: jax.Array
     choice_row: jax.Array
@@ -207,7 +207,7 @@ class Links(NamedTuple):
 def sort_by_key(
     keys: jax.Array, num_keys: int, length: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Sort the entries ``keys`` [N] stably. A key of ``num_keys`` or more belongs to no group.
+    """Sort the entries ``keys`` [N] stably. Keys of ``num_keys`` or more have no group.
 
     Returns:
       Three int32 arrays: the entry at each place [length], -1 after the last group; the place of
@@ -230,7 +230,7 @@ def take_rows(x: jax.Array, index: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def spread(x: jax.Array, links: Links) -> jax.Array:
-    """Return [N, H] from [T, H]: the token of each row's choice."""
+    """Return the token of the choice of each row, [N, H] from [T, H]."""
     top_k = links.choice_row.shape[1]
     return take_rows(x, links.row_choice // top_k)  # -1 stays -1
 
@@ -247,13 +247,13 @@ spread.defvjp(lambda x, links: (spread(x, links), links), _spread_backward)
 
 
 def permute(x: jax.Array, order: jax.Array, place: jax.Array) -> jax.Array:
-    """Return [len(order), H] from [N, H]: entry i is ``x[order[i]]``; ``place`` is the inverse."""
+    """Return ``x[order]``, [len(order), H] from [N, H]. ``place`` is the inverse of ``order``."""
     return spread(x, Links(order, place[:, None]))
 
 
 @jax.custom_vjp
 def weighted_sum(rows: jax.Array, weights: jax.Array, links: Links) -> jax.Array:
-    """Return [T, H] from [N, H] and [T, K]: the sum over k of weight * row, in float32."""
+    """Return the weighted sum of the rows of each token, [T, H], computed in float32."""
     total = sum(
         weights[:, k, None] * take_rows(rows, links.choice_row[:, k]).astype(jnp.float32)
         for k in range(weights.shape[1])

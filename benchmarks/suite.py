@@ -22,14 +22,14 @@ from .operations import Op
 from .run import Case, Job, Program, Row, Run, say
 from .workload import DTYPE, Setting, Workload
 
-# The largest allowed share of a tie in the measured time. In the program that times ties, a tie takes
-# at least as long as in other programs.
+# The largest allowed share of a tie in the measured time. A tie takes at least as long in the
+# program that times ties as in other programs.
 MOST_OF_A_TIE = 0.4
 TIE_SAMPLES = 3
 # Elements of the largest tied array. Ties of smaller arrays take as long as the first size.
 TIE_SIZES = (1 << 14, 1 << 16, 1 << 18, 1 << 20)
-# For each method of plain JAX, the expected time of a repetition (microseconds, plus a multiple of the
-# link limit), and the most repetitions, because XLA needs long to compile more repetitions.
+# For each method of plain JAX, the expected time of a repetition (microseconds plus a multiple of
+# the link limit), and the most repetitions, because XLA needs long to compile many.
 PLAIN_COSTS = dict(
     all_gather=(100.0, 3.0, 8),
     dense=(100.0, 5.0, 8),
@@ -214,8 +214,8 @@ def measure_ties(run: Run, keys: Sequence[TieKey]) -> None:
 def case_of(
     run: Run, variant: Variant, inputs: tuple[jax.Array, ...], reference: dict[str, jax.Array]
 ) -> Case:
-    """Return the case of a variant. The first variant stores its rows in ``reference``. Checks of all
-    other variants compare their rows with ``reference``."""
+    """Return the case of a variant. The first variant stores its rows in ``reference``. The rows
+    of all other variants must equal these rows."""
 
     def check() -> dict[str, Any]:
         prepared = variant.run_once.result()(*inputs)

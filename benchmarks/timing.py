@@ -172,8 +172,8 @@ def count_fusions(compiled: Any) -> int:
 
 
 def take_turns(samplers: Mapping[Any, Callable[[], Any]], samples: int) -> dict[Any, list[Any]]:
-    """Return samples by name. Samplers take turns, because a hot GPU lowers its clock. Each turn has
-    a random order, because the clock also depends on the previous program."""
+    """Return samples by name. Samplers take turns, because a hot GPU lowers its clock. Each turn
+    has a random order, because the clock also depends on the previous program."""
     taken: dict[Any, list[Any]] = {name: [] for name in samplers}
     draw = random.Random(0)
     for _ in range(samples):
