@@ -6,16 +6,15 @@
     python -m benchmarks.model --geometries dsv3 --layers 2 --profile moe_mlp
 
 A step is a forward pass, gradients, clipping and AdamW. The methods differ only in the MoE layer.
-``slices.py`` has the models, and ``slice_layers.py`` has the MoE layers. ``--rows``, the rows per
-expert of a micro-batch, determines the number of tokens of a rank. With ``uniform`` routing, the
-choices are inputs, and every expert is equally likely. With ``learned`` routing, the router
-chooses, after 60 steps of training. The first values of ``--rows``, ``--routing`` and
-``--micro-batches`` are measured for all geometries. Each further value replaces only the first
-value of its option.
+``slices.py`` has the models, and ``slice_layers.py`` has the MoE layers. ``--rows`` is the rows per
+expert of a micro-batch, which determine the tokens of a rank. With ``uniform`` routing, the choices
+are inputs, and every expert is equally likely. With ``learned`` routing, a router chooses, which
+was trained for 60 steps. The first setting has the first values of ``--rows``, ``--routing`` and
+``--micro-batches``. Each further setting replaces one of these values.
 
 All methods start from the same state and batches, and their first losses must be equal. Then the
-methods take turns in random order, on one state whose weights do not change. The record is written
-after each turn.
+methods take turns in random order, on one state whose weights do not change. After each turn, the
+program writes the record.
 """
 
 from __future__ import annotations
@@ -45,21 +44,21 @@ from .run import Run, say
 from .slice_layers import ALONE, EXACT, LAYERS
 from .workload import Setting, draw
 
-# Peak in bfloat16 without sparsity, by `device_kind`. Steps on other GPUs have no MFU.
+# The peak in bfloat16 without sparsity, by `device_kind`. Steps on other GPUs have no MFU.
 PEAK_TFLOPS = {"NVIDIA H100 80GB HBM3": 989, "NVIDIA H200": 989}
-MEMORY_FRACTION = "0.88"  # the rest is for our workspaces and NCCL's buffers
+MEMORY_FRACTION = "0.88"  # our workspaces and NCCL's buffers need the rest
 RATE = 3e-4
 CHECKED_STEPS = 3
 SAMPLES = 7
 SAMPLE_SECONDS = 0.6
 COMPILE_SECONDS = 240  # limit for all programs of a setting
-TURNS_SECONDS = 90  # limit for all turns of a setting, but at least three turns run
+TURNS_SECONDS = 90  # limit for all turns of a setting, after at least three turns
 TRAINED_STEPS = 60  # before a learned router is measured
 BATCHES = 4
 ROUTINGS = ("uniform", "learned")
 OURS = ("moe_mlp", "moe_mlp_to_fp8", "local")
 TINY_ROWS = 16
-# A row replaces an earlier row of the record with the same values of these entries.
+# A row replaces an earlier row that has the same values of these entries.
 KEYS = ("geometry", "layers", "rows", "routing", "micro_batches", "method")
 ON_GPU = ("mosaic", "ragged32")  # methods that need a GPU
 
@@ -192,7 +191,7 @@ class Bench:
             return jitted.lower(state, self.batches[0], self.given, rate)
 
     def measure(self) -> None:
-        """Compare the losses of all methods, then time the methods whose losses are right."""
+        """Compare the losses of all methods. Then time the methods with the right losses."""
         say(f"{self.step}: comparing losses")
         _, *more = self.placed
         put = lambda a, sharding: None if a is None else jax.device_put(a, sharding)
@@ -228,11 +227,8 @@ class Bench:
         return results
 
     def check(self, method: str, reference: Any) -> dict[str, Any]:
-        """Return a row without times. The first losses must equal those of the row ``reference``.
-
-        Raises:
-          AssertionError: if the losses differ too much.
-        """
+        """Return a row without times. Raise AssertionError if its losses differ too much from the
+        losses of the row ``reference``."""
         program, layer = self.programs[method], LAYERS[method]
         self.state = None  # frees the memory of the previous state
         self.state = self.init()
@@ -257,7 +253,7 @@ class Bench:
         )
 
     def memory(self, method: str, program: Any) -> dict[str, float]:
-        """Return the GiB of a GPU that XLA plans for the program, plus our workspace."""
+        """Return the GiB that XLA plans for the program on a GPU, plus our workspace."""
         stats, g = program.memory_analysis(), self.g
         used = stats.argument_size_in_bytes + stats.output_size_in_bytes
         used += stats.temp_size_in_bytes - stats.alias_size_in_bytes
@@ -313,7 +309,7 @@ class Bench:
         return sample_us
 
     def figures(self, row: dict[str, Any], bound: dict[str, Any] | None) -> dict[str, Any]:
-        """Return the entries of a row that follow from the time of a step."""
+        """Return the entries of a row that depend on the time of a step."""
         seconds, layer = row["us"] / 1e6, LAYERS[row["method"]]
         everything, of_experts = slices.flops(self.g, self.length)
         tokens_per_s = self.tokens * self.step.micro_batches / seconds

@@ -21,13 +21,13 @@ from jax_moe_a2a._src.group import native
 
 from . import record as records
 from . import timing, wire
+from .record import Row
 from .report import plot, tables
 
 CPU_RANKS = 8
 MAX_THREADS = 32
 TIMEOUT_SECONDS = 10.0  # limit of a wait in a kernel
 NOT_GPU = "No GPU here: tiny sizes on virtual CPU devices. These are NOT GPU figures."
-Row = dict[str, Any]
 
 _start = time.perf_counter()
 

@@ -43,7 +43,7 @@ Taken = dict[Any, list[list[float]]]
 
 
 def cases(op: Op, *sizes: tuple[int, int], **options: Any) -> tuple[tuple[Op, Setting], ...]:
-    """Return an operation with several numbers of tokens and hidden sizes."""
+    """Return the operation with each pair of tokens and hidden size."""
     return tuple((op, Setting(*each, top_k=8, experts=256, **options)) for each in sizes)
 
 
@@ -67,8 +67,8 @@ NUMBERS: dict[str, tuple[tuple[tuple[Op, Setting], ...], tuple[int, ...]]] = dic
 
 
 def measure(run: Run, name: str, timed_cases: Any, values: Sequence[int], chosen: Any) -> Taken:
-    """Return the times by value, without values whose results are wrong. Today's value is the first
-    of ``values``. ``chosen`` has the values of other numbers."""
+    """Return the times of each value with right results. Today's value is the first of ``values``.
+    ``chosen`` has the values of earlier numbers."""
     tuning = lambda value: mock.patch.dict(native.TUNING, {**chosen, name: value})
     taken: Taken = {value: [] for value in values}
     for op, setting in timed_cases:
@@ -107,8 +107,8 @@ def measure(run: Run, name: str, timed_cases: Any, values: Sequence[int], chosen
 
 
 def judge(name: str, taken: Taken) -> dict[str, Any]:
-    """Return the best value of a number, and its gain over today's value, the first of ``taken``.
-    The gain of a turn is the geometric mean over all cases."""
+    """Return the best value of a number, and the gain over today's value, the first of ``taken``.
+    The gain of a turn is the geometric mean of all cases."""
     today, *_ = taken
 
     def gains(value: Any) -> list[float]:
@@ -152,7 +152,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the benchmark, and return the exit status: 1 if anything failed."""
+    """Run the benchmark. Return 1 after failures, otherwise 0."""
     args = parse(argv)
     num_gpus = runs.set_platform(args.ranks)
     if num_gpus == 1:

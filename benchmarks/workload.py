@@ -45,14 +45,10 @@ class Setting:
         return "popular" if self.sigma else "uniform"
 
     @property
-    def row_bytes(self) -> int:
-        return self.hidden * ITEM_BYTES
-
-    @property
     def wire_row_bytes(self) -> int:
         """Return the bytes of a token, or of a partial sum, on a link."""
         if not self.format:
-            return self.row_bytes
+            return self.hidden * ITEM_BYTES
         numbers, num_bytes = FORMAT_GROUPS[self.format]
         return self.hidden // numbers * num_bytes
 

@@ -1,6 +1,6 @@
-// Times the package's kernels in CUDA graphs, without XLA and Python: on all GPUs of one process,
-// or with all ranks on one GPU. Use it for tuning, and with compute-sanitizer and ncu. Only the
-// tests compare results with an oracle.
+// Times the package's kernels in CUDA graphs, without XLA and Python, on all GPUs of one process or
+// with all ranks on one GPU. Use this program for tuning, with compute-sanitizer, and with ncu. It
+// does not compare results with an oracle.
 //
 // Build at the root of the repository, in one line; -DMOE_A2A_TEST_HOOKS works too:
 //
@@ -18,14 +18,14 @@
 // plan of all other operations. The capacity holds the rows of the fullest rank.
 //
 //   --gpus     runs one rank on each of the first N GPUs; the default is all visible GPUs
-//   --ranks    runs N ranks, at least 2, on the first GPU, with the kernels of cuda/colocated/: a
-//              launch is for all ranks. Numbers in --sms are reduced to what cuda/ffi/call_state.cc
-//              allows for a rank
-//   --check    requires that all launches of an operation return the same bits: the first launch,
-//              which writes to poisoned arrays, the last timed launch, and the launches with other
-//              numbers of SMs. It skips inner products of a weighted dispatch, because their
-//              rounding depends on the number of teams. It also prints a hash of the results
-//   --timeout  bound of the kernels' waits in seconds; a sanitizer may need more than five
+//   --ranks    runs N ranks, at least 2, on the first GPU. A launch of a kernel of cuda/colocated/
+//              is for all ranks. A number in --sms is at most the number that
+//              cuda/ffi/call_state.cc allows for a rank
+//   --check    requires equal bits from the first launch of an operation, which writes to poisoned
+//              arrays, from the last timed launch, and from launches with other numbers of SMs.
+//              Does not check inner products of a weighted dispatch, because their rounding depends
+//              on the number of teams. Also prints a hash of the results
+//   --timeout  limit of waits in kernels, in seconds. A sanitizer may need more than 5
 //
 // To try another number of tuning.h, build with, for example, "-DMOE_A2A_CANDIDATE=kPauseNs = 0".
 #include <cuda_runtime.h>
@@ -56,8 +56,7 @@
 namespace moe_a2a {
 namespace {
 
-// Launches before the timed launches. Devices begin at different times; these launches synchronize
-// them.
+// Launches before the timed launches. They synchronize the devices, which start at different times.
 constexpr int kUntimedLaunches = 2;
 constexpr int kTightMultiple = 128;
 
@@ -88,8 +87,8 @@ void ChooseRanks(Options* o) {
   CHECK(o->gpus >= 1 && o->gpus <= visible && o->ranks <= kMaxRanks);
 }
 
-// If ranks share a GPU, reduces the numbers of blocks to what the handlers allow. Afterwards,
-// removes each number that equals the previous number.
+// For ranks that share a GPU, reduces the numbers of blocks to the limit of the handlers, and
+// removes repeated numbers.
 void LimitBlocks(Options* o) {
   int sms = 0;
   CHECK(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0));
@@ -138,7 +137,7 @@ uint64_t SeedOf(Seed seed, int rank) { return static_cast<uint64_t>(seed) * 1024
 
 struct Workload {
   int num_ranks;
-  int num_gpus;  // as many as ranks, or one for all
+  int num_gpus;  // equal to num_ranks, or 1
   int num_tokens, hidden, top_k, num_experts;
   int capacity = 0;
   std::vector<std::vector<int32_t>> ids;  // by rank: [num_tokens, top_k]
@@ -190,10 +189,10 @@ struct DeviceBuffer {
   }
 };
 
-// The memory of all ranks of one GPU, which must be current when an array is taken. All ranks take
-// arrays of the same sizes in the same order. An allocation holds an array of all ranks, rank after
-// rank, because kernels for ranks that share a GPU need a constant distance between the arrays of
-// two ranks (device/ranks.cuh).
+// The memory of all ranks of one GPU, which must be the current device in Take(). All ranks take
+// arrays of the same sizes in the same order. An allocation holds the arrays of all ranks one after
+// another, because kernels for ranks that share a GPU need a constant distance between the arrays
+// of two ranks (device/ranks.cuh).
 class DeviceMemory {
  public:
   explicit DeviceMemory(int num_ranks) : num_ranks_(num_ranks) {}
@@ -202,7 +201,7 @@ class DeviceMemory {
     for (const DeviceBuffer& array : first_) cudaFree(array.data);
   }
 
-  // Makes Take() return arrays of the next rank. Also called before the first rank.
+  // Makes Take() return arrays of the next rank. Call it also before the first rank.
   void BeginRank() {
     ++rank_;
     num_taken_ = 0;
@@ -223,7 +222,7 @@ class DeviceMemory {
   const int num_ranks_;
   int rank_ = -1;
   size_t num_taken_ = 0;             // by this rank
-  std::vector<DeviceBuffer> first_;  // of the first rank; each is the beginning of an allocation
+  std::vector<DeviceBuffer> first_;  // arrays of the first rank, at the starts of allocations
 };
 
 DeviceBuffer Upload(const std::vector<int32_t>& values, DeviceMemory& memory) {
@@ -240,7 +239,7 @@ DeviceBuffer MakeRandom(int64_t count, uint64_t seed, DeviceMemory& memory) {
   return buffer;
 }
 
-// As in jax_moe_a2a/_src/exchange/routed.py.
+// Computes the same number as jax_moe_a2a/_src/exchange/routed.py.
 int TokensPerRouteChunk(int num_tokens) {
   int tokens = Tuning::kRouteLeastTokens;
   while (tokens < Tuning::kRouteMostTokens && tokens * Tuning::kRouteChunks < num_tokens)
@@ -251,7 +250,7 @@ int RouteChunks(int num_tokens) {
   return static_cast<int>(ceil_div(num_tokens, TokensPerRouteChunk(num_tokens)));
 }
 
-// Operands and results of a rank. The rank's device must be current when they are made.
+// Operands and results of a rank. The constructor needs the rank's device as the current device.
 struct RankData {
   RankData(const Workload& w, int rank, DeviceMemory& memory)
       : rank_number(Upload({rank}, memory)),
@@ -312,7 +311,7 @@ struct Call {
 };
 
 // The calls that a launch receives: the call of the GPU's rank, or the calls of ranks 0 and 1 if
-// ranks share the GPU. From these two, the kernel computes the parameters of all ranks.
+// ranks share the GPU. The kernel computes the parameters of all ranks from these two calls.
 using Calls = std::vector<Call>;
 
 // Operands or results of a call.
@@ -320,8 +319,8 @@ struct Bound {
   Arrays arrays;
   std::vector<std::vector<int64_t>> all_dimensions;  // of the arrays
 
-  // cudaMalloc aligns only the buffers of the first rank: if ranks share a GPU, each rank's buffer
-  // directly follows the buffer of the previous rank.
+  // If ranks share a GPU, only the buffers of the first rank have the alignment of cudaMalloc. The
+  // buffer of each other rank directly follows the buffer of the previous rank.
   void Add(const DataType& type, std::vector<int64_t> dimensions, const DeviceBuffer& buffer) {
     int64_t bytes = type.bytes;
     for (int64_t dimension : dimensions) bytes *= dimension;
@@ -466,7 +465,7 @@ const std::map<std::string, Op> kOperations = {{"dispatch", Op::kDispatch},
                                                {"routed", Op::kRoutedDispatch},
                                                {"weighted", Op::kWeightedDispatch}};
 
-// The launches on a GPU, in a CUDA graph: first untimed launches, then the timed launches.
+// A CUDA graph of untimed launches and then timed launches on a GPU.
 class GpuGraph {
  public:
   GpuGraph(const Calls& calls, Op operation, const Kernels& kernels, int untimed, int timed) {
@@ -518,7 +517,7 @@ Ranks MakeRanks(const Options& options, const Workload& w, Workspace& workspace)
     ranks.data.push_back(std::make_unique<RankData>(w, rank, *ranks.memory[gpu]));
     RankView view = {};
     CHECK(workspace.View(gpu, &view));
-    view.error += rank - view.rank;  // the view is that of the GPU's first rank
+    view.error += rank - view.rank;  // View returned the view of the GPU's first rank
     view.rank = rank;
     view.launch = 1;  // launches follow each other on one stream
     view.timeout_ns = view.first_timeout_ns = static_cast<uint64_t>(options.timeout_s * 1e9);
@@ -545,8 +544,7 @@ Graphs MakeGraphs(const Ranks& ranks, Op operation, int sms, int untimed, int ti
   return graphs;
 }
 
-// Runs the graphs of all GPUs at the same time. Returns the longest time in microseconds. The
-// untimed launches of a GPU wait for the GPUs that start later.
+// Runs the graphs of all GPUs at the same time. Returns the longest time in microseconds.
 double RunGraphs(const Ranks& ranks, Graphs& graphs) {
   std::vector<double> us(graphs.size());
   ForEachGpu(ranks.workload.num_gpus, [&](int gpu) { us[gpu] = graphs[gpu]->Microseconds(); });
@@ -569,7 +567,7 @@ std::vector<DeviceBuffer> ResultsOf(const RankData& data, Op operation) {
   return results;
 }
 
-// Overwrites the results, so that results of an earlier launch cannot pass a check.
+// Overwrites the results, so results of an earlier launch cannot pass a check.
 void Poison(const Ranks& ranks, Op operation) {
   for (int rank = 0; rank < ranks.workload.num_ranks; ++rank) {
     CHECK(cudaSetDevice(ranks.workload.gpu_of(rank)));

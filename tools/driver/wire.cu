@@ -2,8 +2,10 @@
 //
 //   wire GPUS BYTES...   each of the first GPUS sends BYTES in total, evenly to all its peers
 //
-// Prints JSON. benchmarks/wire.py builds and runs this program. A launch sends the bytes many
-// times, so that neither the launch nor the latency of the last store affects the result.
+// Prints JSON: `gpus`, `name` and `results`. An element of `results` has `bytes`, `blocks` (the
+// fastest number of blocks), `median_us`, `min_us`, `max_us` and `gb_per_s`. benchmarks/wire.py
+// builds and runs this program. A launch sends the bytes many times, so the latencies of the launch
+// and of the last store do not affect the result.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -25,7 +27,7 @@ constexpr int kSamples = 7;
 constexpr int kBlocks[] = {8, 16, 32, 64};
 constexpr double kLaunchBytes = 3e9;  // per launch: about 10 ms at the speed of NVLink 4
 constexpr double kMaxRounds = 5000;
-// The arrays are at least this large, so that they do not fit in the L2 cache.
+// Arrays have at least this size, so they do not fit in the L2 cache.
 constexpr int64_t kLeastBytes = 192 << 20;
 
 struct Peers {
@@ -67,7 +69,7 @@ struct Gpu {
   uint4* zone;  // a segment for each peer, in the order of ranks
 };
 
-// The first GPUs of the machine, with access to each other's memory, and the measurements.
+// The first GPUs of the machine, with peer access, and the measurements.
 class Machine {
  public:
   Machine(int num_gpus, int64_t most_words) : size_(num_gpus), most_(most_words) {
@@ -134,7 +136,7 @@ class Machine {
   }
 
   int size_;
-  int64_t most_;  // the most words for each peer that fit in the arrays
+  int64_t most_;  // the number of words for each peer that fit in the arrays
   std::vector<std::unique_ptr<Gpu>> gpus_;
 };
 
