@@ -170,8 +170,7 @@ class Program:
 
     @property
     def tflop(self) -> float:
-        """Return 10**-12 of the floating-point operations of one device in a step, as MaxText
-        counts them."""
+        """Return the TFLOP of one device in a step, as MaxText counts them."""
         count = self.maxtext.maxtext_utils.calculate_tflops_training_per_device
         return float(count(self.config, log=False)[0])
 

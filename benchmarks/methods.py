@@ -137,8 +137,8 @@ def ragged(workload: Workload, group: ma.Group, updates: int = 1) -> Method:
     """Send a row for each choice, sorted by expert, by ``lax.ragged_all_to_all``.
 
     Args:
-      updates: the number of updates that hold the rows for a peer. XLA copies each update with one
-        thread block, so more updates are faster.
+      updates: the number of updates for each peer. XLA copies each update with one thread block,
+        so more updates are faster.
     """
     setting, axis, ranks = workload.setting, group.axis_name, group.size
     local_experts = setting.experts // ranks
@@ -207,7 +207,7 @@ class Links(NamedTuple):
 def sort_by_key(
     keys: jax.Array, num_keys: int, length: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Sort the entries ``keys`` [N] stably. Keys of ``num_keys`` or more have no group.
+    """Sort the entries ``keys`` [N] stably. Keys from ``num_keys`` on have no group.
 
     Returns:
       Three int32 arrays: the entry at each place [length], -1 after the last group; the place of

@@ -8,8 +8,8 @@
 A step is a forward pass, gradients, clipping and AdamW. The methods differ only in the MoE layer.
 ``slices.py`` has the models, and ``slice_layers.py`` has the MoE layers. ``--rows`` is the rows per
 expert of a micro-batch, which determine the tokens of a rank. With ``uniform`` routing, the choices
-are inputs, and every expert is equally likely. With ``learned`` routing, a router chooses, which
-was trained for 60 steps. The first setting has the first values of ``--rows``, ``--routing`` and
+are inputs, and every expert is equally likely. With ``learned`` routing, a router chooses after 60
+steps of training. The first setting has the first values of ``--rows``, ``--routing`` and
 ``--micro-batches``. Each further setting replaces one of these values.
 
 All methods start from the same state and batches, and their first losses must be equal. Then the
@@ -52,7 +52,7 @@ CHECKED_STEPS = 3
 SAMPLES = 7
 SAMPLE_SECONDS = 0.6
 COMPILE_SECONDS = 240  # limit for all programs of a setting
-TURNS_SECONDS = 90  # limit for all turns of a setting, after at least three turns
+TURNS_SECONDS = 90  # no new turn starts later, except the first three
 TRAINED_STEPS = 60  # before a learned router is measured
 BATCHES = 4
 ROUTINGS = ("uniform", "learned")
@@ -200,7 +200,7 @@ class Bench:
         self.rates = [jax.device_put(np.float32(rate), more[2]) for rate in (RATE, 0)]
         rows: dict[str, dict[str, Any]] = {}
         reference = None
-        is_exact = lambda method: LAYERS[method].tolerance == EXACT  # no FP8, no drops, no bound
+        is_exact = lambda method: LAYERS[method].tolerance == EXACT  # without FP8, drops and bounds
         for method in sorted(self.programs, key=lambda m: (m != "all_gather", not is_exact(m))):
             with self.run.attempt(f"{self.step}, {method}"):
                 rows[method] = self.check(method, reference)

@@ -46,7 +46,7 @@ class Plan:
     methods: tuple[str, ...] = ("ours",)
     ops: tuple[Op, ...] = operations.STANDARD
     plain_ops: tuple[Op, ...] = operations.STANDARD
-    """The operations of methods of plain JAX."""
+    """The operations to time with methods of plain JAX."""
     options: tuple[Mapping[str, Any], ...] = ({},)
     """Options of ``ma.Group``. Our method is timed with each of them."""
     sweep: str = ""
@@ -174,7 +174,7 @@ def make_inputs(mesh: Mesh, workload: Workload) -> tuple[jax.Array, jax.Array, j
 
 
 def tie_key(operation: operations.Operation, state: Any, num_results: int) -> TieKey:
-    """Return the sizes of the ties of an operation, rounded up, so that few ties need a time."""
+    """Return the rounded sizes of the ties of an operation. Few different sizes are timed."""
     leaves = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in jax.tree.leaves(state)]
     tied = [leaves[i] for i in timing.pick_tied(leaves, operation.tied_axes)]
     most = max(leaf.size for leaf in tied)

@@ -189,10 +189,10 @@ def sampler(
     sample_seconds: float = SAMPLE_SECONDS,
 ) -> Callable[[], float]:
     """Run a compiled program a few times. Return a function that measures the microseconds of a
-    repetition with calls of about ``sample_seconds``.
+    repetition.
 
-    If more calls take no longer than fewer calls, the function measures again. After ``MAX_TRIES``,
-    it raises RuntimeError.
+    The function calls the program for about ``sample_seconds``. If more calls take no longer than
+    fewer calls, the function measures again, at most ``MAX_TRIES`` times.
     """
 
     def seconds(calls: int) -> float:

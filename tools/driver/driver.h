@@ -168,7 +168,7 @@ void ForEachGpu(int num_gpus, const Body& body) {
   for (std::thread& thread : threads) thread.join();
 }
 
-// The median, the least and the greatest of some samples.
+// The median, the least and the greatest value of samples.
 struct Summary {
   explicit Summary(std::vector<double> samples) {
     std::sort(samples.begin(), samples.end());

@@ -306,7 +306,7 @@ int64_t ZoneBytes(const Workload& w) {
 struct Call {
   const Workload& workload;
   const RankData& data;
-  RankView view;  // all members except those that depend on the operation
+  RankView view;  // without the members that depend on the operation
   int sms;
 };
 
