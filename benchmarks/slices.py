@@ -82,8 +82,8 @@ GEOMETRIES = {
     "qwen3": Geometry(
         *("Qwen3-30B-A3B", 48, 151936, 2048, 32, 4, 128, 128, 8, 768), layers=8, qk_norm=True
     ),
-    # The slice has 64 of 256 experts, so a rank of 4 ranks has as many experts as a rank of 16 ranks
-    # of the whole model. The head size is 64 + 64 (without and with RoPE), and 128 + 64 in the model.
+    # The slice has 64 of 256 experts. Each of its 4 ranks has as many experts as one of 16 ranks of
+    # the model. The head size is 64 + 64 (without and with RoPE), and 128 + 64 in the model.
     "dsv3": Geometry(
         *("DeepSeek-V3", 61, 129280, 7168, 128, 128, 128, 64, 8, 2048),
         **dict(layers=3, shared=2048, q_rank=1536, kv_rank=512),

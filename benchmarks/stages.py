@@ -242,7 +242,7 @@ def loop(
 
 
 def tied(place: jax.Array, results: list[jax.Array]) -> jax.Array:
-    """Return the integers ``place`` unchanged, after the results."""
+    """Return the integers ``place`` unchanged, but dependent on the results."""
     return timing.tie([place], [0], [leaf for leaf in results if leaf.size])[0]
 
 

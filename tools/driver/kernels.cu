@@ -21,10 +21,10 @@
 //   --ranks    runs N ranks, at least 2, on the first GPU. A launch of a kernel of cuda/colocated/
 //              is for all ranks. A number in --sms is at most the number that
 //              cuda/ffi/call_state.cc allows for a rank
-//   --check    requires equal bits from the first launch of an operation, which writes to poisoned
-//              arrays, from the last timed launch, and from launches with other numbers of SMs.
-//              Does not check inner products of a weighted dispatch, because their rounding depends
-//              on the number of teams. Also prints a hash of the results
+//   --check    compares the results of the first launch of an operation (on poisoned arrays), of
+//              the last timed launch, and of launches with other numbers of SMs. All bits must be
+//              equal. Inner products of a weighted dispatch are not compared, because their
+//              rounding depends on the number of teams. Also prints a hash of the results
 //   --timeout  limit of waits in kernels, in seconds. A sanitizer may need more than 5
 //
 // To try another number of tuning.h, build with, for example, "-DMOE_A2A_CANDIDATE=kPauseNs = 0".
