@@ -22,8 +22,8 @@ from .operations import Op
 from .run import Case, Job, Program, Row, Run, say
 from .workload import DTYPE, Setting, Workload
 
-# The largest allowed share of a tie in the measured time. A tie takes at least as long in the
-# program that times ties as in other programs.
+# The largest allowed share of a tie in the measured time. In the program that times ties, a tie is
+# not faster than in other programs.
 MOST_OF_A_TIE = 0.4
 TIE_SAMPLES = 3
 # Elements of the largest tied array. Ties of smaller arrays take as long as the first size.
