@@ -1,12 +1,12 @@
 # make demo    trains the example model (CPU: 8 virtual devices; GPUs: our kernels)
-# make test    builds the package and runs the test suite (MOE_A2A_TEST_GPU=1: on the GPUs)
+# make test    builds the package and runs the test suite, on the GPUs if MOE_A2A_TEST_GPU=1
 # make test-processes  runs the suite in NUM_PROCESSES=2 processes that share the devices
-# make test-hosts      runs tests of two levels with each process as a host, on CPUs; over TCP if root
+# make test-hosts      runs tests of two levels on CPUs, with each process as a host; as root, over TCP
 # make fuzz    compares random exchanges on the portable path with the oracle, for SECONDS=600 from SEED=1
 # make faults  injects RUNS=200 faults from SEED=1 into processes that exchange tokens
-# make emulate         runs the kernels on the CPU as C++, with every mutation; needs g++, no GPU and no CUDA
-# make emulate-quick   runs what CI runs: some sequences of each kind, a third of the mutations
-# make mutations       applies each change of tests/mutations/list.toml to a copy, and runs the test that must detect it
+# make emulate         runs the kernels on the CPU as C++, with every mutation; needs only g++
+# make emulate-quick   runs some sequences of each kind and a third of the mutations, as CI does
+# make mutations       applies each change of tests/mutations/list.toml to a copy, whose test must fail
 # make test-maxtext    trains MaxText's model with and without enable(); needs Python 3.12 and PyPI
 # make sanitize        runs the host code over a fake driver under sanitizers
 # make compiled        compiles programs for H100 GPUs without a GPU, and writes tests/compiled/table.txt
@@ -17,9 +17,9 @@
 # make test-wheels     installs the wheels of dist into empty environments and runs them on the CPU
 # make clean   removes environments and build folders
 #
-# Everything runs in a separate virtual environment in $(VENV), which is made on first use.
-# Another Python:            make test PYTHON=python3.12 VENV=.venv312
-# Packages already there:    make test VENV_FLAGS=--system-site-packages \
+# Everything runs in a separate virtual environment in $(VENV), which make creates at the first use.
+# With another Python:       make test PYTHON=python3.12 VENV=.venv312
+# With installed packages:   make test VENV_FLAGS=--system-site-packages \
 #                                      PIP_FLAGS="--no-build-isolation --no-deps"
 
 PYTHON ?= python3
@@ -34,8 +34,8 @@ export MOE_A2A_CUDA := OFF
 endif
 endif
 JAX ?= $(if $(filter-out 0,$(GPUS)),jax[cuda13],jax)
-# Two workers suit the two cores of a small machine. A module runs in one worker, and so compiles its
-# programs once. GPUs are not shared among processes.
+# Two workers suit the two cores of a small machine. A module runs in one worker, so XLA compiles its
+# programs once. Processes do not share GPUs.
 PYTEST_FLAGS ?= $(if $(MOE_A2A_TEST_GPU),-n 0,-n 2 --dist loadfile)
 SECONDS ?= 600
 SEED ?= 1
@@ -95,7 +95,7 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# The API pages are made from the sources, so the package need not be built.
+# mkdocs makes the API pages from the sources, so this target does not build the package.
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --clean --site-dir $(SITE)
 
@@ -107,7 +107,7 @@ wheels: $(VENV)/.release
 test-wheels: $(VENV)/.test
 	MOE_A2A_WHEELS=dist MOE_A2A_WHEEL_PYTHONS="$(PYTHONS)" $(BIN)/python -m pytest tests/test_wheels.py
 
-# MaxText needs certain versions of its requirements, and Python 3.12 or newer.
+# MaxText needs Python 3.12 or newer, and certain versions of its requirements.
 MAXTEXT_VENV ?= .venv-maxtext
 test-maxtext: $(MAXTEXT_VENV)/.made
 	$(MAXTEXT_VENV)/bin/python -m pytest -q --noconftest tests/maxtext/training.py
@@ -124,28 +124,28 @@ $(VENV)/.made:
 	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
 	touch $@
 
-# Without a GPU the demo needs no kernels, even if nvcc builds them for the tests. If the tests ran
-# first, the demo keeps their kernels.
+# Without a GPU, the demo builds no kernels, even if the tests need them. If the tests have built
+# kernels before, the demo keeps them.
 ifeq ($(MOE_A2A_CUDA)$(filter-out 0,$(GPUS))$(wildcard $(VENV)/.test),)
 $(VENV)/.demo: export MOE_A2A_CUDA := OFF
 endif
 
-# Each stamp means an editable install of the package with the extra of that name. The demo compiles only
-# the modules that it imports, because it is one process and pip would compile all of them.
+# Each stamp means an editable install of the package with the extra of that name. For the demo, pip
+# does not compile modules to bytecode, because the demo imports only some of them.
 $(VENV)/.demo $(VENV)/.test: $(VENV)/.%: $(SOURCES) | $(VENV)/.made
 	$(BIN)/python -m pip install -q $(if $(filter demo,$*),--no-compile) $(PIP_FLAGS) '$(JAX)' -e '.[$*]'
 	$(BIN)/python -c "import jax; from jax_moe_a2a._src.group import native; \
 	  print(f'jax {jax.__version__}; CUDA kernels: {native.cuda_build() or None}')"
 	touch $@
 
-# The checkers also need the test extra: mypy reads the types of imported packages.
+# The checkers also need the extra `test`, because mypy reads the types of imported packages.
 $(VENV)/.dev: pyproject.toml | $(VENV)/.test
 	$(BIN)/python -c "import tomllib; \
 	  print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['dev'])" \
 	  | xargs $(BIN)/python -m pip install -q
 	touch $@
 
-# XLA for GPUs is in a separate folder. In $(VENV), jax would find it and look for GPUs.
+# XLA for GPUs needs a separate folder, because jax in $(VENV) would find it and look for GPUs.
 build/compiled/.installed: pyproject.toml | $(VENV)/.made
 	rm -rf $(@D)
 	$(BIN)/python -c "import tomllib; \
@@ -153,7 +153,7 @@ build/compiled/.installed: pyproject.toml | $(VENV)/.made
 	  | xargs $(BIN)/python -m pip install -q --no-deps --target $(@D)
 	touch $@
 
-# Tools that do not need the package, so it is neither built nor installed.
+# These tools do not need the package, so make does not install it.
 $(VENV)/.docs $(VENV)/.release: $(VENV)/.%: pyproject.toml | $(VENV)/.made
 	$(BIN)/python -c "import tomllib; \
 	  print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['$*'])" \

@@ -1,1 +1,1 @@
-"""Dispatch and combine timed on this machine's GPUs: ``python -m benchmarks``."""
+"""Benchmarks of this package: ``python -m benchmarks`` times dispatch and combine."""

@@ -1,8 +1,8 @@
 """Compute the experts of a rank (SwiGLU over rows grouped by expert) in several ways.
 
-Each of the ``CANDIDATES`` makes a function ``experts(rows [C, H], w_in [L, H, 2, I],
-w_out [L, I, H], sizes [L]) -> [C, H]``, which is differentiable in all arguments except ``sizes``.
-Rows after the last group are zero, and their results are not read.
+``Experts`` are functions ``experts(rows [C, H], w_in [L, H, 2, I], w_out [L, I, H], sizes [L]) ->
+[C, H]``, which are differentiable in all arguments except ``sizes``. Rows after the last group are
+zero, and their results are not read.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from .operations import squares
 
 Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 Experts = Callable[..., jax.Array]
+grouped_dot: Product = functools.partial(ma.grouped_dot, tail="unspecified")
 
 
 def swiglu(gate_up: jax.Array) -> jax.Array:
@@ -36,7 +37,7 @@ def swiglu(gate_up: jax.Array) -> jax.Array:
 
 
 def side_by_side(pairs: jax.Array) -> jax.Array:
-    """Return gate and up [..., 2, I] as [..., 2 I], the layout that grouped products read."""
+    """Return gate and up [..., 2, I] as [..., 2 I], the layout of grouped products."""
     return pairs.reshape(*pairs.shape[:-2], -1)
 
 
@@ -48,7 +49,7 @@ def by_product(product: Product) -> Experts:
 
 
 def fused(rows: jax.Array, w_in: jax.Array, w_out: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Compute experts as ``ma.moe_mlp`` does between its exchanges, with router weights of 1."""
+    """Compute experts as ``ma.moe_mlp`` does, with router weights of 1."""
     w_in = side_by_side(w_in)
     activation = activations.recognize(ma.gated(jax.nn.silu))
     assert activation is not None
@@ -57,12 +58,12 @@ def fused(rows: jax.Array, w_in: jax.Array, w_out: jax.Array, sizes: jax.Array) 
     return primitives.bind_experts(operands, activation=activation)[0]
 
 
-# The results of ``with_gradients``, in order.
+# The names of the results of ``with_gradients``.
 RESULTS = ("y", "d_rows", "d_w_in", "d_w_out")
 
 
 def with_gradients(experts: Experts) -> Callable[..., tuple[jax.Array, ...]]:
-    """Return a function (rows, w_in, w_out, sizes) -> ``RESULTS``, with the cotangent ``rows``."""
+    """Return a function (rows, w_in, w_out, sizes) -> ``RESULTS``. The cotangent is ``rows``."""
 
     def run(
         rows: jax.Array, w_in: jax.Array, w_out: jax.Array, sizes: jax.Array
@@ -74,7 +75,7 @@ def with_gradients(experts: Experts) -> Callable[..., tuple[jax.Array, ...]]:
 
 
 def mosaic_product() -> Product:
-    """Make a differentiable product from the Mosaic GPU kernels that come with JAX (Hopper)."""
+    """Make a differentiable product from JAX's Mosaic GPU kernels, which need Hopper."""
     ragged_dot = _mosaic("ragged_dot").ragged_dot
     ragged_outer = _mosaic("transposed_ragged_dot").transposed_ragged_dot
 
@@ -86,7 +87,7 @@ def mosaic_product() -> Product:
 
     def multiply(rows: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool) -> jax.Array:
         out = ragged_dot(rows, w, group_sizes=sizes, transpose_rhs=transposed, **tiles(rows))
-        # The kernel does not write rows after the last group. These rows must not reach a product.
+        # The kernel leaves rows after the last group unwritten. A product must not read them.
         return jnp.where(jnp.arange(out.shape[0])[:, None] < sizes.sum(), out, 0)
 
     def outer(x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -96,7 +97,7 @@ def mosaic_product() -> Product:
 
 
 def library_product() -> Product:
-    """Make a differentiable product from cuBLASLt, whether or not ``grouped_dot`` uses it."""
+    """Make a differentiable product that always uses cuBLASLt."""
     if not native.has_grouped_gemm() or native.library_version() < (13, 3):
         raise ImportError("the process has no cuBLASLt 13.3 or newer; see --cublas-lt")
     native.register_targets()
@@ -132,25 +133,15 @@ def _mosaic(name: str) -> Any:
     name = f"jax.experimental.pallas.ops.gpu.{name}_mgpu"
     try:
         return importlib.import_module(name)
-    except ImportError:  # JAX's test utilities, which the module imports, need more packages
+    except ImportError:  # the module imports JAX's test utilities, which need more packages
         utilities = "jax._src.test_util"
         sys.modules.setdefault(utilities, types.ModuleType(utilities))
         return importlib.import_module(name)
 
 
 def fp8_product(rows: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Quantize rows and weights, and multiply them, as FP8 training with one micro-batch does."""
+    """Quantize rows and weights and multiply them, as in FP8 training with one micro-batch."""
     return straight_through.dot_in_fp8(rows, ma.QuantizedExperts(source=w), sizes)
-
-
-PRODUCTS: dict[str, Callable[[], Product]] = {
-    "grouped_dot": lambda: functools.partial(ma.grouped_dot, tail="unspecified"),
-    "ragged_dot": lambda: lambda rows, w, sizes: lax.ragged_dot(rows, w, sizes),
-    "Mosaic GPU": mosaic_product,
-}
-CANDIDATES: dict[str, Callable[[], Experts]] = {
-    name: lambda make=make: by_product(make()) for name, make in PRODUCTS.items()
-}
 
 
 def errors(
@@ -162,14 +153,14 @@ def errors(
     *,
     fullest: int,
 ) -> dict[str, jax.Array]:
-    """Compare experts with plain matrix products, for the first and the last expert of a rank.
+    """Compare the first and the last expert of a rank with plain matrix products.
 
     Args:
-      found: some or all of the ``RESULTS`` of ``with_gradients``, by name.
+      found: some ``RESULTS`` of ``with_gradients``, by name.
       fullest: the number of rows of the fullest expert.
 
     Returns:
-      For each result, ``operations.squares`` [2] of the result and of the exact result.
+      The ``operations.squares`` [2] of each result and the exact result.
     """
     starts = jnp.cumsum(sizes) - sizes
 

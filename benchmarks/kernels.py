@@ -12,10 +12,10 @@ from typing import Any
 import jax
 
 GPU = "/device:GPU:0"
-STREAM = "Stream"  # in a trace, the name of a line with kernels begins with this word
+STREAM = "Stream"  # the first word of the names of lines with kernels in a trace
 MOST_LISTED = 60
 MOST_OF_NAME = 90
-# A kernel has the first of these kinds whose expression matches the kernel's name.
+# The first expression that matches the name of a kernel tells the kind of the kernel.
 KINDS = {
     "our products": r"moe_a2a.*gemm",
     "our exchange": r"moe_a2a.*(route|dispatch|combine)",
@@ -29,8 +29,7 @@ KINDS = {
 
 
 def kernels_of(call: Callable[[], Any]) -> dict[str, list[float]]:
-    """Run a call twice, and return the microseconds of each launch of the second run, by the name
-    of the kernel."""
+    """Run a call twice. For each kernel, return the microseconds of launches of the second run."""
     call()
     launches = collections.defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,18 +1,18 @@
 """Time a whole MoE layer (exchange, experts and weighted combine) of this package and of plain JAX.
 
     python -m benchmarks.layer                     training and decode, on this machine's GPUs
-    python -m benchmarks.layer --grouped grouped_dot "Mosaic GPU"
+    python -m benchmarks.layer --only training --methods moe_mlp all_gather mosaic
     python -m benchmarks.layer --shapes A B --methods moe_mlp --capacities tight worst 1.25
     python -m benchmarks.layer --tokens 8 128 1024 4096 --sigma 0 1.1
     python -m benchmarks.layer --stages            whole layers of models, stage by stage
 
 The method ``ours`` consists of dispatch, grouped products and combine. ``moe_mlp`` is the layer in
 one call. ``moe_mlp_fp8`` reads quantized weights, which get no gradients. ``moe_mlp_to_fp8``
-quantizes rows and weights for the products, with gradients. The choices of experts are inputs.
-Training is a forward pass, without and with the gradients of tokens, router weights and experts.
-Decode is a forward pass of up to 128 tokens. Before a method is timed, its result is compared with
-the result of ``all_gather``, or of ``ours`` if the capacity drops rows (plain JAX would drop other
-rows). The programs of all settings are compiled first.
+quantizes rows and weights for the products, with gradients. ``mosaic`` is ``all_gather`` with JAX's
+Mosaic GPU kernels. The choices of experts are inputs. Training is a forward pass, without and with
+the gradients of tokens, router weights and experts. Decode is a forward pass of up to 128 tokens.
+The result of a method must equal the result of ``all_gather`` within a tolerance. If the capacity
+drops rows, plain JAX would drop other rows, so the reference is ``ours``.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ MOST_DECODE_TOKENS = 128
 TINY_INTERMEDIATE = 128
 TINY_LAYER: dict[str, Any] = dict(hidden=128, top_k=2, experts=16)
 METHODS = ("all_gather", "ours", "moe_mlp", "moe_mlp_fp8", "moe_mlp_to_fp8")
-METHODS += ("dense", "ragged", "ragged32")
+METHODS += ("dense", "ragged", "ragged32", "mosaic")
 FROZEN = "moe_mlp_fp8"  # the method whose weights get no gradients
-OF_MOE_MLP = {  # for each method of moe_mlp, a function that makes its experts from the weights
+OF_MOE_MLP = {  # functions that make the experts of a method from the weights
     "moe_mlp": ma.Experts,
     FROZEN: ma.Experts,
     "moe_mlp_to_fp8": lambda w_in, w_out: ma.Experts(w_in, w_out).in_fp8(),
 }
 OURS = ("ours", *OF_MOE_MLP)
-TOLERANCE = 2e-2  # bfloat16 has 8 bits, and each method rounds its own partial sums
+ON_GPU = ("ragged", "ragged32", "mosaic")  # methods that need a GPU
+TOLERANCE = 2e-2  # bfloat16 has 8 bits, and methods round different partial sums
 FP8_TOLERANCE = 0.1  # the error of one product of random numbers is 3.7 %
-GROUPED_DOT = "grouped_dot"  # a key of experts.CANDIDATES
 DECODE_REPS = 16
 SAMPLES = 5
 
@@ -69,7 +69,7 @@ class Shape(NamedTuple):
 
     @property
     def reference(self) -> str:
-        """Return the method with which the other methods are compared."""
+        """Return the method that computes the reference."""
         return "ours" if self.workload.dropped else "all_gather"
 
     @property
@@ -82,7 +82,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", choices=("training", "decode"), help="default: both")
     parser.add_argument("--stages", action="store_true", help="router, exchange and products")
     parser.add_argument("--shapes", nargs="+", choices=LAYERS, default=("A",))
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS[:-1])
     parser.add_argument("--tokens", nargs="+", type=int, help="per rank, of training and decode")
     parser.add_argument("--sigma", nargs="+", type=float, default=(0.0,), help="Setting.sigma")
     parser.add_argument(
@@ -92,7 +92,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         default=("tight",),
         help="tight, worst (the default of the package) or a capacity factor",
     )
-    parser.add_argument("--grouped", nargs="+", choices=experts.CANDIDATES, default=(GROUPED_DOT,))
     return parser.parse_args(argv)
 
 
@@ -104,11 +103,10 @@ def main(argv: list[str] | None = None) -> int:
     run = runs.open_run(args, num_gpus, ["layer", "decode"], "layer", SAMPLES if num_gpus else 1)
     benches = []
     for shape in shapes(args, run.mesh.size, run.on_gpu):
-        for grouped in args.grouped:
-            with run.attempt(f"{shape.sweep}, {shape.workload.setting}, {grouped}"):
-                bench = Bench(run, shape, grouped)
-                bench.start(methods(args, shape, grouped, run.on_gpu))
-                benches.append(bench)
+        with run.attempt(f"{shape.sweep}, {shape.workload.setting}"):
+            bench = Bench(run, shape)
+            bench.start(methods(args, shape, run.on_gpu))
+            benches.append(bench)
     for bench in benches:
         bench.measure()
     return runs.finish(run.record, run.path, not args.no_plot)
@@ -133,26 +131,23 @@ def shapes(args: argparse.Namespace, ranks: int, on_gpu: bool) -> list[Shape]:
     return found
 
 
-def methods(args: argparse.Namespace, shape: Shape, grouped: str, on_gpu: bool) -> list[str]:
-    """Return the methods that can compute a layer with these grouped products."""
+def methods(args: argparse.Namespace, shape: Shape, on_gpu: bool) -> list[str]:
+    """Return the methods that can compute a layer."""
     wanted = [*args.methods]
-    if not on_gpu:  # XLA:CPU has no ragged_all_to_all
-        wanted = [method for method in wanted if not method.startswith("ragged")]
+    if not on_gpu:
+        wanted = [method for method in wanted if method not in ON_GPU]
     if shape.workload.dropped:  # plain JAX would drop other rows
         wanted = [method for method in wanted if method in OURS]
-    if grouped != GROUPED_DOT:  # moe_mlp has no other product
-        wanted = [method for method in wanted if method not in OF_MOE_MLP]
     return wanted
 
 
 class Bench:
-    """The measurements of a layer with one grouped product, by all methods."""
+    """The measurements of a layer by all methods."""
 
-    def __init__(self, run: Run, shape: Shape, grouped: str):
-        self.run, self.shape, self.grouped = run, shape, grouped
-        self.experts = experts.CANDIDATES[grouped]()
+    def __init__(self, run: Run, shape: Shape):
+        self.run, self.shape = run, shape
         self.group = run.group()
-        # Shapes of arrays. ``measure`` replaces them by arrays.
+        # Shapes, which ``measure`` replaces by arrays.
         self.state, *self.weights = jax.eval_shape(lambda: make_inputs(run.mesh, shape))
         self.reference: Any = None  # the results of the first method
         self.cases: list[Case] = []
@@ -161,7 +156,7 @@ class Bench:
         """Start to compile the layer, once for each method."""
         shape = self.shape
         setting, capacity = shape.workload.setting, shape.workload.capacity
-        say(f"{shape.name}, {shape.sweep}, {setting}, {self.grouped}: {capacity} rows, compiling")
+        say(f"{shape.name}, {shape.sweep}, {setting}: {capacity} rows, compiling")
         for method in dict.fromkeys((shape.reference, *wanted)):
             with self.run.attempt(f"{shape.sweep} by {method}"):
                 case = self.layer_case(method)
@@ -171,15 +166,14 @@ class Bench:
         """Check and time the layers that ``start`` has compiled."""
         shape = self.shape
         self.run.wait()
-        say(f"{shape.name}, {shape.sweep}, {shape.workload.setting}, {self.grouped}")
+        say(f"{shape.name}, {shape.sweep}, {shape.workload.setting}")
         with self.run.attempt(f"{shape.sweep}, {shape.workload.setting}: inputs"):
             self.state, *self.weights = make_inputs(self.run.mesh, shape)
             self.run.measure(self.cases)
         self.state = self.weights = self.reference = None  # frees memory for the next shape
 
     def layer_case(self, method: str) -> Case:
-        """Return the case of a method, whose check compares the results with those of the first
-        method."""
+        """Return the case of a method. The check compares the results with the reference."""
         layer = self.layer(method)
         is_frozen = method == FROZEN
         prepare = self.run.per_rank(quantized) if is_frozen else lambda weights: weights
@@ -203,9 +197,11 @@ class Bench:
             options.update(reps=reps, keeps_results=reps == 1)
             return self.run.start(fn, self.state, *shapes, **options)
 
-        timed = start(forward, self.shape.reps)
+        # XLA would quantize weights only once for all repetitions.
+        reps = 1 if method == "moe_mlp_to_fp8" else self.shape.reps
+        timed = start(forward, reps)
         jobs = [self.job("forward", method, timed)]
-        checked = timed if self.shape.reps == 1 else start(forward)  # the same program
+        checked = timed if reps == 1 else start(forward)
         if self.shape.is_training:
             checked = start(both)
             jobs.append(self.job("forward_and_gradients", method, checked))
@@ -224,8 +220,7 @@ class Bench:
         return Case(what, check, jobs, self.group)
 
     def layer(self, method: str) -> Callable[..., jax.Array]:
-        """Return a function of ids, tokens, router weights and weights, which computes the layer by
-        a method."""
+        """Return the layer of a method, a function of ids, tokens, router weights and weights."""
         workload = self.shape.workload
         if method in OF_MOE_MLP:
             one_call = functools.partial(
@@ -238,21 +233,23 @@ class Bench:
             return lambda ids, x, weights, w_in, w_out: one_call(
                 x, ma.RouterChoices(ids, weights), make(w_in, w_out)
             )
-        made = MAKERS[method](workload, self.group)
+        is_mosaic = method == "mosaic"
+        made = MAKERS["all_gather" if is_mosaic else method](workload, self.group)
+        compute = experts.by_product(experts.mosaic_product() if is_mosaic else experts.grouped_dot)
 
         def layer(ids: Any, x: Any, weights: Any, w_in: Any, w_out: Any) -> Any:
             dispatched = made.dispatch(x, ids, weights)
-            y = self.experts(dispatched.rows, w_in, w_out, dispatched.group_sizes)
+            y = compute(dispatched.rows, w_in, w_out, dispatched.group_sizes)
             return made.combine(y, dispatched.state)
 
         return layer
 
     def job(self, op: str, method: str, program: Program) -> Job:
-        """Return the job of a program, whose arguments are the result of the check. The time
-        includes the tie, which takes about 1 % of a repetition."""
+        """Return the job of a program, whose arguments are the result of the check. The measured
+        time includes the tie, which takes about 1 % of a repetition."""
         shape, is_ours = self.shape, method in OURS
 
-        def row(result: timing.Timing, reps: int) -> Row:
+        def row(result: timing.Timing) -> Row:
             num_sms = suite.sms_of(self.group, op, shape.workload.setting) if is_ours else None
             return dict(
                 op=op,
@@ -263,12 +260,11 @@ class Bench:
                 intermediate=shape.intermediate,
                 dropped=round(shape.workload.dropped, 5),
                 is_training=shape.is_training,
-                grouped=self.grouped,
                 path=self.group.path if is_ours else "plain",
                 num_sms=num_sms,
                 **result.row(),
                 measured_us=round(result.median_us, 3),
-                reps=reps,
+                reps=program.reps,
                 samples=self.run.samples,
             )
 
@@ -281,8 +277,7 @@ def quantized(weights: list[jax.Array]) -> list[Any]:
 
 
 def make_inputs(mesh: Any, shape: Shape) -> tuple[Any, Any, Any]:
-    """Draw normal tokens, and experts that keep the size of tokens. Each rank's arrays are on its
-    device.
+    """Draw normal tokens, and experts that keep the size of tokens, on the device of each rank.
 
     Returns:
       (x [R, T, H], ids and weights [R, T, K]), w_in [R, L, H, 2, I] and w_out [R, L, I, H].

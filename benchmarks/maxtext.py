@@ -5,9 +5,9 @@
     python -m benchmarks.maxtext --ranks 4                        tiny sizes on CPU devices
 
 MaxText and the packages that it imports must be on Python's path. Each setting of a geometry runs
-in a separate process with a time limit, so an error, a lack of memory or a deadlock ends only this
-setting. Its row then has the error. All settings of a geometry start from the same seed and read
-the same batch in each step. Each row has MaxText's options.
+in a separate process with a time limit, so an error, a lack of memory or a deadlock ends only one
+setting. The row of this setting then has the error. All settings of a geometry start from the same
+seed and read the same batch in each step. Each row has MaxText's options.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from jax_moe_a2a.integrations import maxtext
 
 from . import maxtext_program, record
 
-MEMORY_FRACTION = "0.85"  # the rest is for our workspaces and NCCL's buffers
+MEMORY_FRACTION = "0.85"  # our workspaces and NCCL's buffers need the rest
 WARMUP = 3
 
 SPARSE = dict(sparse_matmul=True, megablox=False)
 TOKAMAX = dict(SPARSE, use_tokamax_gmm=True)
 DENSE = dict(sparse_matmul=False, megablox=False, capacity_factor=1.25)
 TRANSFORMER_ENGINE = dict(SPARSE, te_moe_block=True, te_gmm_quantization="te_no_quant")
-# name: (has expert parallelism, format of experts with `enable` or None, options of MaxText)
+# Values are (has expert parallelism, format of experts with `enable` or None, options of MaxText).
 SETTINGS: dict[str, tuple[bool, str | None, dict[str, Any]]] = {
     "enable": (True, "", SPARSE),
     "enable_fp8": (True, "fp8", SPARSE),
@@ -113,7 +113,7 @@ def main(argv: list[str] | None = None) -> int:
             head = head or found
             rows.append(row)
             print(describe(row), flush=True)
-            if head:  # making a head here would start JAX, which reserves the memory of the GPUs
+            if head:  # a new head would start JAX, which reserves the memory of the GPUs
                 record.write({**head, "command": command, "rows": rows}, args.out)
     print(table(rows))
     return 0
@@ -122,7 +122,7 @@ def main(argv: list[str] | None = None) -> int:
 def in_own_process(
     args: argparse.Namespace, geometry: str, setting: str, seconds: float
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Measure one setting in a separate process; return the head of a record, and a row."""
+    """Measure one setting in a separate process. Return the head of a record, and a row."""
     row: dict[str, Any] = dict(sweep="maxtext", method=setting, geometry=geometry)
     if seconds < 20:
         return {}, row | dict(error="the time of all settings was spent")
@@ -181,7 +181,7 @@ def measure_one(args: argparse.Namespace) -> int:
 
 
 def timed(args: argparse.Namespace, setting: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of a row that are measured."""
+    """Return the measured entries of a row."""
     enable = SETTINGS[setting][1]
     maxtext_program.load()
     if enable is not None:

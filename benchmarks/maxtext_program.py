@@ -1,8 +1,8 @@
 """Make a training program of the installed MaxText.
 
 Configuration, model, optimizer, synthetic data and train step are MaxText's. MaxText imports
-modules for clouds and data sets, which training on synthetic data never calls. If such a module is
-not installed, an empty module replaces it.
+modules for clouds and data sets. Training on synthetic data never calls these modules, so an empty
+module replaces each of them that is not installed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OPTIONAL = """pathwaysutils xprof grain drjax PIL tiktoken sentencepiece sympy 
 datasets transformers tokenizers huggingface_hub safetensors
 cloud_accelerator_diagnostics ml_goodput_measurement google.cloud google.api
 google.api_core tensorflow tensorflow_datasets tensorflow_text array_record""".split()
-# MaxText's modules that need these packages when they are imported.
+# MaxText's modules that import these packages.
 _OF_DATA_SETS = """common.grain_utility input_pipeline.grain_data_processing
 input_pipeline.hf_data_processing input_pipeline.olmo_grain_data_processing
 input_pipeline.multihost_dataloading input_pipeline.tfds_data_processing
@@ -55,7 +55,7 @@ COMMON: dict[str, Any] = dict(
 
 
 class _Anything:
-    """The base of each class of an empty module."""
+    """The base of all classes of empty modules."""
 
     def __init__(self, *_: Any, **__: Any):
         pass
@@ -76,7 +76,7 @@ class _Empty(types.ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """A finder that makes empty modules for these names and for their submodules."""
+    """A finder that makes empty modules for ``names`` and their submodules."""
 
     def __init__(self, names: Sequence[str]):
         self.names = names
@@ -170,13 +170,12 @@ class Program:
 
     @property
     def tflop(self) -> float:
-        """Return the floating-point operations of one device in a step, as MaxText counts them,
-        in units of 10**12."""
+        """Return the TFLOP of one device in a step, as MaxText counts them."""
         count = self.maxtext.maxtext_utils.calculate_tflops_training_per_device
         return float(count(self.config, log=False)[0])
 
     def step(self) -> dict[str, Any]:
-        """Start one training step, and return its metrics without waiting for them."""
+        """Start one training step. Return its metrics without a wait."""
         batch = self._loader.load_next_batch(rampup_manager=self._rampup)
         with self.scope():
             self.state, metrics = self.compiled(self.state, batch)

@@ -1,12 +1,11 @@
 """Exchange tokens with this package and with plain JAX.
 
-Each method has two functions of one rank's arrays. ``dispatch(x, ids, weights)`` returns rows
-grouped by local expert, in the same order for every method. ``combine(rows, state)`` returns the
-weighted sums. Both are differentiable in x, rows and weights.
+A method has two functions of the arrays of one rank. ``dispatch(x, ids, weights)`` returns rows
+grouped by local expert. All methods return the rows in the same order. ``combine(rows, state)``
+returns the weighted sums. The functions are differentiable in x, rows and weights.
 
-The methods in plain JAX scatter no rows, forward or backward, because gathers are faster. Rows move
-by gathers along a permutation, and the transposes are gathers along its inverse. These methods
-assume that all ids are valid.
+The methods in plain JAX gather rows along a permutation. Their gradients gather rows along the
+inverse permutation, because gathers are faster than scatters. These methods need valid ids.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ def ours(workload: Workload, group: ma.Group) -> Method:
 
 
 def all_gather(workload: Workload, group: ma.Group) -> Method:
-    """Gather all tokens on every rank, keep the tokens of the rank's experts, and psum_scatter the
+    """Gather all tokens on every rank, select the rows of the rank's experts, and psum_scatter the
     sums."""
     axis, local_experts = group.axis_name, workload.setting.experts // group.size
 
@@ -97,8 +96,8 @@ def all_gather(workload: Workload, group: ma.Group) -> Method:
 
 
 def dense(workload: Workload, group: ma.Group) -> Method:
-    """Send a row for each choice, sorted by expert, by an all_to_all. Padding gives each pair of
-    ranks as many rows as the pair with the most rows."""
+    """Send a row for each choice, sorted by expert, by an all_to_all. Padding gives all pairs of
+    ranks as many rows as the busiest pair."""
     setting, axis, ranks = workload.setting, group.axis_name, group.size
     local_experts, pair_capacity = setting.experts // ranks, workload.pair_capacity
 
@@ -138,15 +137,14 @@ def ragged(workload: Workload, group: ma.Group, updates: int = 1) -> Method:
     """Send a row for each choice, sorted by expert, by ``lax.ragged_all_to_all``.
 
     Args:
-      updates: into how many updates the rows for a peer are divided. XLA copies each update with
-        one block of threads, so more updates are faster.
+      updates: the number of updates for each peer. XLA copies each update with one thread block,
+        so more updates are faster.
     """
     setting, axis, ranks = workload.setting, group.axis_name, group.size
     local_experts = setting.experts // ranks
 
     def exchange(rows: jax.Array, length: int, sends: Any, there: Any, receives: Any) -> jax.Array:
-        """Move ``sends[p]`` of the rows to place ``there[p]`` at peer p, which has ``length``
-        places."""
+        """Send ``sends[p]`` rows to row ``there[p]`` of peer p, which has ``length`` rows."""
 
         def cut(counts: jax.Array) -> tuple[jax.Array, jax.Array]:
             edges = counts[:, None] * jnp.arange(updates + 1)[None] // updates
@@ -200,7 +198,7 @@ METHODS: dict[str, Callable[..., Method]] = dict(
 
 
 class Links(NamedTuple):
-    """The choice (token * top_k + k) of each row and the row of each choice; -1 for none."""
+    """The choice (token * top_k + k) of each row, and the row of each choice. -1 means none."""
 
     row_choice: jax.Array
     choice_row: jax.Array
@@ -209,7 +207,7 @@ class Links(NamedTuple):
 def sort_by_key(
     keys: jax.Array, num_keys: int, length: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Sort the entries ``keys`` [N] stably. A key of ``num_keys`` or more belongs to no group.
+    """Sort the entries ``keys`` [N] stably. Keys from ``num_keys`` on have no group.
 
     Returns:
       Three int32 arrays: the entry at each place [length], -1 after the last group; the place of
@@ -232,7 +230,7 @@ def take_rows(x: jax.Array, index: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def spread(x: jax.Array, links: Links) -> jax.Array:
-    """Return [N, H] from [T, H]: the token of each row's choice."""
+    """Return the token of the choice of each row, [N, H] from [T, H]."""
     top_k = links.choice_row.shape[1]
     return take_rows(x, links.row_choice // top_k)  # -1 stays -1
 
@@ -249,13 +247,13 @@ spread.defvjp(lambda x, links: (spread(x, links), links), _spread_backward)
 
 
 def permute(x: jax.Array, order: jax.Array, place: jax.Array) -> jax.Array:
-    """Return [len(order), H] from [N, H]: entry i is ``x[order[i]]``; ``place`` is the inverse."""
+    """Return ``x[order]``, [len(order), H] from [N, H]. ``place`` is the inverse of ``order``."""
     return spread(x, Links(order, place[:, None]))
 
 
 @jax.custom_vjp
 def weighted_sum(rows: jax.Array, weights: jax.Array, links: Links) -> jax.Array:
-    """Return [T, H] from [N, H] and [T, K]: the sum over k of weight * row, in float32."""
+    """Return the weighted sum of the rows of each token, [T, H], computed in float32."""
     total = sum(
         weights[:, k, None] * take_rows(rows, links.choice_row[:, k]).astype(jnp.float32)
         for k in range(weights.shape[1])

@@ -6,16 +6,15 @@
     python -m benchmarks.model --geometries dsv3 --layers 2 --profile moe_mlp
 
 A step is a forward pass, gradients, clipping and AdamW. The methods differ only in the MoE layer.
-``slices.py`` has the models, and ``slice_layers.py`` has the MoE layers. ``--rows``, the rows per
-expert of a micro-batch, determines the number of tokens of a rank. With ``uniform`` routing, the
-choices are inputs, and every expert is equally likely. With ``learned`` routing, the router
-chooses, after 60 steps of training. The first values of ``--rows``, ``--routing`` and
-``--micro-batches`` are measured for all geometries. Each further value replaces only the first
-value of its option.
+``slices.py`` has the models, and ``slice_layers.py`` has the MoE layers. ``--rows`` is the rows per
+expert of a micro-batch, which determine the tokens of a rank. With ``uniform`` routing, the choices
+are inputs, and every expert is equally likely. With ``learned`` routing, a router chooses after 60
+steps of training. The first setting has the first values of ``--rows``, ``--routing`` and
+``--micro-batches``. Each further setting replaces one of these values.
 
 All methods start from the same state and batches, and their first losses must be equal. Then the
-methods take turns in random order, on one state whose weights do not change. The record is written
-after each turn.
+methods take turns in random order, on one state whose weights do not change. After each turn, the
+program writes the record.
 """
 
 from __future__ import annotations
@@ -45,23 +44,23 @@ from .run import Run, say
 from .slice_layers import ALONE, EXACT, LAYERS
 from .workload import Setting, draw
 
-# Peak in bfloat16 without sparsity, by `device_kind`. Steps on other GPUs have no MFU.
+# The peak in bfloat16 without sparsity, by `device_kind`. Steps on other GPUs have no MFU.
 PEAK_TFLOPS = {"NVIDIA H100 80GB HBM3": 989, "NVIDIA H200": 989}
-MEMORY_FRACTION = "0.88"  # the rest is for our workspaces and NCCL's buffers
+MEMORY_FRACTION = "0.88"  # our workspaces and NCCL's buffers need the rest
 RATE = 3e-4
 CHECKED_STEPS = 3
 SAMPLES = 7
 SAMPLE_SECONDS = 0.6
 COMPILE_SECONDS = 240  # limit for all programs of a setting
-TURNS_SECONDS = 90  # limit for all turns of a setting, but at least three turns run
+TURNS_SECONDS = 90  # no new turn starts later, except the first three
 TRAINED_STEPS = 60  # before a learned router is measured
 BATCHES = 4
 ROUTINGS = ("uniform", "learned")
 OURS = ("moe_mlp", "moe_mlp_to_fp8", "local")
 TINY_ROWS = 16
-# A row replaces an earlier row of the record with the same values of these entries.
+# A row replaces an earlier row that has the same values of these entries.
 KEYS = ("geometry", "layers", "rows", "routing", "micro_batches", "method")
-ON_GPU = ("mosaic", "ragged32", "ragged")  # methods that need a GPU
+ON_GPU = ("mosaic", "ragged32")  # methods that need a GPU
 
 
 class Step(NamedTuple):
@@ -80,9 +79,9 @@ class Step(NamedTuple):
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = runs.make_parser("benchmarks.model", __doc__)
-    geometries, methods = tuple(slices.GEOMETRIES), tuple(m for m in LAYERS if m != "ragged")
+    geometries, methods = tuple(slices.GEOMETRIES), tuple(LAYERS)
     parser.add_argument("--geometries", nargs="+", choices=geometries, default=geometries[:2])
-    parser.add_argument("--methods", nargs="+", choices=tuple(LAYERS), default=methods)
+    parser.add_argument("--methods", nargs="+", choices=methods, default=methods)
     parser.add_argument("--rows", nargs="+", type=int, default=(4096,), help="per expert")
     parser.add_argument("--routing", nargs="+", choices=ROUTINGS, default=ROUTINGS[:1])
     parser.add_argument("--micro-batches", nargs="+", type=int, default=(1,))
@@ -91,7 +90,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--append", type=pathlib.Path, help="begin with the rows of this record, of the same GPUs"
     )
     parser.add_argument(
-        "--profile", nargs="+", choices=tuple(LAYERS), default=(), help="list their kernels"
+        "--profile", nargs="+", choices=methods, default=(), help="list their kernels"
     )
     return parser.parse_args(argv)
 
@@ -110,8 +109,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_FRACTION)
     num_gpus = runs.set_platform(args.ranks)
-    samples = 1 if not num_gpus else runs.QUICK_SAMPLES if args.quick else SAMPLES
-    run = runs.open_run(args, num_gpus, ["model"], "model", samples)
+    run = runs.open_run(args, num_gpus, ["model"], "model", SAMPLES if num_gpus else 1)
     mesh = Mesh(run.mesh.devices[:, None], ("ep", ALONE))
     run = dataclasses.replace(run, mesh=mesh, sample_seconds=SAMPLE_SECONDS if num_gpus else 0)
     if args.append:
@@ -193,7 +191,7 @@ class Bench:
             return jitted.lower(state, self.batches[0], self.given, rate)
 
     def measure(self) -> None:
-        """Compare the losses of all methods, then time the methods whose losses are right."""
+        """Compare the losses of all methods. Then time the methods with the right losses."""
         say(f"{self.step}: comparing losses")
         _, *more = self.placed
         put = lambda a, sharding: None if a is None else jax.device_put(a, sharding)
@@ -202,7 +200,7 @@ class Bench:
         self.rates = [jax.device_put(np.float32(rate), more[2]) for rate in (RATE, 0)]
         rows: dict[str, dict[str, Any]] = {}
         reference = None
-        is_exact = lambda method: LAYERS[method].tolerance == EXACT  # no FP8, no drops, no bound
+        is_exact = lambda method: LAYERS[method].tolerance == EXACT  # without FP8, drops and bounds
         for method in sorted(self.programs, key=lambda m: (m != "all_gather", not is_exact(m))):
             with self.run.attempt(f"{self.step}, {method}"):
                 rows[method] = self.check(method, reference)
@@ -229,11 +227,8 @@ class Bench:
         return results
 
     def check(self, method: str, reference: Any) -> dict[str, Any]:
-        """Return a row without times. The first losses must equal those of the row ``reference``.
-
-        Raises:
-          AssertionError: if the losses differ too much.
-        """
+        """Return a row without times. Raise AssertionError if its losses differ too much from the
+        losses of the row ``reference``."""
         program, layer = self.programs[method], LAYERS[method]
         self.state = None  # frees the memory of the previous state
         self.state = self.init()
@@ -258,7 +253,7 @@ class Bench:
         )
 
     def memory(self, method: str, program: Any) -> dict[str, float]:
-        """Return the GiB of a GPU that XLA plans for the program, plus our workspace."""
+        """Return the GiB that XLA plans for the program on a GPU, plus our workspace."""
         stats, g = program.memory_analysis(), self.g
         used = stats.argument_size_in_bytes + stats.output_size_in_bytes
         used += stats.temp_size_in_bytes - stats.alias_size_in_bytes
@@ -314,7 +309,7 @@ class Bench:
         return sample_us
 
     def figures(self, row: dict[str, Any], bound: dict[str, Any] | None) -> dict[str, Any]:
-        """Return the entries of a row that follow from the time of a step."""
+        """Return the entries of a row that depend on the time of a step."""
         seconds, layer = row["us"] / 1e6, LAYERS[row["method"]]
         everything, of_experts = slices.flops(self.g, self.length)
         tokens_per_s = self.tokens * self.step.micro_batches / seconds

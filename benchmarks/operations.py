@@ -13,7 +13,7 @@ from .methods import Method
 from .workload import Workload
 
 Op = tuple[str, bool]
-"""The name of an operation, and whether the operation includes routing."""
+"""The name of an operation, and True if the operation includes routing."""
 ROUTE: Op = ("route", True)
 DISPATCH: Op = ("dispatch", True)
 EXCHANGE: Op = ("dispatch", False)
@@ -25,7 +25,7 @@ STANDARD: tuple[Op, ...] = (
     *(ROUTE, EXCHANGE, ROUND_TRIP_ROUTED, DISPATCH, COMBINE, ROUND_TRIP, BACKWARD),
 )
 
-# bfloat16 has 8 bits, and a method may round the partial sum of each rank, and their sum.
+# bfloat16 has 8 bits. A method may round the partial sum of each rank, and the total.
 TOLERANCE = 1e-2
 FORMAT_TOLERANCE = dict(BlockwiseFp8=5e-2, MxFp8=5e-2, NvFp4=0.2)
 
@@ -51,8 +51,8 @@ def prepare(
 ) -> tuple[Callable[..., dict[str, Any]], list[Operation]]:
     """Return a function that computes the inputs of the operations, and the operations.
 
-    The function has the arguments (x, ids, weights) of one rank, and must be traced before the
-    operations. It also returns ``errors``, which ``check`` reads.
+    The function has the arguments (x, ids, weights) of one rank. It must be traced before the
+    operations. ``check`` reads its results, among them ``errors``.
     """
     vjp_treedef = None
 
@@ -77,7 +77,7 @@ def prepare(
             pairs = dict(out=(out, x), dx=(dx, x), d_weights=(d_weights, norms))
         else:
             pairs = dict(out=(round_trip(method, x, routed, weights), x))
-        if ROUND_TRIP in ops:  # Few tokens are routed and dispatched in one launch.
+        if ROUND_TRIP in ops:  # one launch routes and dispatches few tokens
             pairs["out_of_ids"] = (round_trip(method, x, ids, weights), x)
         found["errors"] = {name: squares(*pair) for name, pair in pairs.items()}
         return found
@@ -128,7 +128,7 @@ def squares(actual: jax.Array, exact: jax.Array) -> jax.Array:
 
 
 def parts(op: str) -> tuple[str, ...]:
-    """Return the dispatches and combines of an operation, each of which crosses the links."""
+    """Return the dispatches and combines of an operation."""
     whole = {"route": (), "dispatch": ("dispatch",), "combine": ("combine",)}
     return whole.get(op, ("dispatch", "combine"))
 
@@ -141,7 +141,7 @@ def wire_bytes(op: str, workload: Workload) -> int:
 
 
 def relative_error(squares: Any) -> float:
-    """Return the relative error from the results of ``squares`` on all ranks."""
+    """Return the relative error of all ranks from results of ``squares``."""
     difference, exact = np.asarray(squares, np.float64).reshape(-1, 2).sum(axis=0)
     return float(np.sqrt(difference / exact))
 
@@ -166,12 +166,9 @@ def check(
 ) -> None:
     """Check the results of the function of ``prepare``, for all ranks.
 
-    The experts return their rows, and the cotangent is x. The output and the gradient of x are
-    therefore x, and the gradient of each weight is <x, x>. Rows and group sizes must equal those of
-    the reference bit for bit.
-
-    Raises:
-      AssertionError: if a result is wrong.
+    The experts return their rows, and the cotangent is x. Therefore, the output and the gradient of
+    x must be x, and the gradient of each weight must be <x, x>. Rows and group sizes must equal the
+    rows and group sizes of the reference bit for bit. Otherwise, raise AssertionError.
     """
     check_errors(prepared["errors"], tolerance)
     if reference is not None:

@@ -1,9 +1,10 @@
 """Simulate the load of ranks with a planned placement: ``python -m benchmarks.placement``.
 
-The simulation needs no GPU. The experts of a token are the largest ``top_k`` of ``b + Gumbel``. The
-popularity ``b`` of the experts is normal with a sigma. A placement is planned from one batch, and
-measured on later batches, which have the same popularity. At the end, the program prints the table
-of docs/placement.md: the times of layers with these loads, calculated from measured rates.
+The simulation needs no GPU. The experts of a token are the ``top_k`` largest values of popularity
+plus Gumbel noise. The popularity of experts is normal with a sigma. The program plans a placement
+from the load of one batch, and measures the load of ranks in later batches of the same popularity.
+At the end, the program prints the table of docs/placement.md: times of layers with these loads,
+calculated from measured rates.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ CAPACITY_FACTOR = 1.15
 METHODS = ("no plan", "moving alone", "home form", "serving form")
 
 HIDDEN, INTERMEDIATE, ITEM_BYTES = 7168, 2048, 2
-PRODUCTS_FLOPS = 663e12  # ours, "B experts" of 2026-11-23-1xH100-products.json
+PRODUCTS_FLOPS = 663e12  # "B experts" of "ours" in 2026-11-23-1xH100-products.json
 WEIGHTS_OF_EXPERT = 3 * HIDDEN * INTERMEDIATE  # gate, up and down
 LINK_BYTES = 347e9  # per second, link limit of 4,096 tokens in 2026-11-21-4xH200.json
 
@@ -67,29 +68,29 @@ def table(rows: list[records.Row]) -> Iterator[str]:
             layer_us(ranks, tokens, loads[ranks, sigma, method])
             for method in ("no plan", "home form")
         )
-        least = tokens * fetch / (before - after)  # more tokens do not make the fetch longer
+        least = tokens * fetch / (before - after)  # the fetch does not depend on the tokens
         us = before, after + fetch, fetch, least
         yield f"| {ranks}, {sigma} | " + " | ".join(f"{value:,.0f}" for value in us) + " |"
 
 
 def layer_us(ranks: int, tokens: int, load: float) -> float:
-    """Return the calculated time of a forward pass on the fullest rank, without fetched weights."""
+    """Return the calculated time of a forward pass on the fullest rank, without the fetch."""
     rows = load * tokens * TOP_K
-    # A token crosses to the rank unless none of its choices is there.
+    # A token crosses to the rank if at least one of its choices is an expert of the rank.
     crossing = tokens * (ranks - 1) * (1 - (1 - load / ranks) ** TOP_K)
     products = rows * 2 * WEIGHTS_OF_EXPERT / PRODUCTS_FLOPS
     return 1e6 * (products + 2 * crossing * HIDDEN * ITEM_BYTES / LINK_BYTES)
 
 
 def fetch_us(experts: int) -> float:
-    """Return the calculated time in which a link moves the weights of some experts."""
+    """Return the calculated time of a link for the weights of ``experts`` experts."""
     return 1e6 * experts * WEIGHTS_OF_EXPERT * ITEM_BYTES / LINK_BYTES
 
 
 def simulate(ranks: int, sigma: float, methods: Sequence[str]) -> Iterator[records.Row]:
-    """Yield a row for each method. ``load`` is the load of the fullest rank relative to the mean,
-    and ``dropped`` is the share of rows that the capacity factor drops. Both are pairs: the mean
-    and the largest value over the batches."""
+    """Yield a row for each method. ``load`` is the rows of the fullest rank divided by the mean.
+    ``dropped`` is the share of the rows that do not fit in the capacity. Each is a pair: the mean
+    and the largest value of all batches."""
     rng = np.random.default_rng([0, ranks])
     popularity = rng.normal(0, sigma, EXPERTS).astype(np.float32)
     counts = [_counts(popularity, ranks, rng) for _ in range(BATCHES + 1)]
@@ -139,9 +140,9 @@ def _plans(load: np.ndarray, ranks: int) -> dict[str, ma.Placement]:
 
 
 def _counts(popularity: Any, ranks: int, rng: np.random.Generator) -> np.ndarray:
-    """Draw for each rank how many choices each expert gets, [R, E]."""
+    """Draw the number of choices of each expert on each rank, [R, E]."""
     counts = np.empty((ranks, EXPERTS), np.int32)
-    for rank in range(ranks):  # -log of an exponential random number is a Gumbel number
+    for rank in range(ranks):  # -log of an exponential random number is Gumbel noise
         keys = rng.standard_exponential((TOKENS, EXPERTS), np.float32)
         keys = popularity - np.log(np.maximum(keys, np.float32(1e-30)))
         ids = np.argpartition(keys, -TOP_K, axis=-1)[:, -TOP_K:]
@@ -150,7 +151,7 @@ def _counts(popularity: Any, ranks: int, rng: np.random.Generator) -> np.ndarray
 
 
 def _rank_rows(placement: ma.Placement, counts: Any, ranks: int) -> np.ndarray:
-    """Return the rows of each rank if ``choose_slots`` places ids with these counts."""
+    """Return the rows of each rank after ``choose_slots`` of ids with these counts."""
     rows = np.zeros(placement.num_slots, np.int64)
     for rank in range(ranks):
         ids = np.repeat(np.arange(EXPERTS, dtype=np.int32), counts[rank])[:, None]

@@ -1,19 +1,16 @@
-"""Time the experts of a rank, and their grouped matrix products alone, with each implementation.
+"""Time the experts of a rank, and their grouped matrix products, with each implementation.
 
     python -m benchmarks.products                  on this machine's first GPU, in under 3 minutes
     python -m benchmarks.products --models Qwen3-30B-A3B DeepSeek-V3 --rows 256 512 --budget 1000
                                                    experts of models, each with this many rows
 
 Experts are two products with SwiGLU between them, forward and with all gradients. One rank has 32
-experts and 32,768 rows, as with 4,096 tokens on each of 4 ranks and top-8 of 128 experts, or a few
-rows, as in decoding. Before an implementation is timed, its result is compared with plain products
-of the first and the last group. With --models, the experts are the fused experts of `ma.moe_mlp`,
-without biases, and their six products are also timed alone. Experts in FP8 quantize rows and
-weights. The times of products in FP8 do not include quantization. cuBLASLt is a method if the
-library that JAX has loaded, or the library at --cublas-lt, has grouped products.
-
-All implementations of a product take samples in turns, because a GPU's clock falls when the GPU is
-hot.
+experts and 32,768 rows, as with 4,096 tokens on each of 4 ranks and top-8 of 128 experts. Some
+settings have few rows, as in decoding. The results must equal plain products of the first and the
+last group within a tolerance. With --models, the experts are the fused experts of `ma.moe_mlp`
+without biases, and the six products are also timed separately. Experts in FP8 quantize rows and
+weights. The times of products in FP8 do not include quantization. cuBLASLt is a method if JAX's
+library, or the library at --cublas-lt, has grouped products. All methods take samples in turns.
 """
 
 from __future__ import annotations
@@ -39,10 +36,10 @@ from .operations import relative_error, squares
 GROUPS = 32
 ROWS = 32_768
 FP8_BLOCK = ma.BlockwiseFp8.group_size
-SIGMA = 1.1  # of the logarithm of an expert's popularity
+SIGMA = 1.1  # standard deviation of the logarithm of an expert's popularity
 SAMPLES = 5
 BUDGET_SECONDS = 180.0
-TOLERANCE, FP8_TOLERANCE = 1e-2, 0.15  # bfloat16 has 8 bits, float8_e4m3fn 4
+TOLERANCE, FP8_TOLERANCE = 1e-2, 0.15  # bfloat16 has 8 bits, and float8_e4m3fn has 4 bits
 OPS = ("forward", "d_rows", "d_weights")
 FORWARD = OPS[:1]
 OF_EXPERTS = ("experts", "experts_and_gradients")
@@ -52,11 +49,8 @@ TINY = 64  # without a GPU, rows and columns are divided by this number
 
 
 class Setting(NamedTuple):
-    """A product of rows [rows, k] with a matrix [k, n] for each group, or experts.
-
-    Experts activate half of the n columns, multiply it by the other half, and multiply the result
-    by matrices [n / 2, k].
-    """
+    """A product of rows [rows, k] with a matrix [k, n] for each group, or experts. Experts apply
+    SwiGLU to the n columns, and multiply the result by matrices [n / 2, k]."""
 
     name: str
     k: int
@@ -81,7 +75,8 @@ SETTINGS = (
     Setting("A GEMM 2", 1536, 4096, ALL),
     *(Setting("A GEMM 2", 1536, 4096, FEW, rows) for rows in (32, 128, 512)),
 )
-# Hidden and intermediate size, and experts of one of 4 ranks (8: DeepSeek-V3, Kimi-K2).
+# Hidden and intermediate size, and experts of a rank: of 8 ranks for DeepSeek-V3 and Kimi-K2,
+# otherwise of 4 ranks.
 MODELS = {
     "Qwen3-30B-A3B": (2048, 768, 32),
     "DeepSeek-V3": (7168, 2048, 32),
@@ -91,13 +86,13 @@ MODELS = {
     "B": (7168, 2048, 16),
 }
 ROWS_OF_EXPERTS = (16, 32, 64, 128, 256, 512, 1024, 2048)
-# Additional rows of each expert, for which a kernel computes more tiles that are nearly empty.
+# Additional rows of each expert, so that a kernel computes more tiles that are nearly empty.
 MORE_ROWS = {"equal": 0, "+ 8": 8, "+ 136": 136}
 SIZES = (*MORE_ROWS, "drawn", SKEWED)
 
 
 def of_model(name: str, rows: int, sizes: str) -> list[Setting]:
-    """Make the settings of a model's experts. An expert has ``rows`` rows on average."""
+    """Make the settings of the experts of a model with ``rows`` rows per expert on average."""
     hidden, width, groups = MODELS[name]
     rows = groups * (rows + MORE_ROWS.get(sizes, 0))
     products = {OURS: OPS, LIBRARY: OPS} | ({CUBLAS: OPS} if sizes in MORE_ROWS else {})
@@ -112,7 +107,7 @@ def of_model(name: str, rows: int, sizes: str) -> list[Setting]:
 
 
 def is_of_experts(setting: Setting) -> bool:
-    """Return True if a setting is of experts, and False if it is of one product."""
+    """Return True if a setting is of experts, and False for one product."""
     return set(OF_EXPERTS) >= {op for ops in setting.methods.values() for op in ops}
 
 
@@ -120,7 +115,7 @@ FIRST_OF_EACH = [next(s for s in SETTINGS if is_of_experts(s) is kind) for kind 
 
 
 def sizes_of(setting: Setting) -> Any:
-    """Return the number of rows of each group, int32 [groups]."""
+    """Return the rows of each group, int32 [groups]."""
     groups, rows = setting.groups, setting.rows
     if setting.sizes in MORE_ROWS:
         return np.full(groups, rows // groups, np.int32)
@@ -134,7 +129,7 @@ def sizes_of(setting: Setting) -> Any:
 
 @functools.cache
 def products() -> dict[str, Callable[..., Any]]:
-    """Return each implementation by name: a product (rows, w, sizes), or fused experts."""
+    """Return each implementation: a product (rows, w, sizes), or fused experts."""
 
     def batched(rows: Any, w: Any, sizes: Any) -> Any:
         buckets = rows.reshape(w.shape[0], -1, rows.shape[1])
@@ -156,14 +151,13 @@ def products() -> dict[str, Callable[..., Any]]:
 
 
 class Work(NamedTuple):
-    """One product or experts, as operations to time, with a check of their results."""
+    """The operations of one product or of experts, and a check of their results."""
 
     args: tuple[Any, ...]
     operation: Callable[[Callable[..., Any], str], Callable[..., Any]]
-    """Returns the function of ``args`` that runs an implementation's operation of this name."""
+    """Returns the operation of this name by an implementation, a function of ``args``."""
     error: Callable[[str, Any], float]
-    """Returns the relative error of an operation's result, compared with plain products of the
-    first and the last group."""
+    """Returns the relative error of an operation's result in the first and the last group."""
     flops: dict[str, int]
     weights: tuple[Any, ...]
     in_fp8: Callable[[str], tuple[Any, ...]] | None = None
@@ -176,7 +170,7 @@ def normal(seed: int, *shape: int) -> Any:
 
 
 def one_product(setting: Setting) -> Work:
-    """Make the work of one product, whose operations return the result or one gradient."""
+    """Make the work of one product. Operations return the result or one gradient."""
     sizes = sizes_of(setting)
     rows, ct = normal(0, setting.rows, setting.k), normal(1, setting.rows, setting.n)
     w = normal(2, setting.groups, setting.k, setting.n)
@@ -212,7 +206,7 @@ def one_product(setting: Setting) -> Work:
 
 
 def experts(setting: Setting) -> Work:
-    """Make the work of experts, whose operations return the results without or with gradients."""
+    """Make the work of experts. Operations return the result, without or with gradients."""
     sizes = sizes_of(setting)
     rows = normal(0, setting.rows, setting.k)
     # Weights of this size keep the pre-activations near 1, where SwiGLU is not linear.
@@ -293,7 +287,7 @@ def main(argv: list[str] | None = None) -> int:
     num_gpus = runs.set_platform(args.ranks)
     sweep = "models" if args.models else "products"
     run = runs.open_run(args, num_gpus, [sweep], "products", SAMPLES)
-    settings = FIRST_OF_EACH if args.quick or not num_gpus else SETTINGS
+    settings = SETTINGS if num_gpus else FIRST_OF_EACH
     if args.models:
         each = itertools.product(args.rows, args.models, args.sizes)
         settings = [one for rows, name, sizes in each for one in of_model(name, rows, sizes)]

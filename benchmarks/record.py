@@ -1,4 +1,4 @@
-"""Write and read the record of a run: one JSON file with everything that its figures need."""
+"""Write and read the record of a run, a JSON file."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ def head(gpus: str, ranks: int, **more: Any) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Return MOE_A2A_COMMIT, or the commit of this folder. "-dirty" after it means that files have
-    changed."""
+    """Return MOE_A2A_COMMIT, or the commit of this folder, with "-dirty" if files have changed."""
     if COMMIT_VARIABLE in os.environ:
         return os.environ[COMMIT_VARIABLE]
     try:
@@ -100,7 +99,7 @@ def newest(sweep: str) -> Found | None:
 
 def all_of(sweep: str, folder: pathlib.Path = FOLDER) -> list[Found]:
     """Return all records that have rows of a sweep ("" for the standard settings), with only these
-    rows. Records of more ranks come first. Among these, newer records come first."""
+    rows. Records of more ranks come first, and then newer records."""
     found = []
     for path in sorted(folder.glob("*.json")):
         record = read(path)

@@ -3,7 +3,7 @@
     python -m benchmarks.report                     README.md and docs/performance.md, and plots
     python -m benchmarks.report RECORD.json ...     prints and draws these records
 
-Use the first form after a new record in ``results/``. It rewrites the marked parts of both
+Use the first form after you added a record to ``results/``. It rewrites the marked parts of both
 documents from the newest record with the most GPUs, and draws the newest record of each sweep.
 """
 
@@ -22,19 +22,19 @@ from .record import Row, Rows, entry, grouped
 README = records.ROOT / "README.md"
 PERFORMANCE = records.ROOT / "docs" / "performance.md"
 BEGIN, END = "<!-- {} -->", "<!-- end of {} -->"
-TITLES = {"": "Standard settings", "tokens": "Tokens", "sms": "SM budget"}  # of plots of sweeps
+TITLES = {"": "Standard settings", "tokens": "Tokens", "sms": "SM budget"}  # of plots
 TITLES |= dict(formats="Token formats", products="Grouped products", model="Whole training steps")
 TITLES |= dict(stages="Stages of a whole layer")
 BARS = dict(products=("tflops", "TFLOP/s"), model=("tokens_per_s", "tokens/s per GPU"))
-LOG_FROM = 20  # scales are logarithmic if the largest value is more than 20 times the smallest
+LOG_FROM = 20  # a scale is logarithmic if its largest value is over 20 times the smallest
 
 COMBINE: Row = dict(op="combine", method="ours")
 OURS, GATHER, DENSE, RAGGED = (  # round trips with routing
     dict(op="round_trip", includes_route=True, method=method)
     for method in ("ours", "all_gather", "dense", "ragged")
 )
-# For each column of a table, the entries that select the row with its figure. ``name`` is the
-# figure's entry in this row, by default ``us``.
+# For each column of a table, the entries of the row with the figure. ``name`` is the entry that is
+# the figure, by default ``us``.
 SUMMARY: dict[str, Row] = {"`all_gather`": GATHER, "dense `all_to_all`": DENSE}
 SUMMARY |= {"`ragged_all_to_all`": RAGGED, "this package": OURS}
 SUMMARY |= {"link limit": dict(OURS, name="wire_us")}
@@ -47,27 +47,25 @@ DETAILS: dict[str, Row] = {
     **{"combine": COMBINE, "round trip": OURS, "backward": dict(op="backward", method="ours")},
     **{"all_gather": GATHER, "dense all_to_all": DENSE, "ragged_all_to_all": RAGGED},
 }
-# The entry on the x axis of a sweep's plot. In plots of all other sweeps, each row is a bar.
+# The entry on the x axis of the plot of a sweep. Plots of other sweeps have a bar for each row.
 X = {"": "tokens", "tokens": "tokens", "topk": "top_k"}
 X |= dict(experts="experts", hidden="hidden", sms="num_sms")
 # All rows of a panel have the same values of these entries.
 PANEL = ("title", "panel", "shape", "k", "n", "sizes", "tokens")
-DESCRIBING = (  # entries that may distinguish rows, and those that do in one sweep
+DESCRIBING = (  # entries that may distinguish rows
     *(*PANEL, "hidden", "experts", "top_k", "skew", "sigma", "idle", "dtype"),
     *("capacity_kind", "batch", "batch_routing", "batch_axis", "format", "formatted", "mode"),
-    "grouped",
-    *("routing", "micro_batches"),
-    *("op", "method"),
+    *("grouped", "routing", "micro_batches", "op", "method"),
 )
 OF_SWEEP = dict(sms="num_sms", products="rows", models="rows", model="rows")
 MEASURED = dict(
-    **dict(us="µs", wire_us="link limit", bound_us="bound", gb_per_s="GB/s"),
+    **dict(us="µs", wire_us="link limit", gb_per_s="GB/s"),
     **dict(tflops="TFLOP/s", weight_gb_per_s="GB/s", tokens_per_s="tokens/s"),
     **dict(mfu="MFU", peak_gib="GiB", exposed_us="exposed exchange", load="max/mean"),
     **dict(kernels="kernels"),
 )
 STEPS = "model"  # the sweep of benchmarks.model
-STEP_METHODS = {  # the MoE layers of whole steps, in words
+STEP_METHODS = {  # names of the MoE layers of whole steps
     "moe_mlp": "**this package**",
     "moe_mlp_to_fp8": "this package, experts in FP8",
     "all_gather": "`all_gather`, `ma.grouped_dot`",
@@ -75,7 +73,6 @@ STEP_METHODS = {  # the MoE layers of whole steps, in words
     "capacity": "capacity of 1.25 per expert, `all_to_all`, cuBLAS",
     "mosaic": "`all_gather`, JAX's Mosaic GPU kernels",
     "ragged32": "`ragged_all_to_all` in 32 updates, `ma.grouped_dot`",
-    "ragged": "`ragged_all_to_all`, `ma.grouped_dot`",
     "local": "*bound: no exchange*",
     "none": "*bound: no MoE layer*",
 }
@@ -84,7 +81,7 @@ METHODS = {  # names in plots of other sweeps
     "moe_mlp": "this package",
     "moe_mlp_fp8": "this package, experts in FP8",
     "moe_mlp_to_fp8": "this package, experts in FP8",
-    "all_gather": "all_gather",
+    "mosaic": "all_gather",
     "dense": "dense all_to_all",
     "ragged": "ragged_all_to_all",
 }
@@ -95,15 +92,9 @@ OPS = {
     "experts_and_gradients": "forward and gradients",
     "d_rows": "gradient of rows",
     "d_weights": "gradient of weights",
-    "route": "route",
-    "dispatch": "dispatch",
-    "combine": "combine",
-    "round_trip": "round trip",
-    "backward": "backward round trip",
 }
-SORTED = ("layer", "products")  # sweeps whose panels compare methods, the best first
-NO_STEPS = "No record of whole steps is committed yet: `python -m benchmarks.model` makes one."
-# Columns of tables of whole steps: a function returns the text in the row's column.
+SORTED = ("layer", "products")  # panels of these sweeps compare methods, the best first
+# Columns of tables of whole steps. A function returns the text of the column for a row.
 STEP_COLUMNS: dict[str, Callable[[Row], str]] = {
     "ms": lambda r: ms(r["us"]),
     "range, ms": lambda r: f"{ms(r['min_us'])} to {ms(r['max_us'])}",
@@ -130,7 +121,7 @@ def main(paths: Sequence[str]) -> None:
 
 
 def with_section(text: str, name: str, section: str) -> str:
-    """Return a document in which the section replaces the text between the marks of this name."""
+    """Return a document with the section between the marks of this name."""
     begin, end = BEGIN.format(name), END.format(name)
     before, _, rest = text.partition(begin)
     return f"{before}{begin}\n\n{section}\n\n{end}{rest.partition(end)[2]}"
@@ -167,12 +158,10 @@ def of_method(rows: Rows) -> dict[str, list[Row]]:
 
 
 def steps_in_short(folder: pathlib.Path) -> str:
-    """Return README's table of whole steps on the most GPUs, with a column for each model, and a
-    plot of the oldest of its records."""
+    """Return README's table of whole steps on the most GPUs, with a column for each model, and the
+    plot of the oldest record of the table."""
     found = records.all_of(STEPS)
     most = [f for f in found if f.record["ranks"] == found[0].record["ranks"]][::-1]
-    if not most:
-        return NO_STEPS
     columns = {
         f"{title}, {machine(f.record).split(',')[0]}": {row["method"]: row for row in rows}
         for f in most
@@ -200,7 +189,7 @@ def steps_in_full(folder: pathlib.Path) -> str:
     for found in records.all_of(STEPS):
         parts += [f"{machine(found.record)} ([record]({os.path.relpath(found.path, folder)}))."]
         parts += steps_of(found.record["rows"])
-    return "\n\n".join(parts) or NO_STEPS
+    return "\n\n".join(parts)
 
 
 def steps_of(rows: Rows) -> list[str]:
@@ -225,7 +214,7 @@ def steps_of(rows: Rows) -> list[str]:
 
 
 def standard(columns: dict[str, Row], folder: pathlib.Path) -> str:
-    """Return the table of the standard settings, and the machine and record of its figures."""
+    """Return the table of the standard settings, and the machine and the record of the figures."""
     found = records.newest("")
     assert found is not None, "no record"
     rows = sorted(of_main_size(found.record["rows"]), key=lambda row: row["tokens"])
@@ -238,7 +227,7 @@ def standard(columns: dict[str, Row], folder: pathlib.Path) -> str:
 
 
 def machine(record: Row) -> str:
-    """Return GPUs, versions and date of a record in words."""
+    """Return the GPUs, versions and date of a record in words."""
     versions = record["versions"]
     cuda = re.sub(r"cuda (\d+)0(\d)\d", r"CUDA \1.\2", versions["platform"])
     gpus = record["gpus"].replace(" x ", " × ").replace("NVIDIA ", "")
@@ -248,12 +237,12 @@ def machine(record: Row) -> str:
 
 def of_main_size(rows: Rows) -> list[Row]:
     """Return the rows of the sizes that most rows have."""
-    size = lambda row: tuple(row[key] for key in ("hidden", "top_k", "experts", "skew"))
+    size = lambda row: tuple(row[key] for key in ("hidden", "top_k", "experts", "skew", "sigma"))
     return max(grouped(rows, size).values(), key=len)
 
 
 def number(x: Any) -> str:
-    """Return a value as text: a number with a few digits, a name, or a dash for None."""
+    """Return a value as text: a number with few digits, a name, or a dash for None."""
     if isinstance(x, float):
         return f"{x:,.0f}" if x >= 100 else f"{x:.1f}" if x >= 1 else f"{x:.2g}"
     if isinstance(x, int):
@@ -262,7 +251,7 @@ def number(x: Any) -> str:
 
 
 def named(row: Row) -> Row:
-    """Return the row. If its operation excludes routing, the name of the operation says so."""
+    """Return the row. Append "without route" to the operation if it excludes routing."""
     is_part = row["op"] in ("dispatch", "round_trip") and row.get("includes_route") is False
     return dict(row, op=row["op"] + " without route" * is_part)
 
@@ -285,7 +274,7 @@ def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def tables(rows: Rows) -> list[str]:
-    """Return a table for each sweep, of the entries that differ among its rows and the figures."""
+    """Return a table for each sweep. Columns are entries that differ among rows, and figures."""
     found = []
     for sweep, here in grouped(map(named, rows), lambda row: row["sweep"]).items():
         keys = varying(sweep, here)
@@ -302,7 +291,7 @@ def plot_of(path: pathlib.Path, sweep: str) -> pathlib.Path:
 
 
 def plot(record: Row, path: pathlib.Path) -> list[pathlib.Path]:
-    """Draw the rows of a record next to it, one PNG for each sweep; return the paths."""
+    """Draw the rows of a record, one PNG per sweep, in the record's folder. Return the paths."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -311,7 +300,7 @@ def plot(record: Row, path: pathlib.Path) -> list[pathlib.Path]:
     made = []
     for sweep, rows in grouped(record["rows"], lambda row: row["sweep"]).items():
         panels = panels_of(sweep, rows)
-        if not panels:  # without a GPU, rows have no number of SMs
+        if not panels:  # rows of CPUs have no number of SMs
             continue
         # Panels are stacked, so that a page shows each panel in full width.
         heights = [4.8 if sweep in X else 0.2 * len(here) + 1.2 for here in panels.values()]
@@ -331,7 +320,7 @@ def plot(record: Row, path: pathlib.Path) -> list[pathlib.Path]:
 
 
 def panels_of(sweep: str, rows: Rows) -> dict[str, list[Row]]:
-    """Return the rows of a sweep to draw, in lists by the title of their panel."""
+    """Return the drawn rows of a sweep by the title of their panel."""
     x = X.get(sweep)
     rows = [row for row in map(named, rows) if row.get("us") and (not x or row[x])]
     if sweep == STEPS:
@@ -351,8 +340,8 @@ def panels_of(sweep: str, rows: Rows) -> dict[str, list[Row]]:
 
 
 def compared(sweep: str, rows: Rows) -> dict[str, list[Row]]:
-    """Return the rows of a sweep that compares methods, in lists by the title of their panel. The
-    best method is first."""
+    """Return the drawn rows of a sweep that compares methods, by the title of their panel. The best
+    method is first."""
     tight = [row for row in rows if row.get("capacity_kind", "tight") == "tight"]
     equal = [row for row in tight if row.get("sizes", "equal") == "equal"]
     if sweep == "products":
@@ -367,7 +356,7 @@ def compared(sweep: str, rows: Rows) -> dict[str, list[Row]]:
 
     def method(row: Row) -> str:
         words = METHODS.get(row["method"], row["method"])
-        product = row.get("grouped", "grouped_dot")
+        product = row.get("grouped", "Mosaic GPU" if row["method"] == "mosaic" else "grouped_dot")
         return words + (f", {product}" if "package" not in words and sweep == "layer" else "")
 
     key, sign = ("tflops", -1) if sweep == "products" else ("us", 1)
@@ -377,7 +366,7 @@ def compared(sweep: str, rows: Rows) -> dict[str, list[Row]]:
 
 
 def lines(axis: Any, sweep: str, rows: Rows) -> None:
-    """Draw the link limits, and a line for each operation and method, with the range of samples."""
+    """Draw the link limits, and a line and the range of samples for each operation and method."""
     x = X[sweep]
     rows = sorted(rows, key=lambda row: row[x])
     keys = [key for key in varying(sweep, rows) if key != x]
@@ -402,7 +391,7 @@ def lines(axis: Any, sweep: str, rows: Rows) -> None:
 
 
 def bars(axis: Any, sweep: str, rows: Rows) -> None:
-    """Draw a bar with its number for each row. Its color shows the operation, or our methods."""
+    """Draw a bar with its number for each row. The color shows the operation, or our methods."""
     keys, ops = varying(sweep, rows), list(grouped(rows, lambda row: row["op"]))
     y, label = BARS.get(sweep, ("us", "µs on the device"))
     colors = [f"C{ops.index(row['op']) % 10}" for row in rows]

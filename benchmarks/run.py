@@ -21,15 +21,13 @@ from jax_moe_a2a._src.group import native
 
 from . import record as records
 from . import timing, wire
+from .record import Row
 from .report import plot, tables
 
-QUICK_SAMPLES = 3
-QUICK_SECONDS = 0.008  # duration of a sample; with this duration, figures vary by 15 %
 CPU_RANKS = 8
 MAX_THREADS = 32
 TIMEOUT_SECONDS = 10.0  # limit of a wait in a kernel
 NOT_GPU = "No GPU here: tiny sizes on virtual CPU devices. These are NOT GPU figures."
-Row = dict[str, Any]
 
 _start = time.perf_counter()
 
@@ -45,7 +43,6 @@ def make_parser(name: str, text: str | None) -> argparse.ArgumentParser:
         description=text,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--quick", action="store_true", help="few sizes and methods, few samples")
     parser.add_argument("--ranks", type=int, help="use this many of the GPUs; default: all")
     parser.add_argument("--samples", type=int, help="timed samples of each program")
     parser.add_argument(
@@ -59,10 +56,7 @@ def make_parser(name: str, text: str | None) -> argparse.ArgumentParser:
 
 
 def set_platform(ranks: int | None) -> int:
-    """Choose between GPUs and virtual CPU devices; return the number of GPUs to use, or 0.
-
-    Must be called before the first use of JAX's devices, when JAX reads the environment.
-    """
+    """Choose GPUs or virtual CPU devices, before JAX makes devices. Return the number of GPUs."""
     num_gpus = 0 if os.environ.get("JAX_PLATFORMS") == "cpu" else wire.count_gpus()
     if num_gpus:
         return min(ranks or num_gpus, num_gpus)
@@ -76,25 +70,23 @@ def set_platform(ranks: int | None) -> int:
 
 
 class Program(NamedTuple):
-    """A program that repeats a step, and that may still be compiling."""
+    """A program that repeats a step. XLA may still be compiling the program."""
 
     compiling: concurrent.futures.Future
     reps: int
     exchanges: int
     """The least number of exchanges in each repetition, for ``timing.check_unmerged``."""
-    compile_once: Callable[[], Any]
-    """Compiles the program with only one repetition."""
     num_results: int
 
 
 class Job(NamedTuple):
     what: str
-    """The name of the job in the message about a failure."""
+    """The name of the job in messages about failures."""
     program: Program
     args: Callable[[Any], tuple[Any, ...]]
     """Makes the program's arguments from the result of ``Case.check``."""
-    row: Callable[[timing.Timing, int], Row | None]
-    """Makes a row, or None, from the time of a repetition and the number of repetitions."""
+    row: Callable[[timing.Timing], Row | None]
+    """Makes a row, or None, from the time of a repetition."""
 
 
 class Case(NamedTuple):
@@ -104,18 +96,18 @@ class Case(NamedTuple):
     check: Callable[[], Any]
     jobs: Sequence[Job]
     group: ma.Group | None = None
-    """A group whose errors are failures of the jobs. After a failure, the group is closed."""
+    """The group of the jobs. An error of the group is a failure, and closes the group."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The state that all measurements of a run share, and their results."""
+    """The state and the results of all measurements of a run."""
 
     mesh: Mesh
     record: dict[str, Any]
     """The head of the record, with ``rows`` and ``failures``."""
     path: pathlib.Path | None
-    """The path of the record, or None, to write no record."""
+    """The path of the record, or None to write no record."""
     samples: int
     sample_seconds: float = timing.SAMPLE_SECONDS
     deadline: float = float("inf")
@@ -153,8 +145,8 @@ class Run:
 
     @contextlib.contextmanager
     def attempt(self, what: str, group: ma.Group | None = None) -> Iterator[None]:
-        """Write a failure of the body to the record, close the group, and continue, because the
-        figures of other bodies are still valid."""
+        """Catch an error of the body, add it to the record, and close the group. The figures of
+        other bodies stay valid."""
         try:
             yield
         except Exception as error:
@@ -174,8 +166,8 @@ class Run:
         return self.compiling[-1]
 
     def wait(self) -> None:
-        """Wait for the compiler, because it would disturb the measurements: it uses the cores of
-        the launching threads, and times products on the same GPUs."""
+        """Wait until XLA has compiled all programs. Compilation uses the cores of the launching
+        threads and times products on the same GPUs, so it would disturb measurements."""
         concurrent.futures.wait(self.compiling)
         self.compiling.clear()
 
@@ -188,10 +180,11 @@ class Run:
                 checked = case.check()
                 for job in case.jobs:
                     with self.attempt(f"{case.what} {job.what}", case.group):
-                        result, reps = self.time(job.program, *job.args(checked))
+                        sample_us = self.sampler(job.program, *job.args(checked))
+                        result = timing.Timing.of([sample_us() for _ in range(self.samples)])
                         if case.group is not None:
                             case.group.check()
-                        if row := job.row(result, reps):
+                        if row := job.row(result):
                             self.add(row)
 
     def start(
@@ -204,48 +197,22 @@ class Run:
         tied_axes: int | None = 2,
         keeps_results: bool = False,
     ) -> Program:
-        """Trace a program that repeats a step, and start to compile it.
-
-        Args:
-          step, tied_axes: for ``timing.chain``.
-          state, fixed: the arguments of ``step``, or their shapes.
-          keeps_results: the program runs the step once, and returns all results of the step.
-        """
+        """Trace a program that repeats ``step(state, *fixed)`` as ``timing.chain`` does, and start
+        to compile the program. With ``keeps_results``, the program runs the step once, and returns
+        all results."""
         if not self.on_gpu:  # XLA:CPU ignores the barriers between repetitions
             reps = 1
+        fn = step if keeps_results else timing.chain(step, reps, tied_axes)
+        lowered = self.per_rank(fn).lower(state, *fixed)
+        num_results = len(jax.tree.leaves(lowered.out_info))
+        return Program(self.compile(lowered), reps, exchanges, num_results)
 
-        def lower(reps: int) -> Any:
-            chain = timing.chain(step, reps, tied_axes)
-            return self.per_rank(step if keeps_results else chain).lower(state, *fixed)
-
-        lowered = lower(reps)
-        return Program(
-            self.compile(lowered),
-            reps,
-            exchanges,
-            lambda: lower(1).compile(),
-            len(jax.tree.leaves(lowered.out_info)),
-        )
-
-    def time(self, program: Program, *args: Any) -> tuple[timing.Timing, int]:
-        """Return the time of a repetition, and the number of repetitions of the timed program."""
-        sample_us, reps = self.sampler(program, *args)
-        return timing.Timing.of([sample_us() for _ in range(self.samples)]), reps
-
-    def sampler(self, program: Program, *args: Any) -> tuple[Callable[[], float], int]:
-        """Return a function that samples the microseconds of a repetition, and the number of
-        repetitions of the timed program. If XLA has merged repetitions, this number is 1."""
+    def sampler(self, program: Program, *args: Any) -> Callable[[], float]:
+        """Return a function that samples the microseconds of a repetition."""
         self.check_time()
-        compiled, reps = program.compiling.result(), program.reps
-        try:
-            timing.check_unmerged(compiled, reps, program.exchanges)
-        except RuntimeError as error:
-            if reps == 1:
-                raise
-            say(f"{error}; one repetition instead")
-            compiled, reps = program.compile_once(), 1
-            timing.check_unmerged(compiled, reps, program.exchanges)
-        return timing.sampler(compiled, args, reps, self.sample_seconds), reps
+        compiled = program.compiling.result()
+        timing.check_unmerged(compiled, program.reps, program.exchanges)
+        return timing.sampler(compiled, args, program.reps, self.sample_seconds)
 
 
 def in_words(row: Row) -> str:
@@ -271,13 +238,10 @@ def open_run(
     """Start JAX and a run.
 
     Args:
-      sweeps: the names of sweeps in the record.
+      sweeps: the names of the sweeps that the record has.
       what: the end of the record's file name.
-      samples: timed samples of each program, unless ``--samples`` is set.
+      samples: timed samples of each program, if ``--samples`` is not set.
       measured: the result of ``wire.measure``.
-
-    Raises:
-      SystemExit: JAX does not have the GPUs.
     """
     say("starting JAX")
     devices = jax.devices()
@@ -306,13 +270,12 @@ def open_run(
         record=record,
         path=path if num_gpus or args.out else None,
         samples=args.samples or samples,
-        sample_seconds=QUICK_SECONDS if args.quick else timing.SAMPLE_SECONDS,
         deadline=_start + args.budget,
     )
 
 
 def finish(record: dict[str, Any], path: pathlib.Path | None, has_plots: bool = True) -> int:
-    """Write the record and its plots, and print tables. Return the exit status: 1 for failures."""
+    """Write the record and its plots, and print tables. Return 1 after failures, otherwise 0."""
     if path is not None:
         records.write(record, path)
         print(f"record: {path}", flush=True)

@@ -1,7 +1,7 @@
 """Define the MoE layers of ``benchmarks.model``: ours, plain JAX, and bounds.
 
-Each layer is a function ``layer(x [T, H], ids [T, K], weights [T, K], experts)`` of one rank's
-arrays and ``Experts``. The function returns the sums [T, H] and the number of dropped choices.
+A layer is a function ``layer(x [T, H], ids [T, K], weights [T, K], experts)`` of the arrays of one
+rank. The layer returns the sums [T, H] and the number of dropped choices.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .slices import MoE
 from .workload import Workload, round_up
 
 CAPACITY_FACTOR = 1.25  # of each expert
-EXACT = 5e-3  # tolerance of losses, for methods that round at different places
+EXACT = 5e-3  # tolerance of losses, because methods round at different places
 ALONE = "self"  # a mesh axis of size one
 
 
@@ -33,10 +33,10 @@ class Layer(NamedTuple):
 
     make: Callable[[Workload], MoE]
     tolerance: float | None = EXACT
-    """The largest allowed difference of the first losses from those of the reference. None for a
-    bound, which computes other losses."""
+    """The largest allowed difference from the first losses of the reference. A bound has None,
+    because its losses are different."""
     has_our_products: bool = True
-    """If True, the time minus the time of ``local`` is the time of the exchange."""
+    """If True, the exchange takes the time of the layer minus the time of ``local``."""
     quantize: Callable[[Any], Any] | None = None
     """``slices.Model.quantize`` for several micro-batches."""
 
@@ -59,7 +59,7 @@ def moe_mlp(workload: Workload, axis: str = "ep", in_fp8: bool = False) -> MoE:
 
 
 def local(workload: Workload) -> MoE:
-    """Make the bound without an exchange: each choice goes to an expert of the token's rank."""
+    """Make the bound without an exchange. Each choice becomes an expert of the token's rank."""
     layer = moe_mlp(workload, ALONE)
     return lambda x, ids, weights, experts: layer(x, ids % len(experts.w_in), weights, experts)
 
@@ -67,8 +67,8 @@ def local(workload: Workload) -> MoE:
 def multiply(dot: Any, rows: Any, sizes: Any, experts: ma.Experts) -> Any:
     """Return the outputs of experts by a grouped product.
 
-    Biases are added by products with the one-hot expert of each row, so that their gradients are
-    also products. Results after the last group may be NaN, and become zero if there is a bias.
+    Products with the one-hot expert of each row add the biases, so the gradients of biases are also
+    products. With biases, results after the last group become zero. Otherwise, they may be NaN.
     """
     expert = jnp.repeat(jnp.arange(sizes.size), sizes, total_repeat_length=len(rows))
     one_hot = jax.nn.one_hot(expert, sizes.size, dtype=rows.dtype)
@@ -88,9 +88,9 @@ def of_plain_products(experts: ma.Experts) -> Any:
     return products.side_by_side(experts.w_in), biases
 
 
-def exchanged(method: str, product: str, workload: Workload) -> MoE:
+def exchanged(method: str, workload: Workload, with_mosaic: bool = False) -> MoE:
     made = MAKERS[method](workload, ma.Group(axis_name="ep", size=workload.ranks))
-    dot = products.PRODUCTS[product]()
+    dot = products.mosaic_product() if with_mosaic else products.grouped_dot
 
     def layer(x: Any, ids: Any, weights: Any, experts: ma.Experts) -> Any:
         rows, _, sizes, state = made.dispatch(x, ids, weights)
@@ -100,22 +100,21 @@ def exchanged(method: str, product: str, workload: Workload) -> MoE:
 
 
 def fsdp(workload: Workload) -> MoE:
-    """Make a layer without expert parallelism: every rank gathers the weights of all experts."""
-    dot = products.PRODUCTS["grouped_dot"]()
+    """Make a layer without expert parallelism. Every rank gathers the weights of all experts."""
 
     def layer(x: Any, ids: Any, weights: Any, experts: ma.Experts) -> Any:
         experts = jax.tree.map(lambda w: lax.all_gather(w, "ep", tiled=True), experts)
         order, place, sizes = sort_by_key(ids.ravel(), len(experts.w_in), ids.size)
         links = Links(order, place.reshape(ids.shape))
-        rows = multiply(dot, spread(x, links), sizes, experts)
+        rows = multiply(products.grouped_dot, spread(x, links), sizes, experts)
         return weighted_sum(rows, weights, links), 0
 
     return layer
 
 
 def capacity(workload: Workload) -> MoE:
-    """Make a layer with all_to_all and cuBLAS, in which each expert has a fixed capacity for the
-    choices of each rank."""
+    """Make a layer with all_to_all and cuBLAS. Each expert has a fixed capacity for the choices of
+    each rank."""
     ranks, num_experts = workload.ranks, workload.setting.experts
 
     def layer(x: Any, ids: Any, weights: Any, experts: ma.Experts) -> Any:
@@ -148,7 +147,7 @@ LAYERS = {  # report.STEP_METHODS describes them
     "none": Layer(no_layer, None),
     "local": Layer(local, None),
     "moe_mlp": Layer(moe_mlp),
-    "all_gather": Layer(functools.partial(exchanged, "all_gather", "grouped_dot")),
+    "all_gather": Layer(functools.partial(exchanged, "all_gather")),
     "fsdp": Layer(fsdp),
     "moe_mlp_to_fp8": Layer(
         functools.partial(moe_mlp, in_fp8=True),
@@ -157,8 +156,7 @@ LAYERS = {  # report.STEP_METHODS describes them
     ),
     "capacity": Layer(capacity, tolerance=5e-2, has_our_products=False),  # it may drop rows
     "mosaic": Layer(
-        functools.partial(exchanged, "all_gather", "Mosaic GPU"), has_our_products=False
+        functools.partial(exchanged, "all_gather", with_mosaic=True), has_our_products=False
     ),
-    "ragged32": Layer(functools.partial(exchanged, "ragged32", "grouped_dot")),
-    "ragged": Layer(functools.partial(exchanged, "ragged", "grouped_dot")),
+    "ragged32": Layer(functools.partial(exchanged, "ragged32")),
 }

@@ -1,11 +1,11 @@
 """Define slices of real MoE models, and their training step with any MoE layer.
 
-A slice has the widths of its model, but fewer layers, and a vocabulary that is reduced in
-proportion. A layer has RMSNorm, causal attention with RoPE, a router and experts. The layers run in
-a scan with rematerialization. Weights and the two moments of AdamW are float32. A step casts the
-weights to bfloat16 once, and computes in bfloat16. The batch, the dense weights (as in FSDP) and
-the experts are divided over the ranks. Attention does not have the windows, sinks and biases of
-GPT-OSS. Router weights are a softmax over the chosen experts.
+A slice has the widths of its model, fewer layers, and a vocabulary reduced in proportion. A layer
+has RMSNorm, causal attention with RoPE, a router and experts. The layers run in a scan with
+rematerialization. Weights and the two moments of AdamW are float32. A step casts the weights to
+bfloat16 once, and computes in bfloat16. The batch, the dense weights (as in FSDP) and the experts
+are divided over the ranks. Attention does not have the windows, sinks and biases of GPT-OSS. Router
+weights are a softmax over the chosen experts.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -29,12 +30,16 @@ from .workload import round_up
 BF16, F32 = jnp.bfloat16, jnp.float32
 EP, EVERYWHERE = PartitionSpec("ep"), PartitionSpec()
 BALANCE, Z_LOSS = 0.01, 0.001  # weights of the router's losses
-CLIP, BETAS, EPSILON, DECAY = 1.0, (0.9, 0.95), 1e-8, 0.1
-NOISE = 0.1  # share of tokens that do not follow from the previous token
+ADAMW = optax.chain(  # without the learning rate
+    optax.clip_by_global_norm(1.0),
+    optax.scale_by_adam(b1=0.9, b2=0.95, eps=1e-8),
+    optax.add_decayed_weights(0.1),
+)
+NOISE = 0.1  # share of tokens that do not depend on the previous token
 IN_F32 = ("norm", "router")  # weights with these words in their names stay float32
 
 MoE = Callable[..., tuple[jax.Array, jax.Array]]
-"""A function of a rank's x [T, H], ids and weights [T, K], and ``Experts``. It returns sums [T, H]
+"""A function of x [T, H], ids and weights [T, K] of a rank, and ``Experts``. It returns sums [T, H]
 and the number of choices that the rank dropped."""
 
 
@@ -42,7 +47,7 @@ and the number of choices that the rank dropped."""
 class Geometry:
     title: str
     of_layers: int
-    """Layers of the whole model. The slice has ``layers``."""
+    """The layers of the whole model. The slice has ``layers``."""
     of_vocabulary: int
     hidden: int
     heads: int
@@ -53,14 +58,14 @@ class Geometry:
     intermediate: int
     layers: int
     shared: int = 0
-    """Intermediate size of the shared expert."""
+    """The intermediate size of the shared expert, or 0 without a shared expert."""
     qk_norm: bool = False
     q_rank: int = 0
-    """Rank of the queries of MLA, or 0 without MLA."""
+    """The rank of the queries of MLA, or 0 without MLA."""
     kv_rank: int = 0
-    """Rank of the keys and values of MLA, or 0 without MLA."""
+    """The rank of the keys and values of MLA, or 0 without MLA."""
     clamped: bool = False
-    """Experts have biases and the clamped SwiGLU of GPT-OSS."""
+    """If True, experts have biases and the clamped SwiGLU of GPT-OSS."""
     length: int = 4096
     """The largest number of tokens of a sequence."""
 
@@ -69,7 +74,7 @@ class Geometry:
         return round_up(self.of_vocabulary * self.layers // self.of_layers, 256)
 
     def tokens(self, rows: int, ranks: int) -> int:
-        """Return the tokens of a rank with which experts have this number of rows on average."""
+        """Return the number of tokens of a rank that gives experts ``rows`` rows on average."""
         return max(1, rows * self.experts // (self.top_k * ranks))
 
 
@@ -77,8 +82,8 @@ GEOMETRIES = {
     "qwen3": Geometry(
         *("Qwen3-30B-A3B", 48, 151936, 2048, 32, 4, 128, 128, 8, 768), layers=8, qk_norm=True
     ),
-    # 64 of 256 experts, so that each of 4 ranks has as many experts as with 16 ranks. The head size
-    # is 64 + 64 (without and with RoPE), and not 128 + 64.
+    # The slice has 64 of 256 experts. Each of its 4 ranks has as many experts as one of 16 ranks of
+    # the model. The head size is 64 + 64 (without and with RoPE), and 128 + 64 in the model.
     "dsv3": Geometry(
         *("DeepSeek-V3", 61, 129280, 7168, 128, 128, 128, 64, 8, 2048),
         **dict(layers=3, shared=2048, q_rank=1536, kv_rank=512),
@@ -133,7 +138,7 @@ def specs(g: Geometry) -> dict[str, Any]:
 
 
 def init(g: Geometry) -> dict[str, Any]:
-    """Return the state of the training: weights, moments and the number of steps."""
+    """Return the state of the training: weights and the moments of AdamW."""
     keys = iter(jax.random.split(jax.random.key(0), 64))
     normal = lambda shape, scale: jax.random.normal(next(keys), shape, F32) * scale
     layers: dict[str, jax.Array] = {}
@@ -148,20 +153,19 @@ def init(g: Geometry) -> dict[str, Any]:
     params = dict(embed=normal((g.vocabulary, g.hidden), 1), layers=layers)
     params |= dict(norm=jnp.ones(g.hidden, F32))
     params |= dict(unembed=normal((g.hidden, g.vocabulary), 0.3 * g.hidden**-0.5))
-    zeros = functools.partial(jax.tree.map, jnp.zeros_like)
-    return dict(params=params, m=zeros(params), v=zeros(params), count=jnp.zeros((), F32))
+    return dict(params=params, moments=ADAMW.init(params))
 
 
 def shardings(g: Geometry, mesh: Mesh) -> dict[str, Any]:
     is_spec = lambda leaf: isinstance(leaf, PartitionSpec)
     put = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs(g), is_leaf=is_spec)
-    return dict(params=put, m=put, v=put, count=NamedSharding(mesh, EVERYWHERE))
+    adam = optax.ScaleByAdamState(NamedSharding(mesh, EVERYWHERE), put, put)
+    return dict(params=put, moments=(optax.EmptyState(), adam, optax.EmptyState()))
 
 
 def flops(g: Geometry, length: int) -> tuple[int, int]:
-    """Return the floating-point operations of a token, forward and backward, without
-    rematerialization. The first number counts all operations, and the second number counts those of
-    routed experts."""
+    """Return the floating-point operations of a token, and the part of the routed experts. Both
+    count the forward and backward pass, without rematerialization."""
     dense = sum(
         int(np.prod(shape))
         for name, shape in shapes(g).items()
@@ -174,7 +178,7 @@ def flops(g: Geometry, length: int) -> tuple[int, int]:
 
 
 def batches(g: Geometry, shape: tuple[int, ...], number: int) -> np.ndarray:
-    """Return random tokens [number, *shape], most of which depend on the previous token."""
+    """Return random tokens [number, *shape]. Most tokens depend on the previous token."""
     rng = np.random.default_rng(0)
     follows = rng.permutation(g.vocabulary)
     tokens = rng.integers(0, g.vocabulary, (number, *shape), np.int32)
@@ -186,7 +190,7 @@ def batches(g: Geometry, shape: tuple[int, ...], number: int) -> np.ndarray:
 
 
 def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return x [..., H], normalized to a mean square of one, times scale [H]."""
+    """Normalize x [..., H] to a mean square of one, and multiply it by scale [H]."""
     y = x.astype(F32)
     y *= lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-6)
     return (y * jnp.expand_dims(scale, range(x.ndim - 1))).astype(x.dtype)
@@ -212,10 +216,10 @@ class Model:
     attention: str
     """For ``jax.nn.dot_product_attention(implementation=)``."""
     quantize: Callable[[Any], Any] | None = None
-    """Quantizes w_in or w_out of all layers to FP8, once for all micro-batches of a step."""
+    """Quantizes w_in or w_out of all layers to FP8, once in a step."""
 
     def everywhere(self, w: jax.Array) -> jax.Array:
-        """Return a dense weight on all ranks, gathered as in FSDP."""
+        """Gather a dense weight on all ranks, as FSDP does."""
         return lax.with_sharding_constraint(w, NamedSharding(self.mesh, EVERYWHERE))
 
     def divided(self, x: jax.Array) -> jax.Array:
@@ -253,7 +257,7 @@ class Model:
         return times(self.on_ranks(attention, q, k, v).reshape(*x.shape[:2], -1), "o")
 
     def route(self, x: jax.Array, router: jax.Array, given: jax.Array | None) -> Any:
-        """Return ids and weights [B, S, K], the router's loss, and the choices of each expert."""
+        """Return ids and weights [B, S, K], the router's loss, and the choices per expert."""
         experts = self.g.experts
         logits = x.astype(F32) @ router
         scores = jax.nn.softmax(logits, -1)
@@ -268,7 +272,7 @@ class Model:
         return ids, weights, loss, counts
 
     def experts(self, p: dict[str, Any]) -> ma.Experts:
-        """Return the experts of a layer. Quantized weights have the float32 weights as source."""
+        """Return the experts of a layer. Quantized weights keep w_in and w_out as their source."""
         w_in, w_out = p["w_in"], p["w_out"]
         if "quantized" in p:
             w_in, w_out = (
@@ -279,12 +283,12 @@ class Model:
         return ma.Experts(w_in, w_out, p.get("b_in"), p.get("b_out"), activation=activation)
 
     def layer(self, given: jax.Array | None, x: jax.Array, scanned: Any) -> Any:
-        """Apply a layer to x [B, S, H]; return the result, the router's loss, the dropped choices
-        and the choices of each expert."""
+        """Apply a layer to x [B, S, H]. Return the result, the router's loss, the number of dropped
+        choices, and the choices per expert."""
         number, p = scanned
         x += self.attend(rms_norm(x, p["norm_attention"]), p)
         h = rms_norm(x, p["norm_moe"])
-        if given is not None:  # so that layers choose different experts
+        if given is not None:  # layers must choose different experts
             given = (given + number * (self.g.experts // self.g.layers)) % self.g.experts
         ids, weights, loss, counts = self.route(h, p["router"], given)
 
@@ -301,7 +305,7 @@ class Model:
 
     def loss(self, params: Any, quantized: Any, tokens: jax.Array, given: Any) -> Any:
         """Return the loss of tokens [B, S + 1], and a tuple: the cross-entropy, the number of
-        dropped choices, and the choices of each expert."""
+        dropped choices, and the choices per expert."""
         g, layers = self.g, params["layers"]
         layers = layers if quantized is None else layers | dict(quantized=quantized)
         x = self.divided(self.everywhere(params["embed"])[tokens[:, :-1]])
@@ -315,8 +319,7 @@ class Model:
         return nats + router.sum(), (nats, dropped.sum(), counts)
 
     def gradients(self, params: Any, tokens: jax.Array, given: Any) -> Any:
-        """Return the mean gradients of the micro-batches of tokens [M, B, S + 1], and the tuple of
-        ``loss``."""
+        """Return the mean gradients of tokens [M, B, S + 1], and the tuple of ``loss``."""
         cast = lambda path, p: p if any(w in str(path[-1]) for w in IN_F32) else p.astype(BF16)
         compute = jax.tree.map_with_path(cast, params)
         layers, quantized = compute["layers"], None
@@ -340,27 +343,11 @@ class Model:
 
         Args:
           tokens: [M, B, S + 1], for M micro-batches.
-          given: expert ids [B, S, K] in place of the router's choices, or None.
+          given: expert ids [B, S, K] that replace the router's choices, or None.
           rate: the learning rate. With zero, weights do not change.
         """
         gradients, results = self.gradients(state["params"], tokens, given)
-        return adamw(state, gradients, rate), results
-
-
-def adamw(state: Any, gradients: Any, rate: jax.Array) -> Any:
-    """Return the next state after a step of AdamW, with the norm of all gradients clipped."""
-    leaves, form = jax.tree.flatten(jax.tree.map(lambda g: g.astype(F32), gradients))
-    norm = jnp.sqrt(sum(jnp.sum(g * g) for g in leaves))
-    scale, count = jnp.minimum(1.0, CLIP / (norm + 1e-6)), state["count"] + 1
-    biases = [1 - beta**count for beta in BETAS]
-
-    def update(p: jax.Array, m: jax.Array, v: jax.Array, g: jax.Array) -> Any:
-        g = g * scale
-        m, v = (b * old + (1 - b) * new for b, old, new in zip(BETAS, (m, v), (g, g * g)))
-        change = m / biases[0] / (jnp.sqrt(v / biases[1]) + EPSILON) + DECAY * p
-        return p - rate * change, m, v
-
-    states = (jax.tree.leaves(state[name]) for name in ("params", "m", "v"))
-    updated = zip(*(update(*arrays) for arrays in zip(*states, leaves)))
-    named = {name: form.unflatten(new) for name, new in zip(("params", "m", "v"), updated)}
-    return dict(named, count=count)
+        gradients = jax.tree.map(lambda g: g.astype(F32), gradients)
+        changes, moments = ADAMW.update(gradients, state["moments"], state["params"])
+        params = jax.tree.map(lambda p, change: p - rate * change, state["params"], changes)
+        return dict(params=params, moments=moments), results

@@ -1,8 +1,8 @@
-"""Time a whole MoE layer by its stages, as ``python -m benchmarks.layer --stages`` does.
+"""Time the stages of a MoE layer, for ``python -m benchmarks.layer --stages``.
 
-Each stage of the forward pass runs alone on the arrays of the layer, and so do ``ma.moe_mlp`` and
-``ma.moe``. The router and the layer also run with gradients. Decode is a program of several
-``ma.moe`` layers with residuals, which does not read the statistics of the layers.
+Each stage of the forward pass, ``ma.moe_mlp`` and ``ma.moe`` run in separate programs on the arrays
+of the layer. The router and the layer also run with gradients. Decode is a program of several
+``ma.moe`` layers with residuals. This program does not read the statistics of the layers.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 class Layer:
-    """A layer with its arrays, for one number of tokens."""
+    """A layer and its arrays for one number of tokens."""
 
     def __init__(self, run: Run, shape: str, tokens: int):
         setting, intermediate = LAYERS[shape]
@@ -214,8 +214,8 @@ class Layer:
         return program
 
     def looped_on_ranks(self, step: Callable[..., Any], reps: int) -> Callable[..., Any]:
-        """Return a program that runs a step several times on each rank. Arguments have a leading
-        axis of ranks."""
+        """Return a program that runs a step several times on each rank. The arguments have a
+        leading axis of ranks."""
 
         def program(args: Any) -> Any:
             own = jax.tree.map(lambda leaf: leaf[0], args)
@@ -230,11 +230,11 @@ class Layer:
 def loop(
     step: Callable[..., Any], reps: int, args: Any, place: jax.Array, add: Callable[..., Any]
 ) -> jax.Array:
-    """Run a step several times. ``add(place, results)`` returns ``place`` unchanged, which XLA
-    cannot know."""
+    """Run a step several times. ``add(place, results)`` must return ``place`` unchanged, but XLA
+    must not know that."""
 
     def body(_: Any, place: jax.Array) -> jax.Array:
-        # Without barriers, XLA could move work out of the loop, or leave out some results.
+        # Without barriers, XLA could move work out of the loop, or not compute some results.
         now, place = lax.optimization_barrier((args, place))
         return add(place, lax.optimization_barrier(jax.tree.leaves(step(*now))))
 
@@ -242,7 +242,7 @@ def loop(
 
 
 def tied(place: jax.Array, results: list[jax.Array]) -> jax.Array:
-    """Return the integers ``place`` unchanged, after the results."""
+    """Return the integers ``place`` unchanged, but dependent on the results."""
     return timing.tie([place], [0], [leaf for leaf in results if leaf.size])[0]
 
 

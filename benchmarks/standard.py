@@ -1,14 +1,13 @@
 """Time route, dispatch, combine, the round trip and its backward pass on this machine's GPUs.
 
     python -m benchmarks                   the standard settings; under five minutes
-    python -m benchmarks --quick           two sizes, ours and all_gather
-    python -m benchmarks --sweep tokens,skew       two sweeps, about 15 seconds each
+    python -m benchmarks --tokens 4096 128 --methods ours all_gather
+    python -m benchmarks --sweep tokens,sigma      two sweeps, about 15 seconds each
     python -m benchmarks --sweep all --ranks 2     all sweeps on the first two GPUs
 
 The same run times plain JAX and the link limit. The program writes a JSON record and a plot to
-benchmarks/results/. Without a GPU, it runs small sizes on virtual CPU devices, which only checks
-that the program works. The figures of this check mean nothing, and are written only if --out names
-a path.
+benchmarks/results/. Without a GPU, the program runs small sizes on virtual CPU devices, which only
+checks that the program works. It then writes a record only if --out names a path.
 """
 
 from __future__ import annotations
@@ -22,14 +21,11 @@ from .run import say
 from .workload import CPU_SETTINGS, FULL, GPU_SETTINGS, TINY, Setting, draw
 
 METHODS = ("ours", "all_gather", "dense", "ragged", "ragged32")  # of the standard settings
-QUICK_METHODS = ("ours", "all_gather")
-QUICK_TOKENS = (4096, 128)
 # ragged_all_to_all takes 10 to 100 times the link limit, so it runs only in a few settings.
 RAGGED_TOKENS = (128, 4096)
-# For sweeps, the link limit is measured only with these sizes, because throughput hardly depends on
-# the size.
+# Sweeps measure the link limit only with these sizes, because its rate hardly depends on the size.
 WIRE_TOKENS = (128, 1024, 4096)
-SAMPLES = 7
+SAMPLES, SWEEP_SAMPLES = 7, 3
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -54,17 +50,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def choose_settings(args: argparse.Namespace, on_gpu: bool) -> list[Setting]:
-    sizes = FULL if on_gpu else TINY
     if args.tokens:
+        sizes = FULL if on_gpu else TINY
         return [Setting(tokens, **sizes) for tokens in args.tokens]
-    if args.quick:
-        return [Setting(t, **sizes) for t in QUICK_TOKENS] if on_gpu else list(CPU_SETTINGS[:1])
     return list(GPU_SETTINGS if on_gpu else CPU_SETTINGS)
 
 
 def choose_methods(args: argparse.Namespace, setting: Setting, on_gpu: bool) -> tuple[str, ...]:
-    """Return the methods for a setting. ``ours`` is first, because its rows are the reference."""
-    wanted = args.methods or (QUICK_METHODS if args.quick else METHODS)
+    """Return the methods for a setting. ``ours`` is first, because it makes the reference."""
+    wanted = args.methods or METHODS
     is_pointless = setting.tokens not in RAGGED_TOKENS or setting.routing != "uniform"
     # XLA:CPU has no ragged_all_to_all.
     if not on_gpu or (is_pointless and args.methods is None):
@@ -73,21 +67,22 @@ def choose_methods(args: argparse.Namespace, setting: Setting, on_gpu: bool) -> 
 
 
 def measure_wire(sizes: list[int], num_gpus: int) -> dict[str, Any] | None:
-    """Return the result of ``wire.measure``. After an error, print the error and return None."""
+    """Return the result of ``wire.measure``, or print the error and return None."""
     say("the link limit: building and running wire.cu")
     try:
         measured = wire.measure(sizes, num_gpus)
     except (RuntimeError, ValueError) as error:  # ValueError: its output is not JSON
         say(f"the link limit is not known: {error}")
         return None
-    say(wire.in_words(measured))
+    rate = max(result["gb_per_s"] for result in measured["results"])
+    say(f"each GPU stores {rate:.0f} GB/s to its peers")
     return measured
 
 
 def make_batches(args: argparse.Namespace, ranks: int, on_gpu: bool) -> list[list[suite.Plan]]:
-    """Return lists of plans. The plans of a list are compiled at the same time."""
+    """Return lists of plans. XLA compiles the plans of a list at the same time."""
     if args.sweep:
-        return [sweeps.plans(name, ranks, on_gpu, args.quick) for name in args.sweep]
+        return [sweeps.plans(name, ranks, on_gpu) for name in args.sweep]
     return [
         [suite.Plan(draw(s, ranks), methods=choose_methods(args, s, on_gpu))]
         for s in choose_settings(args, on_gpu)
@@ -98,16 +93,15 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     num_gpus = runs.set_platform(args.ranks)
     measured = None
-    if num_gpus > 1:  # before JAX takes the memory
+    if num_gpus > 1:  # before JAX reserves the memory of the GPUs
         settings = choose_settings(args, True)
         if args.sweep:
             settings = [Setting(tokens, **FULL) for tokens in WIRE_TOKENS]
         sizes = [draw(setting, num_gpus).busiest_bytes for setting in settings]
         measured = measure_wire(sizes, num_gpus)
 
-    is_brief = args.quick or args.sweep or not num_gpus
     what = "-".join(args.sweep) if len(args.sweep) < 3 else "sweeps"
-    samples = runs.QUICK_SAMPLES if is_brief else SAMPLES
+    samples = SAMPLES if num_gpus and not args.sweep else SWEEP_SAMPLES
     run = runs.open_run(args, num_gpus, args.sweep, what, samples, measured)
     path = run.group().path
     if num_gpus and path != "cuda" and "ours" in (args.methods or METHODS):

@@ -1,4 +1,4 @@
-"""Run plans: compile the programs of several plans at the same time, check and time them."""
+"""Run plans: compile the programs of several plans at the same time, check them and time them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from .operations import Op
 from .run import Case, Job, Program, Row, Run, say
 from .workload import DTYPE, Setting, Workload
 
-# The largest share of a tie in the measured time. In a program without steps, where a tie is timed,
-# it takes at least as long as in other programs.
+# The largest allowed share of a tie in the measured time. In the program that times ties, a tie is
+# not faster than in other programs.
 MOST_OF_A_TIE = 0.4
 TIE_SAMPLES = 3
-# Elements of the largest tied array. Smaller ties take as long as a tie of the first size.
+# Elements of the largest tied array. Ties of smaller arrays take as long as the first size.
 TIE_SIZES = (1 << 14, 1 << 16, 1 << 18, 1 << 20)
-# For each method of plain JAX, the expected time of a repetition, which is some microseconds plus a
-# multiple of the link limit, and the most repetitions. XLA takes long to compile more repetitions.
+# For each method of plain JAX, the expected time of a repetition (microseconds plus a multiple of
+# the link limit), and the most repetitions, because XLA needs long to compile many.
 PLAIN_COSTS = dict(
     all_gather=(100.0, 3.0, 8),
     dense=(100.0, 5.0, 8),
@@ -40,19 +40,19 @@ PLAIN_COSTS = dict(
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A workload, and the methods and operations to time with it."""
+    """A workload, and the methods and operations to time."""
 
     workload: Workload
     methods: tuple[str, ...] = ("ours",)
     ops: tuple[Op, ...] = operations.STANDARD
     plain_ops: tuple[Op, ...] = operations.STANDARD
-    """The operations of methods of plain JAX."""
+    """The operations to time with methods of plain JAX."""
     options: tuple[Mapping[str, Any], ...] = ({},)
-    """Options of ``ma.Group``, with each of which our method is timed."""
+    """Options of ``ma.Group``. Our method is timed with each of them."""
     sweep: str = ""
     """The sweep of the rows; "" for the standard settings."""
     tolerance: float = operations.TOLERANCE
-    """Relative error of sums and gradients."""
+    """The allowed relative error of sums and gradients."""
     program_us: float = timing.PROGRAM_US
     most_reps: int = timing.MAX_REPS
 
@@ -62,7 +62,7 @@ class TieKey(NamedTuple):
 
     num_tied: int
     num_elements: int
-    """Number of elements of the largest array that is tied."""
+    """The number of elements of the largest tied array."""
     num_results: int
 
 
@@ -82,6 +82,8 @@ class Variant(NamedTuple):
     group: ma.Group
     run_once: concurrent.futures.Future
     programs: list[Timed]
+    text: str
+    """The text of ``run_once`` before XLA compiles it."""
 
     def __str__(self) -> str:
         sms = f", num_sms={self.group.num_sms}" if self.group.num_sms else ""
@@ -89,11 +91,7 @@ class Variant(NamedTuple):
 
 
 def run_plans(run: Run, plans: Sequence[Plan]) -> None:
-    """Compile all plans, then time them, and add the rows to the run.
-
-    Raises:
-      TimeoutError: if the time budget is spent.
-    """
+    """Compile all plans, then time them, and add the rows to the run."""
     run.check_time()
     compiled = [start_compiling(run, plan) for plan in plans]
     say(f"{len(plans)} workloads traced; compiling")
@@ -144,11 +142,11 @@ def compile_variant(
             tied_axes=operation.tied_axes,
         )
         programs.append(Timed(operation, program, tie_key(operation, state, program.num_results)))
-    return Variant(plan, method, group, compiling, programs)
+    return Variant(plan, method, group, compiling, programs, lowered.as_text())
 
 
 def repetitions(method: str, operation: operations.Operation, plan: Plan) -> int:
-    """Return how often a program repeats an operation, from the expected time of the operation."""
+    """Return the number of repetitions that takes about ``plan.program_us``."""
     fixed_us, times_wire, most = PLAIN_COSTS.get(method, (10.0, 1.2, plan.most_reps))
     wire_us = len(operations.parts(operation.op)) * plan.workload.busiest_bytes / 340e3
     expected_us = fixed_us + times_wire * wire_us
@@ -168,7 +166,7 @@ def input_shapes(mesh: Mesh, workload: Workload) -> tuple[jax.ShapeDtypeStruct, 
 
 
 def make_inputs(mesh: Mesh, workload: Workload) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Draw x, ids and weights of all ranks, each on its device."""
+    """Draw x, ids and weights of all ranks, on the device of each rank."""
     x, *_ = input_shapes(mesh, workload)
     draw = lambda: jax.random.normal(jax.random.key(0), x.shape, x.dtype)
     put = jax.device_put((workload.ids, workload.weights), x.sharding)
@@ -176,7 +174,7 @@ def make_inputs(mesh: Mesh, workload: Workload) -> tuple[jax.Array, jax.Array, j
 
 
 def tie_key(operation: operations.Operation, state: Any, num_results: int) -> TieKey:
-    """Return the sizes of an operation's ties, rounded up, so that few different ties are timed."""
+    """Return the rounded sizes of the ties of an operation. Few different sizes are timed."""
     leaves = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in jax.tree.leaves(state)]
     tied = [leaves[i] for i in timing.pick_tied(leaves, operation.tied_axes)]
     most = max(leaf.size for leaf in tied)
@@ -185,7 +183,7 @@ def tie_key(operation: operations.Operation, state: Any, num_results: int) -> Ti
 
 
 def measure_ties(run: Run, keys: Sequence[TieKey]) -> None:
-    """Add the time of each tie to ``run.tie_us``, or None if the measurement fails."""
+    """Set the time of each tie in ``run.tie_us``, or None if the measurement fails."""
     started = []
     for key in dict.fromkeys(keys):
         if key in run.tie_us:
@@ -216,8 +214,8 @@ def measure_ties(run: Run, keys: Sequence[TieKey]) -> None:
 def case_of(
     run: Run, variant: Variant, inputs: tuple[jax.Array, ...], reference: dict[str, jax.Array]
 ) -> Case:
-    """Return the case of a variant. The first variant stores its rows in ``reference``. The check
-    compares the rows of all other variants with these rows."""
+    """Return the case of a variant. The first variant stores its rows in ``reference``. The rows
+    of all other variants must equal these rows."""
 
     def check() -> dict[str, Any]:
         prepared = variant.run_once.result()(*inputs)
@@ -228,8 +226,8 @@ def case_of(
         return prepared
 
     def job_of(timed: Timed) -> Job:
-        def row(result: timing.Timing, reps: int) -> Row | None:
-            made = make_row(run, variant, timed, result, reps)
+        def row(result: timing.Timing) -> Row | None:
+            made = make_row(run, variant, timed, result)
             if (made["tie_us"] or 0.0) <= MOST_OF_A_TIE * made["measured_us"]:
                 return made
             say(f"{timed.operation.op}: left out, because most of its time may be the tie")
@@ -241,9 +239,9 @@ def case_of(
     return Case(str(variant), check, list(map(job_of, variant.programs)), variant.group)
 
 
-def make_row(run: Run, variant: Variant, timed: Timed, result: timing.Timing, reps: int) -> Row:
-    """Return a row of the record. ``us``, ``min_us`` and ``max_us`` do not include the tie."""
-    operation, workload = timed.operation, variant.plan.workload
+def make_row(run: Run, variant: Variant, timed: Timed, result: timing.Timing) -> Row:
+    """Return a row of the record. Only ``measured_us`` includes the tie."""
+    operation, workload, reps = timed.operation, variant.plan.workload, timed.program.reps
     op, group = operation.op, variant.group
     tie_us = run.tie_us.get(timed.tie_key)
     if tie_us is not None:
@@ -268,8 +266,10 @@ def make_row(run: Run, variant: Variant, timed: Timed, result: timing.Timing, re
     )
     num_bytes = operations.wire_bytes(op, workload)
     row.update(wire_bytes=num_bytes, gb_per_s=round(num_bytes / us / 1e3, 2) if us else None)
-    row.update(bounds(run, op, workload))
-    row["ratio"] = round(us / row["wire_us"], 4) if row["wire_us"] else None
+    one_way_us = wire.microseconds(run.record["wire"], workload.busiest_bytes)
+    ways = len(operations.parts(op))
+    wire_us = None if one_way_us is None or not ways else round(ways * one_way_us, 3)
+    row.update(wire_us=wire_us, ratio=round(us / wire_us, 4) if wire_us else None)
     return row
 
 
@@ -289,7 +289,7 @@ def describe(workload: Workload) -> Row:
 
 
 def sms_of(group: ma.Group, op: str, setting: Setting) -> int:
-    """Return the number of SMs that an operation may use: the maximum over its exchanges."""
+    """Return the largest number of SMs that an exchange of an operation may use."""
     sizes = dict(num_tokens=setting.tokens, hidden=setting.hidden, top_k=setting.top_k)
     memory = ma.memory_estimate(**sizes, num_experts=setting.experts, group_size=group.size)
     default = lowering.default_num_sms(setting.tokens, memory.half_bytes)
@@ -298,19 +298,3 @@ def sms_of(group: ma.Group, op: str, setting: Setting) -> int:
     if setting.formatted:
         default = native.tuning("FORMAT_NUM_SMS")
     return max(group.sms_of(part) or default for part in operations.parts(op) or (op,))
-
-
-def bounds(run: Run, op: str, workload: Workload) -> dict[str, float | None]:
-    """Return the least times that the busiest link and the busiest memory need, and the larger of
-    the two. For a dispatch followed by a combine, each time is the sum of both."""
-    parts = operations.parts(op)
-    one_way_us = wire.microseconds(run.record["wire"], workload.busiest_bytes)
-    local = (run.record["wire"] or {}).get("local_gb_per_s")
-    found: dict[str, float | None] = dict(wire_us=None, memory_us=None, bound_us=None)
-    if parts and one_way_us is not None:
-        found["wire_us"] = round(len(parts) * one_way_us, 3)
-        if local is not None:
-            memory_us = [workload.memory_bytes[part] / local / 1e3 for part in parts]
-            found["memory_us"] = round(sum(memory_us), 3)
-            found["bound_us"] = round(sum(max(us, one_way_us) for us in memory_us), 3)
-    return found

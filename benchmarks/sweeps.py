@@ -1,8 +1,5 @@
-"""Define the sweeps, each of which varies one parameter.
-
-Sweeps have fewer samples and shorter programs than the standard settings, and take about 15 seconds
-each.
-"""
+"""Define the sweeps. A sweep varies one parameter, and takes about 15 seconds, because it has fewer
+samples and shorter programs than the standard settings."""
 
 from __future__ import annotations
 
@@ -23,10 +20,9 @@ from .operations import (
     TOLERANCE,
 )
 from .suite import Plan
-from .workload import FULL, SKEW, TINY, Setting, draw
+from .workload import FULL, TINY, Setting, draw
 
 CPU_SIZES = 3
-QUICK_SIZES = 2
 TOKENS, FEW_TOKENS = 4096, 128
 PLAIN_TOKENS = (128, 4096)
 PLAIN = ("ours", "all_gather", "dense")
@@ -49,24 +45,21 @@ class Sweep(NamedTuple):
 
 
 def by(field: str) -> Callable[[Any], Iterable[dict[str, Any]]]:
-    """Return ``Sweep.cases`` for a sweep over a field of the setting."""
     return lambda size: [{field: size}]
 
 
 def with_plain_jax(setting: Setting, ops: tuple[Any, ...], plain_ops: tuple[Any, ...]) -> Any:
-    """Return ``Plan`` options, with plain JAX only for the token counts ``PLAIN_TOKENS``."""
+    """Return options of the plan, which times plain JAX only with ``PLAIN_TOKENS``."""
     methods = PLAIN if setting.tokens in PLAIN_TOKENS else ("ours",)
     return dict(methods=methods, ops=ops, plain_ops=plain_ops)
 
 
 def formats(name: str) -> list[dict[str, Any]]:
-    """Return a case for each kind of data in a format (``Setting.formatted``)."""
     found = ("rows", "decoded", "sums") if name else ("",)
     return [dict(format=name, formatted=formatted) for formatted in found]
 
 
 def of_format(setting: Setting) -> dict[str, Any]:
-    """Return ``Plan`` options for the format of a setting."""
     if not setting.format:
         return dict(ops=FORWARD)
     tolerance = FORMAT_TOLERANCE.get(setting.format, TOLERANCE)
@@ -76,14 +69,13 @@ def of_format(setting: Setting) -> dict[str, Any]:
 
 
 def of_budgets(setting: Setting) -> dict[str, Any]:
-    """Return ``Plan`` options for all SM budgets."""
     round_trip = (ROUND_TRIP,) if setting.tokens != FEW_TOKENS else ()
     all_sms = getattr(native.default_gpu(), "core_count", NUM_SMS[-1])
     budgets = tuple(dict(num_sms=n) for n in NUM_SMS if n < all_sms) + (dict(num_sms=all_sms),)
     return dict(ops=(EXCHANGE, COMBINE, *round_trip), options=budgets)
 
 
-SWEEPS: dict[str, Sweep] = dict(  # the most informative sweep first
+SWEEPS: dict[str, Sweep] = dict(  # ordered from most to least informative
     tokens=Sweep(
         by("tokens"),
         (1, 8, 128, 512, 1024, 2048, 4096, 8192, 16384),
@@ -94,33 +86,28 @@ SWEEPS: dict[str, Sweep] = dict(  # the most informative sweep first
     experts=Sweep(by("experts"), (64, 128, 256, 512), lambda setting: dict(ops=FORWARD)),
     hidden=Sweep(by("hidden"), (1024, 2048, 4096, 7168, 16384), lambda setting: dict(ops=FORWARD)),
     topk=Sweep(by("top_k"), (1, 2, 4, 8, 16), lambda setting: dict(ops=FORWARD)),
-    skew=Sweep(  # one rank or some experts are more popular
-        lambda change: [change],
-        (
-            *({}, dict(skew=2), dict(skew=SKEW)),
-            *(dict(sigma=0.5), dict(sigma=1.1), dict(sigma=1.7)),
-        ),
+    sigma=Sweep(
+        by("sigma"),
+        (0.0, 0.5, 1.1, 1.7),
         lambda setting: with_plain_jax(setting, (*FORWARD, ROUND_TRIP), (ROUND_TRIP,)),
     ),
     capacity=Sweep(by("capacity"), ("tight", "worst"), lambda setting: dict(ops=BOTH_WAYS)),
 )
 
 
-def plans(name: str, ranks: int, on_gpu: bool, quick: bool = False) -> list[Plan]:
-    """Return the plans of a sweep: only the first sizes if quick, and tiny plans without a GPU."""
+def plans(name: str, ranks: int, on_gpu: bool) -> list[Plan]:
+    """Return the plans of a sweep. Without a GPU, return a few tiny plans."""
     sweep = SWEEPS[name]
     base = Setting(TOKENS, **FULL) if on_gpu else Setting(16, **TINY)
     if name == "formats":  # the groups of a format have up to 128 elements
         base = dataclasses.replace(base, hidden=max(base.hidden, 128))
     tokens = (TOKENS, FEW_TOKENS) if on_gpu and sweep.has_few else (base.tokens,)
-    sizes = sweep.sizes[: QUICK_SIZES if quick else None if on_gpu else CPU_SIZES]
+    sizes = sweep.sizes[: None if on_gpu else CPU_SIZES]
     found = []
     for changes in [
         dict(tokens=n) | case for n in tokens for s in sizes for case in sweep.cases(s)
     ]:
         setting = dataclasses.replace(base, **changes)
-        if setting.skew > ranks:  # a rank cannot get more than all rows
-            continue
         options = dict(sweep.options(setting), sweep=name, program_us=2500.0, most_reps=32)
         found.append(Plan(draw(setting, ranks), **options))
     return found

@@ -1,18 +1,18 @@
 """Measure the device time of an operation as XLA runs it inside one jitted program.
 
-A program repeats the operation. Each repetition needs a result of the previous repetition, so that
-XLA cannot merge, drop or overlap repetitions. A sample measures the wall-clock time of a few runs
-of the program without a wait between them, and then of more runs. The difference of both times,
-divided by the difference of repetitions, is the time on the device. The start of the first program
-and the notice that the last program has ended take half a millisecond or more, but this overhead is
-in both times and cancels.
+A program repeats the operation. Each repetition needs a result of the previous repetition, so XLA
+cannot merge, drop or overlap repetitions. A sample measures the wall-clock time of a few runs of
+the program without waits between the runs, and then the time of more runs. The time on the device
+is the difference of the two times, divided by the difference of the numbers of repetitions. The
+start of the first run and the notice of the last end take half a millisecond or more. This overhead
+is in both times, so the difference does not contain it.
 
 A *tie* is the dependency between repetitions. A tie is one small kernel, which adds a number to
-integers of the inputs: 1 if the first element of a result is huge, and otherwise 0. The number is
-always 0, but XLA cannot know this before it has the results. All our calls read these integers. For
-plain JAX, an ``optimization_barrier`` also makes the other inputs wait. A program with only ties,
-over arrays of about the same sizes, measures the cost of a tie. Rows have the time without this
-cost, and the measured time.
+integers of the inputs: 1 if the first element of a result is huge, otherwise 0. The number is
+always 0, but XLA cannot know the number before it has the results. All our calls read these
+integers. For plain JAX, an ``optimization_barrier`` also makes all other inputs wait. A program of
+only ties, on arrays of about the same sizes, measures the time of a tie. A row has the time without
+ties, and the measured time.
 """
 
 from __future__ import annotations
@@ -33,13 +33,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 SAMPLE_SECONDS = 0.025
 MAX_CALLS = 16  # XLA delays a program if about 32 are outstanding
-MAX_TRIES = 50  # of a sample: on a busy CPU, fewer runs may take longer than more runs
+MAX_TRIES = 50  # for a sample, because few runs on a busy CPU may take longer than many runs
 PROGRAM_US = 5000.0
 MAX_REPS = 64
 TIE_REPS = 192
 
-# The instructions in the text of a compiled program that move data between devices. Every timed
-# program has at least one of these instructions.
+# Instructions in the text of a compiled program that move data between devices.
 _OURS = re.compile(r'custom_call_target="moe_a2a_')
 _COLLECTIVE = re.compile(
     r"\b(?:all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
@@ -64,10 +63,8 @@ class Timing(NamedTuple):
 
 
 def per_rank(fn: Callable[..., Any], mesh: Mesh) -> Any:
-    """Return a jitted function of all ranks' arrays from a function ``fn`` of one rank's arrays.
-
-    The leaves of all arguments and results get a leading axis of ranks.
-    """
+    """Return a jitted function of all ranks from a function ``fn`` of one rank. Arguments and
+    results get a leading axis of ranks."""
     spec = PartitionSpec(mesh.axis_names)
     sharding = NamedSharding(mesh, spec)
 
@@ -75,7 +72,7 @@ def per_rank(fn: Callable[..., Any], mesh: Mesh) -> Any:
         results = fn(*jax.tree.map(lambda leaf: leaf[0], args))
         return jax.tree.map(lambda leaf: leaf[None], results)
 
-    # With check_vma, the transposes of collectives would contain casts.
+    # With check_vma=True, the transposes of collectives would contain casts.
     mapped = jax.shard_map(of_one_rank, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     return jax.jit(mapped, in_shardings=sharding, out_shardings=sharding)
 
@@ -86,7 +83,7 @@ def chain(
     """Return a function that calls ``step(state, *fixed)`` ``reps`` times with the same arguments.
 
     The function returns the first element of each result of the last call, so that XLA computes
-    these results. ``tied_axes`` is the argument of ``pick_tied``. If it is None, every array of the
+    these results. ``tied_axes`` is the argument of ``pick_tied``. With None, every array of the
     state waits for the previous results.
     """
     step = jax.jit(step)  # traced once, inlined by XLA
@@ -111,9 +108,8 @@ def chain(
 
 
 def chain_of_ties(reps: int) -> Callable[[Any], list[jax.Array]]:
-    """Return a function that repeats the ties of ``chain`` without its steps. Its argument is a
-    pair: the tied arrays, and arrays in place of results."""
-
+    """Return a function that repeats the ties of ``chain`` without steps. The argument of the
+    function is a pair: the tied arrays, and arrays in place of the results of steps."""
     tie_all = jax.jit(lambda tied, results: tie(tied, range(len(tied)), results))
 
     def repeated(state: tuple[list[jax.Array], list[jax.Array]]) -> list[jax.Array]:
@@ -129,9 +125,8 @@ def pick_tied(leaves: Sequence[Any], axes: int | None = 2) -> list[int]:
     """Return the indices of the arrays of a state that a tie changes.
 
     A tie changes the smallest integer array with at least ``axes`` axes (ids, or slots of a
-    routing), because all of our calls read this array. If ``axes`` is None, a tie changes all
-    integer arrays, because parts of a program may read different integer arrays. Without integer
-    arrays, a tie changes the smallest array.
+    routing), because all our calls read this array. If ``axes`` is None, a tie changes all integer
+    arrays. If the state has no integers, a tie changes the smallest array.
     """
     by_size = sorted(range(len(leaves)), key=lambda i: leaves[i].size)
     integers = [i for i in by_size if jnp.issubdtype(leaves[i].dtype, jnp.integer)]
@@ -144,8 +139,8 @@ def pick_tied(leaves: Sequence[Any], axes: int | None = 2) -> list[int]:
 def tie(
     leaves: Sequence[jax.Array], tied: Sequence[int], results: Sequence[jax.Array]
 ) -> list[jax.Array]:
-    """Return equal ``leaves`` that depend on the ``results``. The indices ``tied`` name the leaves
-    to which comparisons of scalars are added. XLA compiles them to one kernel."""
+    """Return the ``leaves`` with unchanged values. The leaves at the indices ``tied`` now depend on
+    the ``results``, through one kernel."""
     is_huge = [first_element(leaf).astype(jnp.float32) > 3e38 for leaf in results]
     never = functools.reduce(operator.or_, is_huge)
     later = list(leaves)
@@ -155,17 +150,13 @@ def tie(
 
 
 def first_element(x: jax.Array) -> jax.Array:
-    """Return the first element as a scalar. XLA can fuse a slice with the use of its result."""
+    """Return the first element as a scalar, by a slice, which XLA can fuse."""
     return lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(())
 
 
 def check_unmerged(compiled: Any, reps: int, exchanges: int = 1) -> None:
     """Check that a compiled program has ``reps`` repetitions of at least ``exchanges`` custom calls
-    of this package, or collectives.
-
-    Raises:
-      RuntimeError: if some are missing.
-    """
+    of this package, or of as many collectives. Otherwise raise RuntimeError."""
     text = compiled.as_text()
     calls, collectives = len(_OURS.findall(text)), len(_COLLECTIVE.findall(text))
     if calls % reps or max(calls, collectives) < reps * exchanges:
@@ -176,13 +167,13 @@ def check_unmerged(compiled: Any, reps: int, exchanges: int = 1) -> None:
 
 
 def count_fusions(compiled: Any) -> int:
-    """Return the number of fusions in a program. In ``chain_of_ties``, each fusion is a tie."""
+    """Return the number of fusions in a program. A program of ``chain_of_ties`` has one per tie."""
     return len(_FUSION.findall(compiled.as_text()))
 
 
 def take_turns(samplers: Mapping[Any, Callable[[], Any]], samples: int) -> dict[Any, list[Any]]:
-    """Return samples by name, taken in turns, because a GPU's clock falls when the GPU is hot. Each
-    turn has a random order, because the clock also depends on the previous program."""
+    """Return samples by name. Samplers take turns, because a hot GPU lowers its clock. Each turn
+    has a random order, because the clock also depends on the previous program."""
     taken: dict[Any, list[Any]] = {name: [] for name in samplers}
     draw = random.Random(0)
     for _ in range(samples):
@@ -197,17 +188,17 @@ def sampler(
     reps: int,
     sample_seconds: float = SAMPLE_SECONDS,
 ) -> Callable[[], float]:
-    """Run a compiled program a few times; return a function that measures the microseconds of one
-    of its repetitions.
+    """Run a compiled program a few times. Return a function that measures the microseconds of a
+    repetition.
 
     The function calls the program for about ``sample_seconds``. If more calls take no longer than
-    fewer calls, it measures again, and at last raises RuntimeError.
+    fewer calls, the function measures again, at most ``MAX_TRIES`` times.
     """
 
     def seconds(calls: int) -> float:
         start = time.perf_counter()
         for _ in range(calls):
-            out = None  # the results of the next call may take this memory
+            out = None  # frees memory for the results of the next call
             out = program(*args)
         jax.block_until_ready(out)
         return time.perf_counter() - start

@@ -62,9 +62,7 @@ def measure(sizes: Iterable[int], num_gpus: int) -> dict[str, Any]:
       num_gpus: the number of GPUs, at least two.
 
     Returns:
-      ``gpus``, ``name``, ``local_gb_per_s`` (the rate of a GPU's own memory, reads and writes
-      together), and ``results``. For each size, ``results`` has a dict with ``bytes``, ``blocks``
-      (the fastest number of blocks), ``median_us``, ``min_us``, ``max_us`` and ``gb_per_s``.
+      The JSON that ``wire.cu`` prints.
 
     Raises:
       RuntimeError: if the program cannot be built, or fails.
@@ -75,25 +73,13 @@ def measure(sizes: Iterable[int], num_gpus: int) -> dict[str, Any]:
 
 
 def microseconds(measured: dict[str, Any] | None, num_bytes: int) -> float | None:
-    """Return the time in which every GPU sends ``num_bytes`` by plain peer stores.
-
-    The time follows from the rate of the nearest size that ``measure`` has measured. It is None if
-    no size was measured.
-    """
+    """Return the time in which every GPU sends ``num_bytes`` by plain peer stores, at the rate of
+    the nearest measured size. Return None if no size was measured."""
     results = (measured or {}).get("results")
     if not results or not num_bytes:
         return None
     nearest = min(results, key=lambda r: abs(math.log(r["bytes"] / num_bytes)))
     return nearest["median_us"] * (num_bytes / nearest["bytes"])
-
-
-def in_words(measured: dict[str, Any]) -> str:
-    best = max(measured["results"], key=lambda result: result["bytes"])
-    return (
-        f"each of {measured['gpus']} GPUs stores {best['gb_per_s']:.0f} GB/s to its peers "
-        f"({best['blocks']} blocks, {best['bytes'] / 1e6:.0f} MB); its own memory transfers "
-        f"{measured['local_gb_per_s']:,.0f} GB/s, reads and writes together"
-    )
 
 
 def run(command: list[str], timeout: float) -> str:

@@ -1,7 +1,7 @@
 """Draw a routing for given sizes, and count the bytes that it moves.
 
-This module does not use GPUs, because the link limit is measured with these bytes before JAX takes
-the GPUs' memory.
+This module uses no GPU, because the link limit is measured with these bytes before JAX reserves the
+memory of the GPUs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax_moe_a2a as ma
 
 DTYPE = "bfloat16"
 ITEM_BYTES = 2
-# For each token format, the number of elements of a group, and the bytes of a group with its scale.
+# The elements of a group, and the bytes of a group with its scale, for each token format.
 FORMAT_GROUPS = {"BlockwiseFp8": (128, 132), "MxFp8": (32, 33), "NvFp4": (16, 9)}
 CAPACITY_MULTIPLE = 128
 
@@ -28,64 +28,49 @@ class Setting:
     hidden: int
     top_k: int
     experts: int
-    skew: float = 1
-    """Rank 0 gets ``skew`` times its share of the rows, but at most all rows. With 1, all experts
-    are equally likely."""
     capacity: str = "tight"
-    """``"tight"`` is the number of rows of the fullest rank, rounded up. ``"worst"`` has room for
-    every token of every rank. A number as text, such as ``"1.25"``, is a ``capacity_factor``."""
+    """``"tight"`` (the rows of the fullest rank, rounded up), ``"worst"`` (room for every token of
+    every rank), or a ``capacity_factor`` as text, such as ``"1.25"``."""
     format: str = ""
     formatted: str = ""
-    """The data that travel in the format: tokens whose rows stay quantized (``"rows"``) or are
-    ``"decoded"``, or the partial ``"sums"`` of combine."""
+    """Which data travel in the format: tokens (``"rows"`` stay quantized, ``"decoded"`` rows do
+    not), or the partial ``"sums"`` of combine."""
     sigma: float = 0
-    """If not 0, some experts are more popular: the log-odds of all experts are normal with this
-    sigma. On 32 ranks, the load of the fullest rank with 0.5, 1.1 and 1.7 is that of the best, the
-    mean and the worst layer of DeepSeek-R1."""
+    """The standard deviation of the log-odds of the experts; 0 for equally popular experts. On 32
+    ranks, 0.5, 1.1 and 1.7 reproduce the loads of the best, the mean and the worst layer of
+    DeepSeek-R1."""
 
     @property
     def routing(self) -> str:
-        """Return ``"uniform"``, ``"skewed"`` or ``"popular"``."""
-        if self.sigma:
-            return "popular"
-        return "uniform" if self.skew == 1 else "skewed"
-
-    @property
-    def row_bytes(self) -> int:
-        """Return the bytes of a token that is not quantized."""
-        return self.hidden * ITEM_BYTES
+        return "popular" if self.sigma else "uniform"
 
     @property
     def wire_row_bytes(self) -> int:
-        """Return the bytes of a token, or of a sum, as it travels."""
+        """Return the bytes of a token, or of a partial sum, on a link."""
         if not self.format:
-            return self.row_bytes
+            return self.hidden * ITEM_BYTES
         numbers, num_bytes = FORMAT_GROUPS[self.format]
         return self.hidden // numbers * num_bytes
 
     def __str__(self) -> str:
         text = f"{self.tokens} tokens x {self.hidden}, top-{self.top_k} of {self.experts}"
-        text += f", {self.routing}" if self.skew in (1, SKEW) else f", skew {self.skew:g}"
-        text += f", sigma {self.sigma:g}" if self.sigma else ""
+        text += f", sigma {self.sigma:g}" if self.sigma else ", uniform"
         if self.capacity != "tight":
             text += f", {self.capacity} capacity"
         return ", ".join(filter(None, (text, self.format, self.formatted)))
 
 
-SKEW = 4
-"""The skew of the standard settings. With it, 4 ranks send all rows to rank 0."""
-
 FULL: dict[str, Any] = dict(hidden=7168, top_k=8, experts=256)
 GPU_SETTINGS = (
     *(Setting(tokens, **FULL) for tokens in (4096, 128, 8, 1, 1024, 8192)),
     Setting(1024, hidden=2048, top_k=4, experts=32),
-    Setting(4096, **FULL, skew=SKEW),
+    Setting(4096, **FULL, sigma=1.1),
 )
 TINY: dict[str, Any] = dict(hidden=64, top_k=4, experts=32)
-CPU_SETTINGS = (Setting(16, **TINY), Setting(16, **TINY, skew=SKEW))
+CPU_SETTINGS = (Setting(16, **TINY), Setting(16, **TINY, sigma=1.1))
 
 
-# Layers by name: the setting of a rank in training, and the width of its experts.
+# For each layer, the setting of a rank in training, and the width of the experts.
 LAYERS = {
     "A": (Setting(4096, hidden=4096, top_k=8, experts=64), 1536),
     "B": (Setting(4096, hidden=7168, top_k=8, experts=64), 2048),
@@ -98,10 +83,8 @@ LAYERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """A setting and its routing, for R ranks.
-
-    Numbers of bytes count tokens. A token crosses once to each rank except its own rank.
-    """
+    """A setting and its routing, for R ranks. A token crosses once to each rank that has one of its
+    experts, except to its own rank."""
 
     setting: Setting
     ids: np.ndarray
@@ -111,20 +94,17 @@ class Workload:
     capacity: int
     """The number of rows of a rank."""
     pair_capacity: int
-    """The rows that a dense all_to_all sends between two ranks: the choices of the busiest pair."""
+    """The rows that a dense all_to_all sends between two ranks, enough for the busiest pair."""
     leaving_bytes: int
-    """Bytes that the busiest sender sends in a dispatch."""
+    """The bytes that the busiest sender sends in a dispatch."""
     entering_bytes: int
-    """Bytes that the busiest receiver receives in a dispatch, and sends in a combine."""
-    memory_bytes: dict[str, int]
-    """For ``"dispatch"`` and ``"combine"``, the least bytes that the memory of the busiest rank
-    reads and writes, including stores of its peers, in an exchange through landing zones."""
+    """The bytes that the busiest receiver receives in a dispatch, and sends in a combine."""
     fan_out: float
     """The mean number of ranks to which a token goes."""
     load: float
     """The rows of the fullest rank, divided by the mean."""
     dropped: float
-    """The share of the rows that do not fit into the capacity."""
+    """The share of the rows that do not fit in the capacity."""
 
     @property
     def ranks(self) -> int:
@@ -137,7 +117,7 @@ class Workload:
 
 
 def draw(setting: Setting, ranks: int) -> Workload:
-    """Draw a routing. Ranks have different choices, which are the same in every run."""
+    """Draw a routing, which is the same in every run."""
     sizes = setting.tokens, setting.hidden, setting.top_k, setting.experts
     ids = _draw_ids(setting, ranks, np.random.default_rng([0, ranks, *sizes]))
     rng = np.random.default_rng([0, ranks, *sizes, 1])
@@ -164,45 +144,29 @@ def round_up(number: int, multiple: int) -> int:
 
 def _draw_ids(setting: Setting, ranks: int, rng: np.random.Generator) -> np.ndarray:
     shape = (ranks, setting.tokens, setting.top_k)
-    local_experts = setting.experts // ranks
-    most = setting.experts if setting.skew == 1 else local_experts
-    if setting.experts % ranks or setting.top_k > most:
+    if setting.experts % ranks or setting.top_k > setting.experts:
         raise ValueError(
-            "experts must be a multiple of the number of ranks, and at least top_k (with a skew, "
-            f"on each rank); got {setting} on {ranks} ranks"
+            "experts must be a multiple of the number of ranks, and at least top_k; "
+            f"got {setting} on {ranks} ranks"
         )
-    if setting.skew == 1:
-        popularity = rng.normal(0, setting.sigma, setting.experts) if setting.sigma else None
-        return _distinct(rng, shape, setting.experts, popularity)
-    hot = _distinct(rng, shape, local_experts)
-    cold = hot
-    if ranks > 1:
-        cold = local_experts + _distinct(rng, shape, setting.experts - local_experts)
-    num_hot = rng.binomial(setting.top_k, min(setting.skew / ranks, 1.0), shape[:-1])
-    return np.where(np.arange(setting.top_k) < num_hot[..., None], hot, cold)
+    popularity = rng.normal(0, setting.sigma, setting.experts) if setting.sigma else None
+    return _distinct(rng, shape, setting.experts, popularity)
 
 
 def _traffic(setting: Setting, goes_to: np.ndarray, capacity: int) -> dict[str, Any]:
-    """Return the fields of a ``Workload`` that count bytes, and its ``pair_capacity``."""
-    row_bytes, wire_row_bytes, ranks = setting.row_bytes, setting.wire_row_bytes, len(goes_to)
+    wire_row_bytes, ranks = setting.wire_row_bytes, len(goes_to)
     pairs = goes_to.sum(axis=(1, 2))  # [from, to]
     slots = goes_to.any(axis=2).sum(axis=1)
     own = np.diag(slots)
     leaving, entering = slots.sum(axis=1) - own, slots.sum(axis=0) - own
-    # Dispatch reads x, writes and reads landing zones, and writes all rows of the capacity. Combine
-    # reads rows, writes and reads own and landed partial sums, and writes the output.
-    out_bytes = wire_row_bytes if setting.formatted == "rows" else row_bytes
-    dispatch = setting.tokens * row_bytes + 2 * entering * wire_row_bytes + capacity * out_bytes
     rows = pairs.sum(axis=0)
-    combine = (rows + setting.tokens) * row_bytes + 2 * (own + leaving) * wire_row_bytes
     most = lambda counts: int(np.max(counts))
     return dict(
         pair_capacity=round_up(most(pairs), 8),
         leaving_bytes=most(leaving) * wire_row_bytes,
         entering_bytes=most(entering) * wire_row_bytes,
-        memory_bytes=dict(dispatch=most(dispatch), combine=most(combine)),
         fan_out=float(slots.sum() / (ranks * setting.tokens)),
-        load=float(pairs.sum(axis=0).max() / pairs.sum() * ranks),
+        load=float(rows.max() / rows.sum() * ranks),
         dropped=float((rows - capacity).clip(0).sum() / rows.sum()),
     )
 
@@ -217,7 +181,7 @@ def _distinct(
     *lead, top_k = shape
     if popularity is None:
         keys = rng.random((*lead, num_experts), np.float32)
-    else:  # the experts with the largest sums of log-odds and Gumbel random numbers
+    else:  # the largest sums of log-odds and Gumbel noise are choices without replacement
         keys = -(popularity + rng.gumbel(size=(*lead, num_experts)))
     least = keys.argpartition(top_k - 1, axis=-1)[..., :top_k]
     if popularity is not None:

@@ -12,8 +12,8 @@
 // Three kinds of numbers exist. (1) Numbers that the device knows are not here: a launch asks for
 // the number of multiprocessors (ffi/call_state.cc), which limits all numbers of SMs below. (2)
 // Python lowers programs with the numbers of kLoweringTuning, so benchmarks.tune varies them
-// without a rebuild. (3) All other numbers are constants of kernels and of launches. With
-// --compiled, benchmarks.tune builds the driver with other values of these.
+// without a rebuild. (3) All other numbers are constants of kernels and of launches. To time another
+// value of a constant, build tools/driver/kernels.cu with MOE_A2A_CANDIDATE.
 //
 // Names in quotation marks are headings or list entries in docs/history/speed.md, which has the
 // measurements.
@@ -147,7 +147,7 @@ struct Sm90 {
 //   using Measured = std::conditional_t<MOE_A2A_ARCHITECTURE >= 100, Sm100, Sm90>;
 using Measured = Sm90;
 
-#ifdef MOE_A2A_CANDIDATE  // benchmarks.tune defines this, for example as kStages = 4
+#ifdef MOE_A2A_CANDIDATE  // for example kPauseNs = 0
 struct Candidate : Measured {
   static constexpr auto MOE_A2A_CANDIDATE;
 };

@@ -1,6 +1,6 @@
 """Find nvcc: the nvcc that the user names, a new enough nvcc of this machine, or PyPI's nvcc.
 
-CMake runs this file, and reads the path that it prints. The build backend imports it.
+CMake runs this file, and reads the printed path. The build backend imports this file.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import sys
 from pathlib import Path
 
 OLDEST = (12, 1)  # supports kernel parameters of more than 4 KiB
-# Every driver for CUDA 13 accepts the PTX of 13.0, but may refuse PTX of a newer minor version.
+# A driver for CUDA 13 accepts the PTX of 13.0, but may refuse the PTX of a newer minor version.
 PYPI_TOOLKIT = "cuda-toolkit[nvcc,cccl,cudart]==13.0.*"
 OLDEST_GPU = 90
-# Time to compile for one architecture: CPU seconds of all kernels, and seconds of the slowest file.
+# To compile for one architecture: CPU seconds for all files, and seconds for the slowest file.
 SECONDS, LONGEST = 360, 60
-# Files that the build needs. With jax[cuda13] alone, nvcc is installed without them.
+# Files that the build needs. jax[cuda13] installs nvcc without these files.
 NEEDED_BESIDE_NVCC = (
     "include/cuda_runtime.h",
     "include/crt/host_config.h",
@@ -31,8 +31,8 @@ NEEDED_BESIDE_NVCC = (
 
 
 def of_machine() -> str | None:
-    """Return the nvcc that ``CUDACXX`` names. Otherwise return the first nvcc in ``CUDA_PATH`` and
-    on ``PATH`` that is 12.1 or newer, or None."""
+    """Return the nvcc that ``CUDACXX`` names. Otherwise, return the first nvcc of ``CUDA_PATH`` and
+    ``PATH`` that is 12.1 or newer, or None."""
     if named := os.environ.get("CUDACXX"):
         return named
     folder = os.environ.get("CUDA_PATH")
@@ -70,8 +70,8 @@ def known_architectures(nvcc: str) -> list[int]:
 def architectures(nvcc: str) -> list[int]:
     """Return the architectures of this machine's GPUs, or 90 if no GPU is new enough.
 
-    If nvcc does not support the architecture of a GPU, return the newest older architecture, whose
-    machine code or PTX runs on the GPU.
+    For a GPU that nvcc does not support, return the newest older architecture. Its machine code or
+    PTX runs on the GPU.
     """
     query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
@@ -85,7 +85,7 @@ def architectures(nvcc: str) -> list[int]:
 
 
 def announcement(nvcc: str, built_for: str) -> str:
-    """Return a sentence about the compilation for ``built_for``, CMake's list of architectures."""
+    """Return a message about the compilation for CMake's list of architectures."""
     names = built_for.split(";")
     capabilities = [f"{number[:-1]}.{number[-1]}" for number in re.findall(r"\d+", built_for)]
     cores = len(os.sched_getaffinity(0))
@@ -98,7 +98,7 @@ def announcement(nvcc: str, built_for: str) -> str:
 
 
 def announce(text: str) -> None:
-    """Print a text, also on the terminal, because pip without -v hides the output of a build."""
+    """Print a text on stdout and on the terminal, because pip without -v hides stdout."""
     print(text, flush=True)
     if not sys.stdout.isatty():
         try:

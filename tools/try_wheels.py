@@ -5,7 +5,7 @@
     python tools/try_wheels.py dist --cuda 13 --gpu    on GPUs
 
 With ``--gpu``, the environment uses the packages of this Python, such as JAX. Otherwise, pip
-installs them from a registry, and ``PATH`` has only the programs of the environment.
+installs packages from a registry, and ``PATH`` has only the programs of the environment.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = "jax-moe-a2a"
 DOCTOR = ("--tokens", "64", "--hidden", "128", "--top-k", "2", "--experts", "16")
-# Compares the kernels with the portable path, with four ranks on one GPU.
+# A program that compares the kernels with the portable path, with four ranks on one GPU.
 ONE_GPU = """
 import jax, jax.numpy as jnp, jax_moe_a2a as ma
 
@@ -56,11 +56,11 @@ def main() -> None:
 
 
 def attempt(folder: Path, wheels: Path, cuda: int | None, gpu: bool) -> None:
-    """Install the wheels into an environment in ``folder``, and run programs in it. A failure ends
-    this process."""
+    """Install the wheels into an environment in ``folder``, and run programs in the environment. A
+    failure ends this process."""
     venv.create(folder / "venv", with_pip=True)
     python = folder / "venv" / "bin" / "python"
-    if gpu:  # packages of this Python are found after those of the environment
+    if gpu:  # Python finds packages of the environment first, and then packages of this Python
         (site_packages,) = folder.glob("venv/lib/python*/site-packages")
         outer = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
         (site_packages / "outer.pth").write_text("\n".join(outer))

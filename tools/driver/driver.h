@@ -1,15 +1,17 @@
-// Helpers that all drivers use: checks, lists on the command line, random numbers, and fingerprints
-// of arrays.
+// Helpers of the drivers: checks, lists on the command line, arrays on a device, and measurements
+// on several GPUs.
 #pragma once
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <map>
 #include <string>
+#include <thread>
 #include <type_traits>
 #include <variant>
 #include <vector>
@@ -26,7 +28,7 @@ inline Problem ProblemOf(const Problem& problem) { return problem; }
 inline Problem ProblemOf(bool holds) { return holds ? "" : "does not hold"; }
 
 // Ends the whole process after an error in any thread, because other threads may be waiting for a
-// device. `call` must not contain the name `check_problem`, which would then refer to itself.
+// device. `call` must not contain the name `check_problem`.
 #define CHECK(call)                                                                      \
   do {                                                                                   \
     const Problem check_problem = ProblemOf(call);                                       \
@@ -80,8 +82,8 @@ inline void SetValue(const std::string&, bool* flag) { *flag = true; }
 using OptionValue =
     std::variant<bool*, int*, double*, std::string*, std::vector<int>*, std::vector<std::string>*>;
 
-// Sets options from their names and values. Commas separate the elements of a list. Flags have no
-// value.
+// Sets options from names and values on the command line. Commas separate the elements of a list.
+// Flags have no value.
 inline void ReadOptions(int argc, char** argv, const std::map<std::string, OptionValue>& options) {
   for (int i = 1; i < argc; ++i) {
     const std::string name = argv[i];
@@ -103,7 +105,7 @@ inline __host__ __device__ uint64_t Hash(uint64_t seed, uint64_t index) {
   return hash ^ (hash >> 31);
 }
 
-// Uniform in [-1, 1): a float, or the bits of a bfloat16, rounded towards zero.
+// Returns a number in [-1, 1): a float, or the bits of a bfloat16 that is rounded towards zero.
 template <typename T>
 __host__ __device__ T RandomValue(uint64_t seed, uint64_t index) {
   const int32_t mantissa = static_cast<int32_t>(Hash(seed, index) >> 40) - (1 << 23);
@@ -125,7 +127,7 @@ __global__ void FillRandom(T* to, int64_t count, uint64_t seed) {
   }
 }
 
-// Adds a hash of each word and its index to `sum`. Equal arrays then have equal sums.
+// Adds a hash of each word and its index to `sum`. Equal arrays have equal sums.
 static __global__ void Fingerprint(const uint32_t* words, int64_t count, unsigned long long* sum) {
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
   unsigned long long own = 0;
@@ -148,6 +150,66 @@ enum PlanArray {
   kGroupSizes,
   kNumRows,
   kNumDropped
+};
+
+// ---- Measurements
+
+// Calls body(gpu) for each of the first GPUs, which is then the current device. Each call has a
+// separate thread, because a call for one GPU may wait for other GPUs.
+template <typename Body>
+void ForEachGpu(int num_gpus, const Body& body) {
+  std::vector<std::thread> threads;
+  for (int gpu = 0; gpu < num_gpus; ++gpu) {
+    threads.emplace_back([&body, gpu] {
+      CHECK(cudaSetDevice(gpu));
+      body(gpu);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+// The median, the least and the greatest value of samples.
+struct Summary {
+  explicit Summary(std::vector<double> samples) {
+    std::sort(samples.begin(), samples.end());
+    median = samples[samples.size() / 2];
+    least = samples.front();
+    greatest = samples.back();
+  }
+  double median, least, greatest;
+};
+
+// A stream of the current device, and the time between two events on this stream.
+class TimedStream {
+ public:
+  TimedStream() {
+    CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
+    CHECK(cudaEventCreate(&begin_));
+    CHECK(cudaEventCreate(&end_));
+  }
+  TimedStream(const TimedStream&) = delete;
+  ~TimedStream() {
+    cudaEventDestroy(begin_);
+    cudaEventDestroy(end_);
+    cudaStreamDestroy(stream_);
+  }
+
+  operator cudaStream_t() const { return stream_; }
+  void Begin(unsigned flags = 0) { CHECK(cudaEventRecordWithFlags(begin_, stream_, flags)); }
+  void End(unsigned flags = 0) { CHECK(cudaEventRecordWithFlags(end_, stream_, flags)); }
+
+  // Waits for the stream. Returns the time between the events.
+  double Microseconds() {
+    CHECK(cudaStreamSynchronize(stream_));
+    CHECK(cudaGetLastError());
+    float ms = 0;
+    CHECK(cudaEventElapsedTime(&ms, begin_, end_));
+    return ms * 1e3;
+  }
+
+ private:
+  cudaStream_t stream_;
+  cudaEvent_t begin_, end_;
 };
 
 }  // namespace moe_a2a

@@ -1,6 +1,6 @@
-// Times the package's kernels in CUDA graphs, without XLA and Python: on all GPUs of one process,
-// or with all ranks on one GPU. Use it for tuning, and with compute-sanitizer and ncu. Only the
-// tests compare results with an oracle.
+// Times the package's kernels in CUDA graphs, without XLA and Python, on all GPUs of one process or
+// with all ranks on one GPU. Use this program for tuning, with compute-sanitizer, and with ncu. It
+// does not compare results with an oracle.
 //
 // Build at the root of the repository, in one line; -DMOE_A2A_TEST_HOOKS works too:
 //
@@ -14,26 +14,23 @@
 //                 [--gpus N | --ranks N] [--iters 32] [--samples 7] [--check] [--timeout 5]
 //
 // Prints one line per operation and combination of the lists. A time is the time of the slowest
-// device, in microseconds per launch (route: per pair of launches). `wire` is the number of bytes
-// in the busiest direction of a rank's links, where a token counts once per remote rank. The
-// kernels of route make the plan of all other operations. The capacity holds the rows of the
-// fullest rank.
+// device, in microseconds per launch (route: per pair of launches). The kernels of route make the
+// plan of all other operations. The capacity holds the rows of the fullest rank.
 //
 //   --gpus     runs one rank on each of the first N GPUs; the default is all visible GPUs
-//   --ranks    runs N ranks, at least 2, on the first GPU, with the kernels of cuda/colocated/: a
-//              launch is for all ranks. Numbers in --sms are reduced to what cuda/ffi/call_state.cc
-//              allows for a rank. The bytes of `wire` cross no link
-//   --check    requires that all launches of an operation return the same bits: the first launch,
-//              which writes to poisoned arrays, the last timed launch, and the launches with other
-//              numbers of SMs. It skips inner products of a weighted dispatch, because their
-//              rounding depends on the number of teams. It also prints a hash of the results
-//   --timeout  bound of the kernels' waits in seconds; a sanitizer may need more than five
+//   --ranks    runs N ranks, at least 2, on the first GPU. A launch of a kernel of cuda/colocated/
+//              is for all ranks. A number in --sms is at most the number that
+//              cuda/ffi/call_state.cc allows for a rank
+//   --check    compares the results of the first launch of an operation (on poisoned arrays), of
+//              the last timed launch, and of launches with other numbers of SMs. All bits must be
+//              equal. Inner products of a weighted dispatch are not compared, because their
+//              rounding depends on the number of teams. Also prints a hash of the results
+//   --timeout  limit of waits in kernels, in seconds. A sanitizer may need more than 5
 //
-// To try another number of tuning.h, build with, for example, "-DMOE_A2A_CANDIDATE=kStages = 4".
+// To try another number of tuning.h, build with, for example, "-DMOE_A2A_CANDIDATE=kPauseNs = 0".
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <bitset>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -49,7 +46,6 @@
 #include "calls/route.h"
 #include "calls/routed_dispatch.h"
 #include "calls/weighted_dispatch.h"
-#include "devices.h"
 #include "driver.h"
 #include "kernels/grid.h"
 #include "kernels/launch.h"
@@ -60,8 +56,7 @@
 namespace moe_a2a {
 namespace {
 
-// Launches before the timed launches. Devices begin at different times; these launches synchronize
-// them.
+// Launches before the timed launches. They synchronize the devices, which start at different times.
 constexpr int kUntimedLaunches = 2;
 constexpr int kTightMultiple = 128;
 
@@ -92,8 +87,8 @@ void ChooseRanks(Options* o) {
   CHECK(o->gpus >= 1 && o->gpus <= visible && o->ranks <= kMaxRanks);
 }
 
-// If ranks share a GPU, reduces the numbers of blocks to what the handlers allow. Afterwards,
-// removes each number that equals the previous number.
+// For ranks that share a GPU, reduces the numbers of blocks to the limit of the handlers, and
+// removes repeated numbers.
 void LimitBlocks(Options* o) {
   int sms = 0;
   CHECK(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0));
@@ -142,17 +137,15 @@ uint64_t SeedOf(Seed seed, int rank) { return static_cast<uint64_t>(seed) * 1024
 
 struct Workload {
   int num_ranks;
-  int num_gpus;  // as many as ranks, or one for all
+  int num_gpus;  // equal to num_ranks, or 1
   int num_tokens, hidden, top_k, num_experts;
   int capacity = 0;
-  int64_t crossing_tokens = 0;            // through the busiest direction of a rank's links
   std::vector<std::vector<int32_t>> ids;  // by rank: [num_tokens, top_k]
 
   int ranks_per_gpu() const { return num_ranks / num_gpus; }
   int gpu_of(int rank) const { return rank / ranks_per_gpu(); }
   int local_experts() const { return num_experts / num_ranks; }
   int64_t row_bytes() const { return int64_t{hidden} * kItemBytes; }
-  int64_t ids_bytes() const { return int64_t{num_tokens} * top_k * sizeof(int32_t); }
 };
 
 std::vector<int32_t> DrawIds(const Workload& w, int rank) {
@@ -170,37 +163,17 @@ std::vector<int32_t> DrawIds(const Workload& w, int rank) {
   return ids;
 }
 
-// Counts the rows of each rank and the tokens that cross links. Sets a capacity that holds all
-// rows.
-void CountRows(Workload* w) {
-  std::vector<int64_t> rows(w->num_ranks), leaving(w->num_ranks), entering(w->num_ranks);
-  for (int source = 0; source < w->num_ranks; ++source) {
-    const std::vector<int32_t>& ids = w->ids[source];
-    for (size_t token = 0; token < ids.size(); token += w->top_k) {
-      std::bitset<kMaxRanks> seen;
-      seen.set(source);
-      for (int k = 0; k < w->top_k; ++k) {
-        const int rank = ids[token + k] / w->local_experts();
-        ++rows[rank];
-        if (seen[rank]) continue;
-        seen.set(rank);
-        ++leaving[source];
-        ++entering[rank];
-      }
-    }
-  }
-  const int64_t capacity = round_up(*std::max_element(rows.begin(), rows.end()), kTightMultiple);
-  CHECK(capacity <= INT32_MAX);
-  w->capacity = static_cast<int>(capacity);
-  w->crossing_tokens = std::max(*std::max_element(leaving.begin(), leaving.end()),
-                                *std::max_element(entering.begin(), entering.end()));
-}
-
 Workload MakeWorkload(const Options& options, int num_tokens) {
   Workload w = {options.ranks,  options.gpus,  num_tokens,
                 options.hidden, options.top_k, options.experts};
-  for (int rank = 0; rank < w.num_ranks; ++rank) w.ids.push_back(DrawIds(w, rank));
-  CountRows(&w);
+  std::vector<int64_t> rows(w.num_ranks);
+  for (int rank = 0; rank < w.num_ranks; ++rank) {
+    w.ids.push_back(DrawIds(w, rank));
+    for (int32_t id : w.ids[rank]) ++rows[id / w.local_experts()];
+  }
+  const int64_t capacity = round_up(*std::max_element(rows.begin(), rows.end()), kTightMultiple);
+  CHECK(capacity <= INT32_MAX);
+  w.capacity = static_cast<int>(capacity);
   return w;
 }
 
@@ -216,10 +189,10 @@ struct DeviceBuffer {
   }
 };
 
-// The memory of all ranks of one GPU, which must be current when an array is taken. All ranks take
-// arrays of the same sizes in the same order. An allocation holds an array of all ranks, rank after
-// rank, because kernels for ranks that share a GPU need a constant distance between the arrays of
-// two ranks (device/ranks.cuh).
+// The memory of all ranks of one GPU, which must be the current device in Take(). All ranks take
+// arrays of the same sizes in the same order. An allocation holds the arrays of all ranks one after
+// another, because kernels for ranks that share a GPU need a constant distance between the arrays
+// of two ranks (device/ranks.cuh).
 class DeviceMemory {
  public:
   explicit DeviceMemory(int num_ranks) : num_ranks_(num_ranks) {}
@@ -228,7 +201,7 @@ class DeviceMemory {
     for (const DeviceBuffer& array : first_) cudaFree(array.data);
   }
 
-  // Makes Take() return arrays of the next rank. Also called before the first rank.
+  // Makes Take() return arrays of the next rank. Call it also before the first rank.
   void BeginRank() {
     ++rank_;
     num_taken_ = 0;
@@ -249,7 +222,7 @@ class DeviceMemory {
   const int num_ranks_;
   int rank_ = -1;
   size_t num_taken_ = 0;             // by this rank
-  std::vector<DeviceBuffer> first_;  // of the first rank; each is the beginning of an allocation
+  std::vector<DeviceBuffer> first_;  // arrays of the first rank, at the starts of allocations
 };
 
 DeviceBuffer Upload(const std::vector<int32_t>& values, DeviceMemory& memory) {
@@ -266,7 +239,7 @@ DeviceBuffer MakeRandom(int64_t count, uint64_t seed, DeviceMemory& memory) {
   return buffer;
 }
 
-// As in jax_moe_a2a/_src/exchange/routed.py.
+// Computes the same number as jax_moe_a2a/_src/exchange/routed.py.
 int TokensPerRouteChunk(int num_tokens) {
   int tokens = Tuning::kRouteLeastTokens;
   while (tokens < Tuning::kRouteMostTokens && tokens * Tuning::kRouteChunks < num_tokens)
@@ -277,7 +250,7 @@ int RouteChunks(int num_tokens) {
   return static_cast<int>(ceil_div(num_tokens, TokensPerRouteChunk(num_tokens)));
 }
 
-// Operands and results of a rank. The rank's device must be current when they are made.
+// Operands and results of a rank. The constructor needs the rank's device as the current device.
 struct RankData {
   RankData(const Workload& w, int rank, DeviceMemory& memory)
       : rank_number(Upload({rank}, memory)),
@@ -323,7 +296,7 @@ enum class Op { kDispatch, kCombine, kRoute, kRoutedDispatch, kWeightedDispatch 
 
 // Returns the bytes of the largest landing zone of all operations.
 int64_t ZoneBytes(const Workload& w) {
-  const int64_t ids = array_bytes(1, w.ids_bytes());
+  const int64_t ids = array_bytes(1, int64_t{w.num_tokens} * w.top_k * sizeof(int32_t));
   const int64_t rows = array_bytes(w.num_tokens, w.row_bytes());
   const int64_t weights = array_bytes(w.num_tokens, w.top_k * sizeof(float));
   return std::max(ids, rows + weights);
@@ -333,12 +306,12 @@ int64_t ZoneBytes(const Workload& w) {
 struct Call {
   const Workload& workload;
   const RankData& data;
-  RankView view;  // all members except those that depend on the operation
+  RankView view;  // without the members that depend on the operation
   int sms;
 };
 
 // The calls that a launch receives: the call of the GPU's rank, or the calls of ranks 0 and 1 if
-// ranks share the GPU. From these two, the kernel computes the parameters of all ranks.
+// ranks share the GPU. The kernel computes the parameters of all ranks from these two calls.
 using Calls = std::vector<Call>;
 
 // Operands or results of a call.
@@ -346,8 +319,8 @@ struct Bound {
   Arrays arrays;
   std::vector<std::vector<int64_t>> all_dimensions;  // of the arrays
 
-  // cudaMalloc aligns only the buffers of the first rank: if ranks share a GPU, each rank's buffer
-  // directly follows the buffer of the previous rank.
+  // If ranks share a GPU, only the buffers of the first rank have the alignment of cudaMalloc. The
+  // buffer of each other rank directly follows the buffer of the previous rank.
   void Add(const DataType& type, std::vector<int64_t> dimensions, const DeviceBuffer& buffer) {
     int64_t bytes = type.bytes;
     for (int64_t dimension : dimensions) bytes *= dimension;
@@ -492,7 +465,7 @@ const std::map<std::string, Op> kOperations = {{"dispatch", Op::kDispatch},
                                                {"routed", Op::kRoutedDispatch},
                                                {"weighted", Op::kWeightedDispatch}};
 
-// The launches on a GPU, in a CUDA graph: first untimed launches, then the timed launches.
+// A CUDA graph of untimed launches and then timed launches on a GPU.
 class GpuGraph {
  public:
   GpuGraph(const Calls& calls, Op operation, const Kernels& kernels, int untimed, int timed) {
@@ -544,7 +517,7 @@ Ranks MakeRanks(const Options& options, const Workload& w, Workspace& workspace)
     ranks.data.push_back(std::make_unique<RankData>(w, rank, *ranks.memory[gpu]));
     RankView view = {};
     CHECK(workspace.View(gpu, &view));
-    view.error += rank - view.rank;  // the view is that of the GPU's first rank
+    view.error += rank - view.rank;  // View returned the view of the GPU's first rank
     view.rank = rank;
     view.launch = 1;  // launches follow each other on one stream
     view.timeout_ns = view.first_timeout_ns = static_cast<uint64_t>(options.timeout_s * 1e9);
@@ -571,8 +544,7 @@ Graphs MakeGraphs(const Ranks& ranks, Op operation, int sms, int untimed, int ti
   return graphs;
 }
 
-// Runs the graphs of all GPUs at the same time. Returns the longest time in microseconds. The
-// untimed launches of a GPU wait for the GPUs that start later.
+// Runs the graphs of all GPUs at the same time. Returns the longest time in microseconds.
 double RunGraphs(const Ranks& ranks, Graphs& graphs) {
   std::vector<double> us(graphs.size());
   ForEachGpu(ranks.workload.num_gpus, [&](int gpu) { us[gpu] = graphs[gpu]->Microseconds(); });
@@ -595,7 +567,7 @@ std::vector<DeviceBuffer> ResultsOf(const RankData& data, Op operation) {
   return results;
 }
 
-// Overwrites the results, so that results of an earlier launch cannot pass a check.
+// Overwrites the results, so results of an earlier launch cannot pass a check.
 void Poison(const Ranks& ranks, Op operation) {
   for (int rank = 0; rank < ranks.workload.num_ranks; ++rank) {
     CHECK(cudaSetDevice(ranks.workload.gpu_of(rank)));
@@ -636,20 +608,13 @@ void CheckResults(const Ranks& ranks, Op operation, Fingerprints* expected) {
 
 // ---- Measuring
 
-int64_t WireBytes(const Workload& w, Op operation) {
-  if (operation == Op::kRoute) return (w.num_ranks - 1) * w.ids_bytes();
-  return w.crossing_tokens * w.row_bytes();
-}
-
 void PrintLine(const Workload& w, const std::string& name, int sms, const Summary& us,
                const uint64_t* bits) {
-  const int64_t bytes = WireBytes(w, kOperations.at(name));
   std::printf("%-16s tokens=%d hidden=%d top_k=%d experts=%d ranks=%d", name.c_str(), w.num_tokens,
               w.hidden, w.top_k, w.num_experts, w.num_ranks);
   if (w.ranks_per_gpu() > 1) std::printf(" gpus=%d", w.num_gpus);
   std::printf(" capacity=%d sms=%d", w.capacity, sms);
-  std::printf(" us=%.2f min=%.2f max=%.2f wire=%lld GB/s=%.1f", us.median, us.least, us.greatest,
-              static_cast<long long>(bytes), static_cast<double>(bytes) / us.median * 1e-3);
+  std::printf(" us=%.2f min=%.2f max=%.2f", us.median, us.least, us.greatest);
   if (bits != nullptr) std::printf(" bits=%016llx", static_cast<unsigned long long>(*bits));
   std::printf("\n");
   std::fflush(stdout);

@@ -1,10 +1,11 @@
 // Measures the link limit: a plain kernel on every GPU stores to all its peers at the same time.
-// Also measures the rate of a GPU's own memory.
 //
 //   wire GPUS BYTES...   each of the first GPUS sends BYTES in total, evenly to all its peers
 //
-// Prints JSON. benchmarks/wire.py builds and runs this program. A launch sends the bytes many
-// times, so that neither the launch nor the latency of the last store affects the result.
+// Prints JSON: `gpus`, `name` and `results`. An element of `results` has `bytes`, `blocks` (the
+// fastest number of blocks), `median_us`, `min_us`, `max_us` and `gb_per_s`. benchmarks/wire.py
+// builds and runs this program. A launch sends the bytes many times, so the latencies of the launch
+// and of the last store do not affect the result.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -14,7 +15,6 @@
 #include <string>
 #include <vector>
 
-#include "devices.h"
 #include "driver.h"
 
 namespace moe_a2a {
@@ -27,8 +27,7 @@ constexpr int kSamples = 7;
 constexpr int kBlocks[] = {8, 16, 32, 64};
 constexpr double kLaunchBytes = 3e9;  // per launch: about 10 ms at the speed of NVLink 4
 constexpr double kMaxRounds = 5000;
-constexpr int kLocalRounds = 4;
-// The arrays are at least this large, so that they do not fit in the L2 cache.
+// Arrays have at least this size, so they do not fit in the L2 cache.
 constexpr int64_t kLeastBytes = 192 << 20;
 
 struct Peers {
@@ -66,12 +65,11 @@ __global__ void __launch_bounds__(kThreads)
 
 struct Gpu {
   TimedStream stream;
-  int sms;
   uint4* from;
   uint4* zone;  // a segment for each peer, in the order of ranks
 };
 
-// The first GPUs of the machine, with access to each other's memory, and the measurements.
+// The first GPUs of the machine, with peer access, and the measurements.
 class Machine {
  public:
   Machine(int num_gpus, int64_t most_words) : size_(num_gpus), most_(most_words) {
@@ -85,20 +83,14 @@ class Machine {
   int num_peers() const { return size_ - 1; }
   double bytes(int64_t words) const { return 16.0 * words * num_peers(); }
 
-  // Returns the GB/s of a copy within each GPU's memory; reads and writes both count.
-  double LocalRate() {
-    const Summary us = Sample(kLocalRounds, [&](int, Gpu& gpu) {
-      Peers self{num_peers(), {}};
-      for (int i = 0; i < num_peers(); ++i) self.zone[i] = gpu.zone + i * most_;
-      StoreToPeers<<<2 * gpu.sms, kThreads, 0, gpu.stream>>>(self, gpu.from, most_, kLocalRounds);
-    });
-    return 2 * bytes(most_) / us.median / 1e3;
-  }
-
   // Returns the times of one round of plain stores of `words` words to each peer.
   Summary TimeStores(int64_t words, int blocks) {
     const int rounds = static_cast<int>(std::clamp(kLaunchBytes / bytes(words), 4.0, kMaxRounds));
-    return Sample(rounds, [&](int g, Gpu&) { Store(g, blocks, words, rounds); });
+    const auto store = [&](int g) { Store(g, blocks, words, rounds); };
+    std::vector<double> us;
+    Time(store);
+    for (int i = 0; i < kSamples; ++i) us.push_back(Time(store) / rounds);
+    return Summary(us);
   }
 
  private:
@@ -110,7 +102,6 @@ class Machine {
       CHECK(reachable ? Problem() : "a GPU cannot access GPU " + std::to_string(other));
       CHECK(cudaDeviceEnablePeerAccess(other, 0));
     }
-    CHECK(cudaDeviceGetAttribute(&gpu.sms, cudaDevAttrMultiProcessorCount, g));
     CHECK(cudaMalloc(&gpu.from, bytes(most_)));
     CHECK(cudaMalloc(&gpu.zone, bytes(most_)));
     FillRandom<<<256, 256>>>(reinterpret_cast<float*>(gpu.from), 4 * most_ * num_peers(), g);
@@ -118,28 +109,19 @@ class Machine {
     CHECK(cudaDeviceSynchronize());
   }
 
-  // Calls launch(g, gpu) for the first GPUs at the same time. Returns the longest time on a GPU, in
+  // Calls launch(g) for all GPUs at the same time. Returns the longest time on a GPU, in
   // microseconds.
   template <typename Launch>
-  double Time(int num_gpus, const Launch& launch) {
-    std::vector<double> us(num_gpus);
-    ForEachGpu(num_gpus, [&](int g) {
+  double Time(const Launch& launch) {
+    std::vector<double> us(size_);
+    ForEachGpu(size_, [&](int g) {
       gpus_[g]->stream.Begin();
-      launch(g, *gpus_[g]);
+      launch(g);
       CHECK(cudaGetLastError());
       gpus_[g]->stream.End();
       us[g] = gpus_[g]->stream.Microseconds();
     });
     return *std::max_element(us.begin(), us.end());
-  }
-
-  // Returns the times of one round, if launch(g, gpu) runs `rounds` rounds on each GPU.
-  template <typename Launch>
-  Summary Sample(int rounds, const Launch& launch) {
-    std::vector<double> us;
-    Time(size_, launch);
-    for (int i = 0; i < kSamples; ++i) us.push_back(Time(size_, launch) / rounds);
-    return Summary(us);
   }
 
   // Returns the address at a peer to which GPU g stores. A peer has a segment for each other GPU.
@@ -154,7 +136,7 @@ class Machine {
   }
 
   int size_;
-  int64_t most_;  // the most words for each peer that fit in the arrays
+  int64_t most_;  // the number of words for each peer that fit in the arrays
   std::vector<std::unique_ptr<Gpu>> gpus_;
 };
 
@@ -182,9 +164,7 @@ void MeasureAll(int num_gpus, const std::vector<int64_t>& sizes) {
   Machine machine(num_gpus, (most + part - 1) / part);
   cudaDeviceProp properties;
   CHECK(cudaGetDeviceProperties(&properties, 0));
-  std::printf("{\"gpus\": %d, \"name\": \"%s\", \"local_gb_per_s\": %.1f, ", num_gpus,
-              properties.name, machine.LocalRate());
-  std::printf("\"results\": [");
+  std::printf("{\"gpus\": %d, \"name\": \"%s\", \"results\": [", num_gpus, properties.name);
   for (size_t i = 0; i < sizes.size(); ++i) {
     if (i > 0) std::printf(", ");
     PrintStores(machine, sizes[i], (sizes[i] + part - 1) / part);
