@@ -1,6 +1,7 @@
-// Encodes and decodes rows in a token format. A warp makes one segment of a row at a time in shared
-// memory, in rounds of 512 numbers. With BulkSegments, bulk copies store a segment while the warp
-// makes the next one. With PlainSegments, all lanes store it, which completes sooner.
+// Encodes and decodes rows in a token format. A warp computes one segment of a row at a time in
+// shared memory, in rounds of 512 numbers. With BulkSegments, bulk copies store a segment while the
+// warp computes the next segment. With PlainSegments, all lanes store a segment. These stores
+// complete sooner.
 #pragma once
 
 #include "device/format.cuh"
@@ -10,13 +11,13 @@ namespace moe_a2a {
 
 constexpr int kRoundElements = kWarpThreads * kLaneElements;
 
-// A segment has at most kMadeBytes: decoded numbers, or kEncodedValueBytes for values and then
-// their scales. Segments are large, because every bulk copy has a fixed cost.
+// A segment has at most kMadeBytes. A segment of decoded numbers has only numbers. An encoded
+// segment has kEncodedValueBytes for values, and then their scales.
 constexpr int kEncodedValueBytes = Tuning::kEncodedValueBytes;
 constexpr int kMadeBytes = Tuning::kMadeBytes;
-static_assert(kEncodedValueBytes % kVectorBytes == 0);  // The scales begin at this offset.
+static_assert(kEncodedValueBytes % kVectorBytes == 0, "scales begin at this offset");
 
-// Where a warp stores its segments: one slot in each of several zones, or rows (without slots).
+// The places to which a warp stores a segment: slot slots[i] of zone to[i], or the row to[i].
 struct Destinations {
   char* const* to;
   const int* slots;
@@ -26,7 +27,7 @@ struct Destinations {
   __device__ void assume_shared() const { __builtin_assume(__isShared(to)); }
 };
 
-// The values or the scales of a segment. In a zone, those of slot s are at `offset` + s * `stride`.
+// The values or the scales of a segment. For slot s, they go to byte offset + s * stride of a zone.
 struct SegmentPart {
   const char* made;
   uint32_t bytes;
@@ -37,8 +38,8 @@ struct SegmentPart {
   }
 };
 
-// Segments that a warp makes in turn, and that its first lane stores by bulk copies. They use the
-// stages of the warp's Stream, which must be idle meanwhile.
+// Segments that a warp's first lane stores by bulk copies. They use the stages of the warp's
+// Stream, so no load of the Stream may be under way.
 class BulkSegments {
  public:
   __device__ explicit BulkSegments(StreamShared* shared) : memory_(shared->stages[0]) {}
@@ -51,7 +52,7 @@ class BulkSegments {
     next_ = next_ + 1 == kCount ? 0 : next_ + 1;
     return segment;
   }
-  // Stores the values and scales that all lanes have written to all zones.
+  // Stores values `a` and scales `b` to all zones.
   __device__ void store(const Destinations& zones, const SegmentPart& a, const SegmentPart& b) {
     fence_shared_for_bulk();
     __syncwarp();
@@ -62,7 +63,7 @@ class BulkSegments {
     }
     end_store_group();
   }
-  // Stores the numbers that all lanes have written to all rows, at byte `offset` of each.
+  // Stores `bytes` numbers at `made` to all rows, at byte `offset` of each row.
   __device__ void store(const Destinations& rows, const char* made, uint32_t bytes,
                         int64_t offset) {
     fence_shared_for_bulk();
@@ -98,7 +99,7 @@ __device__ inline void store_by_lanes(char* to, const char* from, uint32_t bytes
   }
 }
 
-// Like BulkSegments, but with memory for one segment, which all lanes of the warp store.
+// Replaces BulkSegments. Has memory for one segment, which all lanes of the warp store.
 class PlainSegments {
  public:
   __device__ explicit PlainSegments(char* memory) : memory_(memory) {}
@@ -143,8 +144,8 @@ class PlainSegments {
   char* memory_;
 };
 
-// The rounds of a row that one warp of a team handles. The warps take segments of `most` rounds in
-// turn, or of fewer rounds if the row has too few segments for all warps.
+// The rounds of a row that one warp of a team computes. The warps take segments of `most` rounds in
+// turn. If the row then has too few segments for all warps, segments have fewer rounds.
 class Rounds {
  public:
   __device__ Rounds(const Team& team, int64_t elements, int most)
@@ -159,8 +160,7 @@ class Rounds {
   __device__ bool ends_segment() const {
     return in_segment_ + 1 == per_segment_ || round_ + 1 == total_;
   }
-  // Return the first element of this round, and the first element of its segment.
-  __device__ int64_t first() const { return int64_t{round_} * kRoundElements; }
+  __device__ int64_t first() const { return int64_t{round_} * kRoundElements; }  // element
   __device__ int64_t first_of_segment() const {
     return int64_t{round_ - in_segment_} * kRoundElements;
   }
@@ -192,7 +192,7 @@ __device__ __forceinline__ LaneNumbers<T> load_lane(const T* row, int64_t elemen
   return lane;
 }
 
-// Writes this lane's values and, if the lane is the first of a group, the group's scale.
+// Writes this lane's values. If the lane is the first of a group, also writes the group's scale.
 template <TokenFormat F, typename T>
 __device__ __forceinline__ void encode_round(const LaneNumbers<T>& lane, const GlobalScale& global,
                                              char* values, char* scales) {
@@ -229,7 +229,7 @@ __device__ __noinline__ void encode_row(const MovedArray& values, const MovedArr
     return lane;
   };
   char* segment = nullptr;
-  // Encodes `lane`, then loads a later round into it. Returns false after the last round.
+  // Encodes `lane`, then loads a later round into `lane`. Returns false after the last round.
   const auto encode_next = [&](LaneNumbers<T>& lane) {
     if (rounds.in_segment() == 0) segment = segments.next();
     encode_round<F, T>(lane, global, segment + rounds.in_segment() * kRoundValueBytes,
@@ -269,7 +269,7 @@ __device__ __forceinline__ void encode_leaves(const DispatchParams& exchange,
   }
 }
 
-// Returns the decoded rows of a leaf as an array of the destination.
+// Returns the array of a leaf's decoded rows.
 __device__ inline MovedArray decoded_rows(const DispatchParams& exchange, const Encoding& encoding,
                                           int leaf) {
   MovedArray rows = exchange.arrays[2 * leaf];
@@ -280,7 +280,8 @@ __device__ inline MovedArray decoded_rows(const DispatchParams& exchange, const 
 }
 
 // Decodes a landed row of one leaf and stores it to `rows`. If `values` and `scales` have results,
-// also stores the encoded row there, to row `row` of each lane in the mask `choices`.
+// also stores the encoded row to these results: for each lane in the mask `choices`, to this lane's
+// `row`.
 template <TokenFormat F, typename T, typename Segments>
 __device__ __noinline__ void decode_row(const MovedArray& values, const MovedArray& scales,
                                         const Team& team, Destinations rows, int row,
@@ -310,7 +311,7 @@ __device__ __noinline__ void decode_row(const MovedArray& values, const MovedArr
     ahead.advance();
     return landed;
   };
-  // A warp stores the 512 numbers of a round next to each other, so it needs no shared memory.
+  // Stores directly from registers, because the 512 numbers of a round are contiguous.
   const auto keep_encoded = [&](const Landed& landed) {
     const int64_t element = rounds.first() + lane_index() * kLaneElements;
     for (uint32_t left = choices; left != 0; left &= left - 1) {
@@ -324,7 +325,7 @@ __device__ __noinline__ void decode_row(const MovedArray& values, const MovedArr
     }
   };
   char* segment = nullptr;
-  // Decodes `landed`, then loads a later round into it. Returns false after the last round.
+  // Decodes `landed`, then loads a later round into `landed`. Returns false after the last round.
   const auto decode_next = [&](Landed& landed) {
     if (values.out != nullptr) keep_encoded(landed);
     const LaneNumbers<T> lane =
@@ -348,8 +349,8 @@ __device__ __noinline__ void decode_row(const MovedArray& values, const MovedArr
   }
 }
 
-// Decodes one leaf of a landed slot, and stores it to row `row` of each lane in the mask `choices`.
-// `list` is memory of this warp for the addresses of these rows.
+// Decodes one leaf of a landed slot, and stores it for each lane in the mask `choices` to this
+// lane's `row`. `list` is memory of this warp for the addresses of these rows.
 template <TokenFormat F, typename T, typename Segments>
 __device__ __forceinline__ void decode_leaf(const DispatchParams& exchange,
                                             const Encoding& encoding, int leaf, const Team& team,

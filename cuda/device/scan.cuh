@@ -5,8 +5,8 @@
 
 namespace moe_a2a {
 
-// Returns how many earlier threads of the block have `flag` set. `warp_sums` has a word of shared
-// memory for each warp. All threads call it.
+// Returns the number of earlier threads of the block whose `flag` is set. `warp_sums` has a word of
+// shared memory for each warp. All threads call it.
 __device__ inline int count_before(bool flag, int* warp_sums) {
   const uint32_t set = __ballot_sync(kAllLanes, flag);
   const int warp = threadIdx.x / kWarpThreads;

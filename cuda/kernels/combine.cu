@@ -324,7 +324,6 @@ __device__ __forceinline__ void sum_token(const CombineParams& p, const SummedAr
     const Packs<Wire, kCount> own =
         sum_rows<T>(p, array, token.own.row, own_choices, offsets).template rounded<Wire>();
     Accumulator<kCount> acc;
-    acc.clear();
     const auto load = [&](Packs<Wire, kCount>& packs, int i) {
       if (i >= token.num_ranks) return false;
       const int rank = token.slots.ranks[i];
