@@ -23,8 +23,7 @@ struct Word<2> : Type<uint16_t> {};
 template <>
 struct Word<1> : Type<uint8_t> {};
 
-// Load data that has landed. The loads avoid the non-coherent cache, because peers write rows while
-// the kernel runs.
+// Loads avoid the non-coherent cache, because peers write landed rows while the kernel runs.
 __device__ inline uint4 load_landed(const uint4* address) { return load_no_allocate(address); }
 template <typename T>
 __device__ inline T load_landed(const T* address) {
@@ -78,8 +77,7 @@ __device__ inline void copy_row(const Team& team, char* to, const char* from, in
   });
 }
 
-// Copies the row at `from` to several rows of `array.out`: for each lane in the mask `choices`, to
-// this lane's `row`.
+// Copies a row to `array.out`: for each lane in the mask `choices`, to this lane's `row`.
 __device__ inline void spread_row(const MovedArray& array, const Team& team, const char* from,
                                   int row, uint32_t choices) {
   with_width(array.width, [&](auto word) {

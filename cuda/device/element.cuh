@@ -1,6 +1,5 @@
-// Converts numbers between each element type and float32: a single number, or the one or two
-// numbers of a 32-bit word. Functions pass whole words, so that the compiler keeps them in
-// registers.
+// Converts numbers between each element type and float32. Functions pass whole 32-bit words, which
+// the compiler keeps in registers.
 #pragma once
 
 #include <cuda_bf16.h>

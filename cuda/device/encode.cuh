@@ -1,7 +1,6 @@
 // Encodes and decodes rows in a token format. A warp computes one segment of a row at a time in
 // shared memory, in rounds of 512 numbers. With BulkSegments, bulk copies store a segment while the
-// warp computes the next segment. With PlainSegments, all lanes store a segment. These stores
-// complete sooner.
+// warp computes the next segment. Stores of PlainSegments complete sooner; all lanes make them.
 #pragma once
 
 #include "device/format.cuh"
@@ -179,19 +178,6 @@ __device__ __forceinline__ uint32_t whole_vectors(int64_t bytes) {
   return static_cast<uint32_t>(round_up(bytes, kVectorBytes));
 }
 
-template <typename T>
-__device__ __forceinline__ LaneNumbers<T> load_lane(const T* row, int64_t element,
-                                                    int64_t elements) {
-  LaneNumbers<T> lane = {};
-  if (element >= elements) return lane;
-  const auto* vectors = reinterpret_cast<const uint4*>(row + element);
-#pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(lane) / sizeof(uint4)); ++i) {
-    lane.vectors[i] = vectors[i];
-  }
-  return lane;
-}
-
 // Writes this lane's values. If the lane is the first of a group, also writes the group's scale.
 template <TokenFormat F, typename T>
 __device__ __forceinline__ void encode_round(const LaneNumbers<T>& lane, const GlobalScale& global,
@@ -223,8 +209,14 @@ __device__ __noinline__ void encode_row(const MovedArray& values, const MovedArr
   const T* row = reinterpret_cast<const T*>(values.in) + token * elements;
   Rounds rounds(team, elements, kMostRounds), ahead = rounds;
   const auto load_next = [&] {
+    LaneNumbers<T> lane = {};
     const int64_t element = ahead.first() + lane_index() * kLaneElements;
-    const LaneNumbers<T> lane = load_lane(row, ahead.has_more() ? element : elements, elements);
+    if (ahead.has_more() && element < elements) {
+#pragma unroll
+      for (int i = 0; i < static_cast<int>(sizeof(lane) / sizeof(uint4)); ++i) {
+        lane.vectors[i] = reinterpret_cast<const uint4*>(row + element)[i];
+      }
+    }
     ahead.advance();
     return lane;
   };
@@ -279,9 +271,8 @@ __device__ inline MovedArray decoded_rows(const DispatchParams& exchange, const 
   return rows;
 }
 
-// Decodes a landed row of one leaf and stores it to `rows`. If `values` and `scales` have results,
-// also stores the encoded row to these results: for each lane in the mask `choices`, to this lane's
-// `row`.
+// Decodes a landed row of one leaf to `rows`. If `values` and `scales` have results, also copies
+// the encoded row to them: for each lane in the mask `choices`, to this lane's `row`.
 template <TokenFormat F, typename T, typename Segments>
 __device__ __noinline__ void decode_row(const MovedArray& values, const MovedArray& scales,
                                         const Team& team, Destinations rows, int row,

@@ -31,9 +31,11 @@ __device__ inline char* zone(const RankView& view, int at_rank, uint64_t epoch, 
   return view.slab[at_rank] + half_offset(ring_half(view, epoch)) + source * zone_bytes;
 }
 
-// Begins the work of a block: reads the epoch and the block's admission number. Returns false if
-// the domain has failed or if another launch of this rank is under way. The block must then call
-// leave() at once. All threads call it.
+// A warp looks up this number of slots at a time, with one lane for each choice.
+__device__ inline int slots_per_look(int top_k) { return kWarpThreads / top_k; }
+
+// Begins the work of a block. Returns false if the domain has failed or if another launch of this
+// rank is under way. The block must then call leave() at once. All threads call it.
 __device__ inline bool enter(const RankView& view, BlockState& block) {
   if (threadIdx.x == 0) {
     Control& own = control(view);
@@ -69,8 +71,7 @@ __device__ inline bool all_send(const Roles& roles) {
   return roles.send_blocks == static_cast<int>(num_blocks());
 }
 
-// Requests a work item. Only the team's first thread receives the item's number. Later,
-// broadcast() returns it to all threads.
+// Requests a work item. The team's first thread receives its number; broadcast() passes it on.
 __device__ inline uint32_t ask_for_item(uint32_t& counter, const Team& team) {
   return team.thread() == 0 ? atomicAdd(&counter, 1u) : 0;
 }
@@ -79,15 +80,13 @@ __device__ inline uint32_t take_item(uint32_t& counter, const Team& team) {
   return team.broadcast(ask_for_item(counter, team));
 }
 
-// Requests the first send item early if all blocks are senders. Otherwise the block might be a
-// receiver, and would not send this item.
+// Requests the first send item early if all blocks send. A receiver would not send the item.
 __device__ inline uint32_t ask_before_entering(const RankView& view, const Roles& roles,
                                                const Team& senders) {
   return all_send(roles) ? ask_for_item(control(view).next_send, senders) : 0;
 }
 
-// Separates the calls of sending teams from the calls of receiving teams, because teams with the
-// same index share barriers and mailboxes.
+// Waits until no team sends, because teams with the same index share barriers and mailboxes.
 __device__ inline void change_teams(const Roles& roles) {
   if (roles.send_teams != roles.receive_teams) __syncthreads();
 }
@@ -150,8 +149,7 @@ __device__ inline bool wait_for_chunk(const RankView& view, const Team& team, ui
 }
 
 // Waits for the credits of all peers. Returns false if the block is not a sender, or if a wait
-// failed. `asked` is the result of ask_before_entering(), and becomes the request for the first
-// item.
+// failed. `asked` becomes the request for the first item.
 __device__ __forceinline__ bool begin_sending(const RankView& view, const BlockState& block,
                                               const Roles& roles, const Team& team,
                                               uint32_t& asked) {
@@ -161,9 +159,8 @@ __device__ __forceinline__ bool begin_sending(const RankView& view, const BlockS
   return wait_for_credits(view, team, block.epoch);
 }
 
-// Sends work items until none is left, and then the heads. Heads may come last, because receivers
-// read them only in long waits and at the end. `send_item(item)` writes an item and raises its
-// flags.
+// Sends work items until none is left. Heads come last, because receivers read them only in long
+// waits and at the end. `send_item(item)` writes an item and raises its flags.
 template <typename SendItem>
 __device__ __forceinline__ void send_items(const RankView& view, const Team& team, uint64_t epoch,
                                            int num_items, uint32_t asked, SendItem&& send_item) {
@@ -225,8 +222,7 @@ __device__ inline void leave(const RankView& view, BlockState& block, const Fail
     is_last = before == (breaks(view, kCreditByFirstBlock) ? 0 : num_blocks() - 1);
     const uint64_t poison = is_last ? load_relaxed_sys(&control(view).poison) : 0;
     block.ok = poison == 0;
-    // Record that another rank's failure has stopped this rank, because this process may have no
-    // other error record.
+    // Record that another rank has failed, because this process may have no other error record.
     if (!block.ok) {
       fail(view, ErrorKind::kStopped, Phase::kStart, poisoner(poison), block.epoch, 0, poison);
     }

@@ -60,9 +60,8 @@ __device__ inline bool is_poisoned(const RankView& view) {
   return load_acquire_sys(&header(view, view.rank)->control.poison) != 0;
 }
 
-// Returns the timeout of a wait. A peer that has never announced a call may still be compiling, and
-// has a longer timeout. This happens only in epoch 1, because no launch ends before all heads have
-// arrived.
+// A peer that has never announced a call may still be compiling, and has a longer timeout. This
+// happens only in epoch 1, because no launch ends before all heads have arrived.
 __device__ inline uint64_t timeout_of(const RankView& view, uint64_t epoch, int peer) {
   if (epoch > 1) return view.timeout_ns;
   const Head& head = header(view, view.rank)->head[ring_half(view, epoch)][peer];
@@ -98,8 +97,7 @@ static __device__ __noinline__ void fail(const RankView& view, ErrorKind kind, P
 
 class Patience {
  public:
-  // A waiting thread calls it between two polls. Returns true in every 64th call. The thread must
-  // then check for failures.
+  // Call it between two polls. Returns true in every 64th call: check for failures then.
   __device__ bool is_long() {
     // Pause, because other warps of this multiprocessor have work to do.
     if (++polls_ > Tuning::kPollsWithoutPause) __nanosleep(Tuning::kPauseNs);
@@ -119,8 +117,7 @@ class Patience {
   uint32_t polls_ = 0;
 };
 
-// Checks the head of `source` if it has arrived. If the head announces a different call, reports a
-// failure and returns false.
+// Returns false and reports a failure if the head of `source` announces a different call.
 static __device__ __noinline__ bool head_agrees(const RankView& view, uint64_t epoch, int source) {
   const Head& head = header(view, view.rank)->head[ring_half(view, epoch)][source];
   if (load_acquire_sys(&head.flag) >> kSignatureBits != epoch || breaks(view, kIgnoreSignature))
@@ -161,8 +158,7 @@ static __device__ __noinline__ bool may_wait_on(const RankView& view, Patience& 
   return false;
 }
 
-// Waits until `awaited_rank` has raised `flag` in the same call. One thread calls it, and a barrier
-// must follow.
+// Waits until `awaited_rank` has raised `flag`. One thread calls it, and a barrier must follow.
 __device__ inline bool wait_for_flag(const RankView& view, const uint64_t* flag, uint64_t epoch,
                                      Phase phase, int awaited_rank) {
   const uint64_t expected = make_flag(epoch, view.signature);
@@ -212,8 +208,7 @@ static __device__ __noinline__ bool may_wait_for_credit(const RankView& view, Pa
   return false;
 }
 
-// Waits until `destination` has read the rows that this rank sent ring_depth() epochs ago. One
-// thread calls it.
+// Waits until `destination` has read the rows of ring_depth() epochs ago. One thread calls it.
 __device__ inline bool wait_for_credit(const RankView& view, uint64_t epoch, int destination) {
   if (epoch <= ring_depth(view)) return true;
   const uint64_t* credit = &header(view, view.rank)->credit[ring_half(view, epoch)][destination];

@@ -46,8 +46,7 @@ struct Stream {
     fence_load_barriers();
   }
 
-  // Waits for the next stage, and returns its memory. The memory is valid until the stage's next
-  // load.
+  // Waits for the next stage, and returns its memory, which is valid until the stage's next load.
   __device__ const char* next() {
     wait_until_loaded(&shared->landed[stage], parity);
     const char* landed = shared->stages[stage];

@@ -15,20 +15,6 @@ struct alignas(sizeof(T) * kCount) Pack {
   T v[kCount];
 };
 
-template <typename T, int kCount>
-__device__ __forceinline__ Pack<T, kCount> load_pack(const T* address) {
-  using W = typename Word<sizeof(T) * kCount>::type;
-  Pack<T, kCount> pack;
-  *reinterpret_cast<W*>(&pack) = load_landed(reinterpret_cast<const W*>(address));
-  return pack;
-}
-
-template <typename T, int kCount>
-__device__ __forceinline__ void store_pack(T* address, const Pack<T, kCount>& pack) {
-  using W = typename Word<sizeof(T) * kCount>::type;
-  *reinterpret_cast<W*>(address) = *reinterpret_cast<const W*>(&pack);
-}
-
 // The number of packs that a thread holds at a time.
 constexpr int kSumUnroll = Tuning::kLoadsOfPacks;
 
@@ -57,18 +43,21 @@ __device__ __forceinline__ void for_each_packs(const Team& team, int64_t element
 
 template <typename T, int kCount>
 struct Packs {
+  using W = typename Word<sizeof(T) * kCount>::type;
   Pack<T, kCount> v[kSumUnroll];
 
   __device__ void load(const T* row, const PackOffsets<kCount>& offsets) {
 #pragma unroll
     for (int u = 0; u < kSumUnroll; ++u) {
-      if (offsets.has(u)) v[u] = load_pack<T, kCount>(row + offsets.element(u));
+      const auto* from = reinterpret_cast<const W*>(row + offsets.element(u));
+      if (offsets.has(u)) *reinterpret_cast<W*>(&v[u]) = load_landed(from);
     }
   }
   __device__ void store(T* row, const PackOffsets<kCount>& offsets) const {
 #pragma unroll
     for (int u = 0; u < kSumUnroll; ++u) {
-      if (offsets.has(u)) store_pack(row + offsets.element(u), v[u]);
+      auto* to = reinterpret_cast<W*>(row + offsets.element(u));
+      if (offsets.has(u)) *to = *reinterpret_cast<const W*>(&v[u]);
     }
   }
 };
@@ -271,9 +260,9 @@ struct RoundedWire {
 // A sum is a partial sum that travels, or a token's output row without or with an addend.
 enum class Sum { kPartial, kOutput, kOutputPlusAddend };
 
-// Sums the listed rows, part by part. Loads of the next rows are always under way, even loads of
-// the next part. With RoundedWire, a partial sum is computed like an output row, because rounding a
-// second time changes nothing.
+// Sums the listed rows, part by part. Loads of the next rows are always under way. With
+// RoundedWire, a partial sum is computed like an output row, because a second rounding changes
+// nothing.
 template <typename T, Sum kSum, typename Wire>
 __device__ __forceinline__ void sum_parts(const Team& team, const SourceList& list,
                                           const SourceCounts& counts, int64_t row_bytes, char* out,

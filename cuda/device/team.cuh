@@ -29,12 +29,8 @@ class Team {
   // Waits for all threads of the team, and orders their memory accesses.
   __device__ void sync(MOE_A2A_CALL_SITE) const {
     if (MOE_A2A_IS_LEFT_OUT) return;
-    if (threads_ == kWarpThreads) {
-      __syncwarp();
-    } else {
-      __syncwarp();                      // A named barrier needs whole warps.
-      sync_named(1 + index_, threads_);  // Barrier 0 is for the whole block.
-    }
+    __syncwarp();  // A named barrier needs whole warps. Barrier 0 is for the whole block.
+    if (threads_ > kWarpThreads) sync_named(1 + index_, threads_);
   }
 
   // Returns the first thread's value to all threads of the team.
