@@ -1,6 +1,6 @@
 // Encodes and decodes rows in a token format. A warp computes one segment of a row at a time in
 // shared memory, in rounds of 512 numbers. With BulkSegments, bulk copies store a segment while the
-// warp computes the next segment. Stores of PlainSegments complete sooner; all lanes make them.
+// warp computes the next segment. With PlainSegments, all lanes store a segment, which ends sooner.
 #pragma once
 
 #include "device/format.cuh"
@@ -22,11 +22,11 @@ struct Destinations {
   const int* slots;
   int count;
 
-  // Across a call, the compiler does not know that `to` is in shared memory.
+  // Tells the compiler, in a function that is not inlined, that `to` is in shared memory.
   __device__ void assume_shared() const { __builtin_assume(__isShared(to)); }
 };
 
-// The values or the scales of a segment. For slot s, they go to byte offset + s * stride of a zone.
+// The values or the scales of a segment. Slot s of a zone has them at `offset` + s * `stride`.
 struct SegmentPart {
   const char* made;
   uint32_t bytes;
@@ -98,7 +98,7 @@ __device__ inline void store_by_lanes(char* to, const char* from, uint32_t bytes
   }
 }
 
-// Replaces BulkSegments. Has memory for one segment, which all lanes of the warp store.
+// Segments that all lanes of a warp store. Has memory for one segment.
 class PlainSegments {
  public:
   __device__ explicit PlainSegments(char* memory) : memory_(memory) {}

@@ -6,7 +6,7 @@
 
 namespace moe_a2a {
 
-// Whole rows of 16-byte words go through shared memory.
+// Returns true if rows go through shared memory: whole rows that consist of 16-byte words.
 __device__ inline bool is_streamed(const MovedArray& array) {
   return array.choice_bytes == 0 && array.width == kVectorBytes;
 }

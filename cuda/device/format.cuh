@@ -133,7 +133,7 @@ struct GlobalScale {
   }
 };
 
-// How a group is encoded. `largest` is the largest magnitude of the group.
+// The encoding of a group. `largest` is the largest magnitude of the group.
 template <TokenFormat F>
 struct GroupEncoding {
   typename Format<F>::Scale scale;

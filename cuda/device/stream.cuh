@@ -116,7 +116,7 @@ __device__ inline void stream_copy(Stream& stream, const Team& team, int num_row
   __syncwarp();
 }
 
-// Zeroes a row from `zeros`, kSegmentBytes of shared memory. The first lane of each warp works.
+// Zeroes a row. `zeros` is kSegmentBytes of zeros in shared memory. Only the first lanes work.
 __device__ inline void stream_zeros(const Team& team, const char* zeros, char* to,
                                     int64_t row_bytes) {
   if (lane_index() != 0) return;

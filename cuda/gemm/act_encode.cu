@@ -71,7 +71,7 @@ __device__ __forceinline__ void store_encoded(const LaneNumbers<T>& numbers, boo
   if (member == 0) *scale = encoding.scale;
 }
 
-// Returns a word of weighted activations, rounded to T. With a weight of 0, they are zeros.
+// Returns a word of weighted activations, rounded to T. A weight of 0 makes activations zeros.
 template <Activation kFunction, typename T, bool kIsGated>
 __device__ __forceinline__ uint32_t activate_word(uint32_t gate_word, uint32_t up_word,
                                                   float weight, const ActEncode& p) {

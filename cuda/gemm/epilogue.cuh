@@ -183,7 +183,7 @@ class Rounded {
     columns_ = tile.end_n - tile.n;
   }
 
-  // Stores box number `box` if it exists. It must store all boxes in turn before the next take().
+  // Stores box number `box` if it exists. Store all boxes in turn before the next take().
   __device__ void store(const CUtensorMap& map, BoxWriter<F>& writer, int box) {
 #pragma unroll
     for (int i = 0; i < kBoxes; ++i) {

@@ -32,7 +32,7 @@ constexpr int kStoreBuffers = 2;                           // of each warp, for 
 // computed at the same time share rows and columns.
 constexpr int kBand = Tuning::kGemmBand;
 
-// Work::tile has 16 bits for the position of a tile along m, and 15 along n.
+// Work::tile has 16 bits for a tile's position along one axis, and 15 bits for the other axis.
 constexpr int64_t kMaxTiles = 1 << 15;
 // The smallest extents of a tile, along the axis of the rows and along the other axes.
 constexpr int kLeastTileRows = 32, kLeastTileColumns = 128;

@@ -1,4 +1,5 @@
-// A grouped GEMM: multiplies groups of rows by their matrices of weights, or computes the gradient.
+// A grouped GEMM. Multiplies groups of rows by their matrices of weights, or computes the gradient
+// of the weights.
 //
 // Holds afterwards: for every group, d[m, n] = sum over k of a[m, k] b[k, n], in float32 and
 // rounded once. Groups with a negative weight have zeros. With Epilogue::kAdd, d has increased by
@@ -426,7 +427,7 @@ __device__ inline void run_block(const GemmParams& p, GemmShared<F>& shared, uin
     }
     for (int i = 0; i < kWorkEntries; ++i) {
       init_barrier(&shared.work_sent[i], 1);
-      // The consumers, the loader, and the second block's warp that takes tiles arrive.
+      // One arrival for each consumer, for the loader, and for the second block.
       init_barrier(&shared.work_read[i], kConsumerWarps + F::kBlocks);
     }
     fence_load_barriers();

@@ -8,7 +8,7 @@
 #include "params.h"
 
 // The form of a file's kernels: for ranks that each have a device, or for ranks that share one
-// device (cuda/colocated/). It names a namespace, so that both forms can be linked together.
+// device (cuda/colocated/). Each form has its own namespace, so that both can be linked together.
 #ifdef MOE_A2A_COLOCATED
 #define MOE_A2A_FORM colocated
 #else

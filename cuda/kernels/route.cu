@@ -45,8 +45,8 @@ struct NamedRanks {
   }
 };
 
-// Calls body(rank) in another thread for each rank below `num_ranks`. The loop is unrolled, because
-// a loop with a variable number of iterations would need registers.
+// Calls body(rank) for each rank below `num_ranks`, in one thread each. The loop is unrolled,
+// because a loop with a variable number of iterations would need registers.
 template <typename Body>
 __device__ __forceinline__ void for_each_rank(int num_ranks, Body&& body) {
 #pragma unroll

@@ -256,7 +256,7 @@ __device__ void send_token(const RoutedDispatchParams& params, const Team& team,
     with_width(array.width, [&](auto word) {
       using W = typename decltype(word)::type;
       read_row<W>(team, array.in + token * array.row_bytes, array.row_bytes, [&](auto&& write) {
-        // Begin with the next rank, so that different ranks send to different ranks first.
+        // Begin with the next rank, so that ranks do not all send to the same rank at first.
         for (int i = 1; i < view.num_ranks + Form::kEncodes; ++i) {
           const int sum = view.rank + i;
           const int rank = sum < view.num_ranks ? sum : sum - view.num_ranks;
@@ -327,7 +327,7 @@ static __device__ __noinline__ void drop_rows(const RoutedDispatchParams& p, Sha
     return t.row[(source * num_tokens + token) * top_k + k];
   };
   for (int e = threadIdx.x; e < experts; e += kThreads) atomicAdd(&shared.all_rows, t.rows[e]);
-  // Counts the rows of experts in `trial`, with `count` choices. Returns true if these rows fit.
+  // Counts the rows of the first `count` choices in `trial`. Returns true if these rows fit.
   const auto fits = [&](int count) {
     __syncthreads();  // The previous `trial` has been read.
     for (int e = threadIdx.x; e < experts; e += kThreads) trial[e] = 0;
