@@ -16,7 +16,7 @@
 // begin and at their end whether the domain has failed, in the exchange or in an overlapping
 // launch. After a failure, a block writes an empty routing: no slots, no rows, sizes 0.
 //
-// Launch: route_exchange with any number of blocks, all of which send until no chunk is left;
+// Launch: route_exchange with any number of blocks, which all send until no chunk is left.
 // route_assign with one block for each batch element, source and chunk.
 #include "device/copy.cuh"
 #include "device/exchange.cuh"
