@@ -91,7 +91,7 @@ __device__ inline void change_teams(const Roles& roles) {
   if (roles.send_teams != roles.receive_teams) __syncthreads();
 }
 
-// Waits until the ring half is free at every peer. All threads of the team call it.
+// Waits until every peer has freed the ring half. All threads of the team call it.
 __device__ inline bool wait_for_credits(const RankView& view, const Team& team, uint64_t epoch) {
   bool free = true;
   for (int peer = team.thread(); peer < view.num_ranks; peer += team.threads()) {

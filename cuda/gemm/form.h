@@ -118,7 +118,7 @@ template <Epilogue E>
 using ForwardFew =
     Form<Axis::kN, Major::kMN, Major::kK, Tuning::kForwardFew.m, Tuning::kForwardFew.n,
          Tuning::kForwardFew.blocks, Tuning::kForwardFew.stages, E, true>;
-// Multiplies rows [C, N] by the transposed weights.
+// Multiplies rows [C, N] by transposed weights.
 template <Epilogue E>
 using Transposed =
     Form<Axis::kM, Major::kK, Major::kK, Tuning::kTransposed.m, Tuning::kTransposed.n,
