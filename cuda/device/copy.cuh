@@ -1,4 +1,4 @@
-// Moves rows as bytes: a team copies or zeroes a row with the widest aligned accesses.
+// Copies and zeroes rows as bytes. A team uses the widest accesses for which a row is aligned.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +23,7 @@ struct Word<2> : Type<uint16_t> {};
 template <>
 struct Word<1> : Type<uint8_t> {};
 
-// Avoids the non-coherent cache, because peers write landed rows while the kernel runs.
+// Loads avoid the non-coherent cache, because peers write landed rows while the kernel runs.
 __device__ inline uint4 load_landed(const uint4* address) { return load_no_allocate(address); }
 template <typename T>
 __device__ inline T load_landed(const T* address) {
@@ -41,8 +41,8 @@ __device__ inline void with_width(int width, Body&& body) {
   }
 }
 
-// In each round, a thread loads kUnroll words of a row and then calls `deliver(write)`, which calls
-// `write(to)` for every destination row `to`.
+// In each round, a thread loads kUnroll words of a row and then calls `deliver(write)`. `deliver`
+// calls `write(to)` for every destination row `to`.
 template <typename W, typename Deliver>
 __device__ inline void read_row(const Team& team, const char* row, int64_t row_bytes,
                                 Deliver&& deliver) {
@@ -50,7 +50,7 @@ __device__ inline void read_row(const Team& team, const char* row, int64_t row_b
       sizeof(W) == kVectorBytes ? Tuning::kLoadsOfVectors : Tuning::kLoadsOfWords;
   const W* words = reinterpret_cast<const W*>(row);
   const int64_t num_words = row_bytes / sizeof(W);
-  // All lanes of a warp iterate equally often, because `deliver` may shuffle.
+  // All lanes of a warp have the same number of rounds, because `deliver` may shuffle.
   for (int64_t base = 0; base < num_words; base += kUnroll * team.threads()) {
     W v[kUnroll];
     const int64_t first = base + team.thread();
@@ -77,7 +77,7 @@ __device__ inline void copy_row(const Team& team, char* to, const char* from, in
   });
 }
 
-// Copies the row at `from` to row `row` of `array.out` of each lane in the mask `choices`.
+// Copies a row to `array.out`: for each lane in the mask `choices`, to this lane's `row`.
 __device__ inline void spread_row(const MovedArray& array, const Team& team, const char* from,
                                   int row, uint32_t choices) {
   with_width(array.width, [&](auto word) {

@@ -1,5 +1,5 @@
-// Converts single numbers, and the one or two numbers of a 32-bit word, between each element type
-// and float32. Functions pass whole words, so that the compiler keeps them in registers.
+// Converts numbers between each element type and float32. Functions pass whole 32-bit words, which
+// the compiler keeps in registers.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -9,10 +9,9 @@
 
 namespace moe_a2a {
 
-// Rounds to nearest.
 template <typename T>
-__device__ __forceinline__ T from_float(float v);
-// Convert the numbers of a word. v[0] is the number in the low bits.
+__device__ __forceinline__ T from_float(float v);  // rounds to nearest
+// v[0] is the number in the low bits of the word.
 template <typename T>
 __device__ __forceinline__ void unpack(uint32_t word, float* v);
 template <typename T>

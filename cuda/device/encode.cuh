@@ -1,6 +1,6 @@
-// Encodes and decodes rows in a token format. A warp makes one segment of a row at a time in shared
-// memory, in rounds of 512 numbers. With BulkSegments, bulk copies store a segment while the warp
-// makes the next one. With PlainSegments, all lanes store it, which completes sooner.
+// Encodes and decodes rows in a token format. A warp computes one segment of a row at a time in
+// shared memory, in rounds of 512 numbers. With BulkSegments, bulk copies store a segment while the
+// warp computes the next segment. With PlainSegments, all lanes store a segment, which ends sooner.
 #pragma once
 
 #include "device/format.cuh"
@@ -10,23 +10,23 @@ namespace moe_a2a {
 
 constexpr int kRoundElements = kWarpThreads * kLaneElements;
 
-// A segment has at most kMadeBytes: decoded numbers, or kEncodedValueBytes for values and then
-// their scales. Segments are large, because every bulk copy has a fixed cost.
+// A segment has at most kMadeBytes. A segment of decoded numbers has only numbers. An encoded
+// segment has kEncodedValueBytes for values, and then their scales.
 constexpr int kEncodedValueBytes = Tuning::kEncodedValueBytes;
 constexpr int kMadeBytes = Tuning::kMadeBytes;
-static_assert(kEncodedValueBytes % kVectorBytes == 0);  // The scales begin at this offset.
+static_assert(kEncodedValueBytes % kVectorBytes == 0, "scales begin at this offset");
 
-// Where a warp stores its segments: one slot in each of several zones, or rows (without slots).
+// The places to which a warp stores a segment: slot slots[i] of zone to[i], or the row to[i].
 struct Destinations {
   char* const* to;
   const int* slots;
   int count;
 
-  // Across a call, the compiler does not know that `to` is in shared memory.
+  // Tells the compiler, in a function that is not inlined, that `to` is in shared memory.
   __device__ void assume_shared() const { __builtin_assume(__isShared(to)); }
 };
 
-// The values or the scales of a segment. In a zone, those of slot s are at `offset` + s * `stride`.
+// The values or the scales of a segment. Slot s of a zone has them at `offset` + s * `stride`.
 struct SegmentPart {
   const char* made;
   uint32_t bytes;
@@ -37,8 +37,8 @@ struct SegmentPart {
   }
 };
 
-// Segments that a warp makes in turn, and that its first lane stores by bulk copies. They use the
-// stages of the warp's Stream, which must be idle meanwhile.
+// Segments that a warp's first lane stores by bulk copies. They use the stages of the warp's
+// Stream, so no load of the Stream may be under way.
 class BulkSegments {
  public:
   __device__ explicit BulkSegments(StreamShared* shared) : memory_(shared->stages[0]) {}
@@ -51,7 +51,7 @@ class BulkSegments {
     next_ = next_ + 1 == kCount ? 0 : next_ + 1;
     return segment;
   }
-  // Stores the values and scales that all lanes have written to all zones.
+  // Stores values `a` and scales `b` to all zones.
   __device__ void store(const Destinations& zones, const SegmentPart& a, const SegmentPart& b) {
     fence_shared_for_bulk();
     __syncwarp();
@@ -62,7 +62,7 @@ class BulkSegments {
     }
     end_store_group();
   }
-  // Stores the numbers that all lanes have written to all rows, at byte `offset` of each.
+  // Stores `bytes` numbers at `made` to all rows, at byte `offset` of each row.
   __device__ void store(const Destinations& rows, const char* made, uint32_t bytes,
                         int64_t offset) {
     fence_shared_for_bulk();
@@ -98,7 +98,7 @@ __device__ inline void store_by_lanes(char* to, const char* from, uint32_t bytes
   }
 }
 
-// Like BulkSegments, but with memory for one segment, which all lanes of the warp store.
+// Segments that all lanes of a warp store. Has memory for one segment.
 class PlainSegments {
  public:
   __device__ explicit PlainSegments(char* memory) : memory_(memory) {}
@@ -143,8 +143,8 @@ class PlainSegments {
   char* memory_;
 };
 
-// The rounds of a row that one warp of a team handles. The warps take segments of `most` rounds in
-// turn, or of fewer rounds if the row has too few segments for all warps.
+// The rounds of a row that one warp of a team computes. The warps take segments of `most` rounds in
+// turn. If the row then has too few segments for all warps, segments have fewer rounds.
 class Rounds {
  public:
   __device__ Rounds(const Team& team, int64_t elements, int most)
@@ -159,8 +159,7 @@ class Rounds {
   __device__ bool ends_segment() const {
     return in_segment_ + 1 == per_segment_ || round_ + 1 == total_;
   }
-  // Return the first element of this round, and the first element of its segment.
-  __device__ int64_t first() const { return int64_t{round_} * kRoundElements; }
+  __device__ int64_t first() const { return int64_t{round_} * kRoundElements; }  // element
   __device__ int64_t first_of_segment() const {
     return int64_t{round_ - in_segment_} * kRoundElements;
   }
@@ -179,20 +178,7 @@ __device__ __forceinline__ uint32_t whole_vectors(int64_t bytes) {
   return static_cast<uint32_t>(round_up(bytes, kVectorBytes));
 }
 
-template <typename T>
-__device__ __forceinline__ LaneNumbers<T> load_lane(const T* row, int64_t element,
-                                                    int64_t elements) {
-  LaneNumbers<T> lane = {};
-  if (element >= elements) return lane;
-  const auto* vectors = reinterpret_cast<const uint4*>(row + element);
-#pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(lane) / sizeof(uint4)); ++i) {
-    lane.vectors[i] = vectors[i];
-  }
-  return lane;
-}
-
-// Writes this lane's values and, if the lane is the first of a group, the group's scale.
+// Writes this lane's values. If the lane is the first of a group, also writes the group's scale.
 template <TokenFormat F, typename T>
 __device__ __forceinline__ void encode_round(const LaneNumbers<T>& lane, const GlobalScale& global,
                                              char* values, char* scales) {
@@ -223,13 +209,19 @@ __device__ __noinline__ void encode_row(const MovedArray& values, const MovedArr
   const T* row = reinterpret_cast<const T*>(values.in) + token * elements;
   Rounds rounds(team, elements, kMostRounds), ahead = rounds;
   const auto load_next = [&] {
+    LaneNumbers<T> lane = {};
     const int64_t element = ahead.first() + lane_index() * kLaneElements;
-    const LaneNumbers<T> lane = load_lane(row, ahead.has_more() ? element : elements, elements);
+    if (ahead.has_more() && element < elements) {
+#pragma unroll
+      for (int i = 0; i < static_cast<int>(sizeof(lane) / sizeof(uint4)); ++i) {
+        lane.vectors[i] = reinterpret_cast<const uint4*>(row + element)[i];
+      }
+    }
     ahead.advance();
     return lane;
   };
   char* segment = nullptr;
-  // Encodes `lane`, then loads a later round into it. Returns false after the last round.
+  // Encodes `lane`, then loads a later round into `lane`. Returns false after the last round.
   const auto encode_next = [&](LaneNumbers<T>& lane) {
     if (rounds.in_segment() == 0) segment = segments.next();
     encode_round<F, T>(lane, global, segment + rounds.in_segment() * kRoundValueBytes,
@@ -269,7 +261,7 @@ __device__ __forceinline__ void encode_leaves(const DispatchParams& exchange,
   }
 }
 
-// Returns the decoded rows of a leaf as an array of the destination.
+// Returns the array of a leaf's decoded rows.
 __device__ inline MovedArray decoded_rows(const DispatchParams& exchange, const Encoding& encoding,
                                           int leaf) {
   MovedArray rows = exchange.arrays[2 * leaf];
@@ -279,8 +271,8 @@ __device__ inline MovedArray decoded_rows(const DispatchParams& exchange, const 
   return rows;
 }
 
-// Decodes a landed row of one leaf and stores it to `rows`. If `values` and `scales` have results,
-// also stores the encoded row there, to row `row` of each lane in the mask `choices`.
+// Decodes a landed row of one leaf to `rows`. If `values` and `scales` have results, also copies
+// the encoded row to them: for each lane in the mask `choices`, to this lane's `row`.
 template <TokenFormat F, typename T, typename Segments>
 __device__ __noinline__ void decode_row(const MovedArray& values, const MovedArray& scales,
                                         const Team& team, Destinations rows, int row,
@@ -310,7 +302,7 @@ __device__ __noinline__ void decode_row(const MovedArray& values, const MovedArr
     ahead.advance();
     return landed;
   };
-  // A warp stores the 512 numbers of a round next to each other, so it needs no shared memory.
+  // Stores directly from registers, because the 512 numbers of a round are contiguous.
   const auto keep_encoded = [&](const Landed& landed) {
     const int64_t element = rounds.first() + lane_index() * kLaneElements;
     for (uint32_t left = choices; left != 0; left &= left - 1) {
@@ -324,7 +316,7 @@ __device__ __noinline__ void decode_row(const MovedArray& values, const MovedArr
     }
   };
   char* segment = nullptr;
-  // Decodes `landed`, then loads a later round into it. Returns false after the last round.
+  // Decodes `landed`, then loads a later round into `landed`. Returns false after the last round.
   const auto decode_next = [&](Landed& landed) {
     if (values.out != nullptr) keep_encoded(landed);
     const LaneNumbers<T> lane =
@@ -348,8 +340,8 @@ __device__ __noinline__ void decode_row(const MovedArray& values, const MovedArr
   }
 }
 
-// Decodes one leaf of a landed slot, and stores it to row `row` of each lane in the mask `choices`.
-// `list` is memory of this warp for the addresses of these rows.
+// Decodes one leaf of a landed slot, and stores it for each lane in the mask `choices` to this
+// lane's `row`. `list` is memory of this warp for the addresses of these rows.
 template <TokenFormat F, typename T, typename Segments>
 __device__ __forceinline__ void decode_leaf(const DispatchParams& exchange,
                                             const Encoding& encoding, int leaf, const Team& team,

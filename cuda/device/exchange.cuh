@@ -1,9 +1,9 @@
 // The steps that all exchange kernels share.
 //
-// The first `send_blocks` blocks to start send until no item is left, and then receive like all
-// other blocks. A sender waits only for credits, which earlier launches post. When a block
-// receives, all send items have been taken, or running blocks still take them. One resident block
-// is therefore enough for a launch to end (docs/protocol.md, section 6).
+// The first `send_blocks` blocks to start are senders: they send until no item is left, and then
+// receive like all other blocks. A sender waits only for credits, which earlier launches post.
+// When a block receives, every send item has been taken, or a running block will take it. One
+// resident block is therefore enough for a launch to end (docs/protocol.md, section 6).
 #pragma once
 
 #include "device/ranks.cuh"
@@ -25,14 +25,17 @@ __device__ inline Control& control(const RankView& view) {
   return header(view, view.rank)->control;
 }
 
-// Returns the address at which this rank writes or reads the zone of `source` at `at_rank`.
+// Returns this rank's address of the zone of `source` in the slab of `at_rank`.
 __device__ inline char* zone(const RankView& view, int at_rank, uint64_t epoch, int source,
                              int64_t zone_bytes) {
   return view.slab[at_rank] + half_offset(ring_half(view, epoch)) + source * zone_bytes;
 }
 
-// Takes the epoch and the block's number. If the domain has failed, or if another launch of this
-// rank is under way, returns false. The block must then go to leave(). All threads call it.
+// A warp looks up this number of slots at a time, with one lane for each choice.
+__device__ inline int slots_per_look(int top_k) { return kWarpThreads / top_k; }
+
+// Begins the work of a block. Returns false if the domain has failed or if another launch of this
+// rank is under way. The block must then call leave() at once. All threads call it.
 __device__ inline bool enter(const RankView& view, BlockState& block) {
   if (threadIdx.x == 0) {
     Control& own = control(view);
@@ -68,7 +71,7 @@ __device__ inline bool all_send(const Roles& roles) {
   return roles.send_blocks == static_cast<int>(num_blocks());
 }
 
-// Requests a work item. Only the team's first thread gets its number, which broadcast() passes on.
+// Requests a work item. The team's first thread receives its number; broadcast() passes it on.
 __device__ inline uint32_t ask_for_item(uint32_t& counter, const Team& team) {
   return team.thread() == 0 ? atomicAdd(&counter, 1u) : 0;
 }
@@ -77,20 +80,18 @@ __device__ inline uint32_t take_item(uint32_t& counter, const Team& team) {
   return team.broadcast(ask_for_item(counter, team));
 }
 
-// If all blocks send, requests the first item early. A block that only receives would not send it.
+// Requests the first send item early if all blocks send. A receiver would not send the item.
 __device__ inline uint32_t ask_before_entering(const RankView& view, const Roles& roles,
                                                const Team& senders) {
   return all_send(roles) ? ask_for_item(control(view).next_send, senders) : 0;
 }
 
-// Separates the last call of a sending team from the first call of a receiving team, because teams
-// with the same index share barriers and mailboxes.
+// Waits until no team sends, because teams with the same index share barriers and mailboxes.
 __device__ inline void change_teams(const Roles& roles) {
   if (roles.send_teams != roles.receive_teams) __syncthreads();
 }
 
-// Waits until the ring half is free at every peer. All threads of the team call it, once per
-// launch.
+// Waits until every peer has freed the ring half. All threads of the team call it.
 __device__ inline bool wait_for_credits(const RankView& view, const Team& team, uint64_t epoch) {
   bool free = true;
   for (int peer = team.thread(); peer < view.num_ranks; peer += team.threads()) {
@@ -100,7 +101,7 @@ __device__ inline bool wait_for_credits(const RankView& view, const Team& team, 
   return team.all(free);
 }
 
-// Announces this call to every peer. The credits of all peers must have arrived.
+// Announces this call to every peer. Must come after wait_for_credits().
 __device__ inline void raise_heads(const RankView& view, const Team& team, uint64_t epoch) {
   for (int peer = team.thread(); peer < view.num_ranks; peer += team.threads()) {
     if (peer == view.rank) continue;
@@ -113,12 +114,12 @@ __device__ inline void raise_heads(const RankView& view, const Team& team, uint6
 
 __device__ inline void store_chunk_flag(const RankView& view, uint64_t epoch, int destination,
                                         int chunk) {
-  fence_acq_rel_sys();  // The team's rows become visible before the flag.
+  fence_acq_rel_sys();  // The team's rows are visible before the flag.
   uint64_t* flag = &header(view, destination)->chunk[ring_half(view, epoch)][view.rank][chunk];
   store_relaxed_sys(flag, make_flag(epoch, view.signature));
 }
 
-// Raises a chunk's flag after the team has written its rows. All threads of the team call it.
+// Raises a chunk's flag after the team has written the chunk. All threads of the team call it.
 __device__ inline void raise_chunk(const RankView& view, const Team& team, uint64_t epoch,
                                    int destination, int chunk) {
   team.sync();
@@ -138,7 +139,7 @@ __device__ inline const uint64_t* chunk_flag(const RankView& view, uint64_t epoc
   return &header(view, view.rank)->chunk[ring_half(view, epoch)][source][chunk];
 }
 
-// All threads of the team call it.
+// Waits until a chunk has landed. All threads of the team call it.
 __device__ inline bool wait_for_chunk(const RankView& view, const Team& team, uint64_t epoch,
                                       int source, int chunk) {
   const bool landed =
@@ -148,7 +149,7 @@ __device__ inline bool wait_for_chunk(const RankView& view, const Team& team, ui
 }
 
 // Waits for the credits of all peers. Returns false if the block is not a sender, or if a wait
-// failed. `asked`: the result of ask_before_entering(), then the request for the first item.
+// failed. `asked` becomes the request for the first item.
 __device__ __forceinline__ bool begin_sending(const RankView& view, const BlockState& block,
                                               const Roles& roles, const Team& team,
                                               uint32_t& asked) {
@@ -158,8 +159,8 @@ __device__ __forceinline__ bool begin_sending(const RankView& view, const BlockS
   return wait_for_credits(view, team, block.epoch);
 }
 
-// Sends work items until none is left, and then the heads, which receivers read only in long waits
-// and at the end. `send_item(item)` writes an item and raises its flags.
+// Sends work items until none is left. Heads come last, because receivers read them only in long
+// waits and at the end. `send_item(item)` writes an item and raises its flags.
 template <typename SendItem>
 __device__ __forceinline__ void send_items(const RankView& view, const Team& team, uint64_t epoch,
                                            int num_items, uint32_t asked, SendItem&& send_item) {
@@ -184,7 +185,7 @@ __device__ __forceinline__ void send_chunks(const RankView& view, const BlockSta
     const int chunk = item / peers;
     if (breaks(view, kFlagBeforeRows)) {
       raise_chunk(view, team, epoch, destination, chunk);
-      __nanosleep(20000);  // Otherwise rows on one GPU would still land before a block reads them.
+      __nanosleep(20000);  // On one GPU, the rows would otherwise land before a block reads them.
     }
     send_chunk(destination, chunk);
     raise_chunk(view, team, epoch, destination, chunk);
@@ -198,17 +199,17 @@ static __device__ __noinline__ void fill_outputs(const FailureFill* fills, int n
   }
 }
 
-// Every exchange kernel ends with this function. All threads call it. The last block out posts the
-// credits of the ring half and advances the epoch. After a failure, it overwrites the outputs,
+// Ends the work of a block. All threads of every exchange kernel call it. The last block out posts
+// the credits of the ring half and advances the epoch. After a failure, it overwrites the outputs,
 // because no other block writes them any more.
 //
-// If another launch of this rank is under way, `arrived` does not count this block. Then this
-// launch may have no last block out, so every block that sees a failure overwrites outputs.
+// If another launch of this rank is under way, `arrived` does not count this block. This launch may
+// then have no last block out, so every block that sees a failure overwrites the outputs.
 __device__ inline void leave(const RankView& view, BlockState& block, const FailureFill* fills,
                              int num_fills, const FailureFill* more_fills = nullptr,
                              int num_more_fills = 0) {
-  // No launch succeeds before all heads agree, even if it expects no rows. The highest
-  // block waits for the heads, because it has the least work if there are few work items.
+  // No launch succeeds before all heads agree, even if it expects no rows. The highest block waits
+  // for the heads, because this block has the least work if there are few work items.
   if (block_index() == num_blocks() - 1 && block.ok) {
     for (int peer = threadIdx.x; peer < view.num_ranks; peer += blockDim.x) {
       if (peer != view.rank) wait_for_head(view, block.epoch, peer);
@@ -221,7 +222,7 @@ __device__ inline void leave(const RankView& view, BlockState& block, const Fail
     is_last = before == (breaks(view, kCreditByFirstBlock) ? 0 : num_blocks() - 1);
     const uint64_t poison = is_last ? load_relaxed_sys(&control(view).poison) : 0;
     block.ok = poison == 0;
-    // Record that this rank was stopped, because this process may have no other rank with a record.
+    // Record that another rank has failed, because this process may have no other error record.
     if (!block.ok) {
       fail(view, ErrorKind::kStopped, Phase::kStart, poisoner(poison), block.epoch, 0, poison);
     }

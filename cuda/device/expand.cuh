@@ -1,4 +1,4 @@
-// Writes rows at the destination: copies landed rows, and zeroes rows without a token.
+// Writes the rows of this rank's experts: copies landed rows, and zeroes rows without a token.
 #pragma once
 
 #include "device/copy.cuh"
@@ -6,13 +6,13 @@
 
 namespace moe_a2a {
 
-// Whole rows of 16-byte words go through shared memory.
+// Returns true if rows go through shared memory: whole rows that consist of 16-byte words.
 __device__ inline bool is_streamed(const MovedArray& array) {
   return array.choice_bytes == 0 && array.width == kVectorBytes;
 }
 
-// Copies landed rows of a few slots. Lane i * top_k + k holds choice k of the i-th slot: its `row`,
-// or a negative number, and the address `from` of the landed row.
+// Copies landed rows of a few slots. Lane i * top_k + k holds choice k of the i-th slot: `row` is
+// the choice's row, or negative, and `from` is the address of the landed row.
 __device__ inline void expand_rows(const MovedArray& array, const Team& team, Stream& stream,
                                    int top_k, int row, const char* from) {
   if (array.choice_bytes > 0) {
@@ -48,13 +48,13 @@ __device__ inline void expand_rows(const MovedArray& array, const Team& team, St
   }
 }
 
-// Returns whether a row has no token, and is not in a tail that the dispatch leaves as it is.
+// Returns true if a row has no token and the dispatch must zero it.
 __device__ inline bool is_zeroed(const DispatchParams& p, int64_t row) {
   const int slot = p.routing.row_slot[row];
   return p.leaves_tail ? slot == kPaddingRow : slot < 0;
 }
 
-// Zeroes row first + i for each lane i with `is_empty`. `empty` is the mask of these lanes.
+// Zeroes row first + i for each lane i whose `is_empty` is set. `empty` is the mask of these lanes.
 __device__ inline void zero_rows_of(const MovedArray& array, const Team& team, const char* zeros,
                                     int first, bool is_empty, uint32_t empty) {
   if (array.choice_bytes > 0) {

@@ -1,10 +1,10 @@
 // Encodes and decodes numbers in a token format, bit for bit as docs/formats.md defines it.
 //
 // A lane holds 16 neighbouring numbers. A group is the numbers of one lane or of a few neighbouring
-// lanes, which exchange only its largest magnitude.
+// lanes. These lanes exchange only the largest magnitude of the group.
 //
-// Arithmetic is limited to multiplications and conversions that the hardware rounds as the
-// definition does. No addition follows a multiplication, because the compiler could fuse the two.
+// The code has only multiplications and conversions that the hardware rounds as the definition
+// says. It never adds to a product, because the compiler could fuse the two operations.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -31,14 +31,14 @@ constexpr bool have_groups_of_lanes(Constants<kFormats...>) {
 }
 static_assert(have_groups_of_lanes(TokenFormats{}));
 
-// True for formats of float8_e4m3fn values whose scales are powers of two.
+// These formats have float8_e4m3fn values, and scales that are powers of two.
 template <TokenFormat F>
 constexpr bool kHasPowerOfTwoScales = F == TokenFormat::kBlockwiseFp8 || F == TokenFormat::kMxFp8;
-// True for formats of float4_e2m1fn values with float8_e4m3fn scales and a global scale.
+// These formats have float4_e2m1fn values, float8_e4m3fn scales and a global scale.
 template <TokenFormat F>
 constexpr bool kHasGlobalScale = F == TokenFormat::kNvFp4;
 
-// The 16 numbers of a lane, as in memory.
+// The 16 numbers of a lane, in the order of memory.
 template <typename T>
 struct LaneNumbers {
   uint4 vectors[kLaneElements * sizeof(T) / kVectorBytes];
@@ -54,12 +54,12 @@ constexpr uint32_t kInfinity = 0xFFu << 23;
 constexpr float kMaxE4M3 = 448.f;
 constexpr uint32_t kNanE4M3 = 0x7F;
 
-// Rounds to nearest, and saturates to the largest value. `low` goes into the low byte.
+// Rounds to nearest, and saturates to the largest value. The low byte of the result is `low`.
 __device__ __forceinline__ uint32_t to_e4m3(float low, float high) {
   return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, __NV_E4M3);
 }
 
-// Converts exactly. The low byte becomes x.
+// Converts the low byte to x and the high byte to y, exactly.
 __device__ __forceinline__ float2 from_e4m3(uint32_t pair) {
   const __half2_raw halves =
       __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(pair), __NV_E4M3);
@@ -119,7 +119,7 @@ __device__ __forceinline__ uint32_t largest_of_lanes(uint32_t largest) {
   return largest;
 }
 
-// The global scale of NvFp4: a number is about value * scale * global scale.
+// The global scale of NvFp4. A number is about value * scale of its group * global scale.
 struct GlobalScale {
   float value, inverse;
   bool is_valid;
@@ -133,12 +133,12 @@ struct GlobalScale {
   }
 };
 
-// The encoding of a group, which follows from its largest magnitude.
+// The encoding of a group. `largest` is the largest magnitude of the group.
 template <TokenFormat F>
 struct GroupEncoding {
   typename Format<F>::Scale scale;
-  float factor;    // NvFp4: the scale; other formats: the number that multiplies each number
-  uint32_t keeps;  // a mask: all bits, or none if the group is not finite
+  float factor;    // NvFp4: the scale; other formats: multiplies each number
+  uint32_t keeps;  // a mask for codes: all bits, or 0 if the group is not finite
 
   __device__ __forceinline__ GroupEncoding(uint32_t largest, const GlobalScale& global) {
     static_assert(kHasPowerOfTwoScales<F> || kHasGlobalScale<F>);
@@ -170,8 +170,8 @@ struct GroupEncoding {
   }
 };
 
-// Computes the code of y / scale as float4_e2m1fn: the number of bounds between neighbouring values
-// that y passes. A tie goes to the even code.
+// Rounds y / scale to float4_e2m1fn. A bound lies between each two neighbouring values. The code is
+// the number of bounds that y passes. A tie goes to the even code.
 struct Float4Bounds {
   float bounds[7];
 
@@ -228,8 +228,7 @@ __device__ __forceinline__ Values<F> encode_lane(const LaneNumbers<T>& lane,
 
 template <TokenFormat F>
 __device__ __forceinline__ float float32_scale(typename Format<F>::Scale scale) {
-  static_assert(F == TokenFormat::kBlockwiseFp8 || F == TokenFormat::kMxFp8 ||
-                F == TokenFormat::kNvFp4);
+  static_assert(kHasPowerOfTwoScales<F> || kHasGlobalScale<F>);
   if constexpr (F == TokenFormat::kBlockwiseFp8) return __uint_as_float(scale);
   if constexpr (F == TokenFormat::kMxFp8) return __uint_as_float(uint32_t{scale} << 23);
   if constexpr (F == TokenFormat::kNvFp4) return from_e4m3(scale).x;
@@ -240,18 +239,18 @@ __device__ __forceinline__ void from_e2m1(uint32_t codes, float* values) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const uint32_t code = codes >> 4 * i;
-    // The bits of a float16 that is 2**-14 times the value. For 0.5, it is subnormal.
+    // `half` has the bits of a float16: 2**-14 times the value, which is subnormal for 0.5.
     const uint32_t half = (code & 8) << 12 | (code & 7) << 9;
     values[i] = __half2float(__ushort_as_half(static_cast<uint16_t>(half))) * 0x1p14f;
   }
 }
 
-// Decodes finite values of one group, saturated to the range of T. Returns false if all are NaN.
+// Decodes values of one group, and saturates them to the range of T. Returns false if the group is
+// not finite. All its numbers are then NaN, and `x` is unspecified.
 template <typename T, TokenFormat F, int kCount>
 __device__ __forceinline__ bool decode_numbers(const Values<F, kCount>& values,
                                                typename Format<F>::Scale scale,
                                                const GlobalScale& global, float (&x)[kCount]) {
-  static_assert(kHasPowerOfTwoScales<F> || kHasGlobalScale<F>);
   static_assert(kCount % 4 == 0);
 #pragma unroll
   for (int i = 0; i < kCount; i += 4) {

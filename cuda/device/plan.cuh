@@ -18,7 +18,7 @@ __device__ inline void write_empty_row(const RoutePlan& plan, int64_t row, bool 
   write_row(plan, row, -1, is_tail ? kTailRow : kPaddingRow, -1, -1);
 }
 
-// The first choice that is dropped (docs/protocol.md, section 17). All choices before it are kept.
+// The first choice that is dropped (docs/protocol.md, section 17). All earlier choices are kept.
 struct Threshold {
   int k;  // the choice index
   int token;
@@ -41,8 +41,8 @@ __device__ int last_that_fits(int high, Fits&& fits) {
   return low;
 }
 
-// Takes a row for each lane's choice, in the order of lanes, and returns the row, or -1 if the
-// choice is not `here`. `next_row` is a table of this warp. All lanes call it.
+// Takes a row for each lane's choice, in the order of lanes. Returns the row, or -1 if the choice
+// is not `here`. `next_row` is a table of this warp. All lanes call it.
 __device__ inline int take_row(int32_t* next_row, int expert, bool here) {
   const uint32_t same = __match_any_sync(kAllLanes, here ? expert : -1 - lane_index());
   const int before = __popc(same & ((1u << lane_index()) - 1));

@@ -1,6 +1,6 @@
-// Each instruction that C++ cannot express, as a function. The exchange kernels have no other
-// inline assembly. tests/emulation has the same functions for a CPU (MOE_A2A_EMULATION), so all
-// other code of these kernels is the same for GPUs and for the emulator.
+// Functions for the instructions that C++ cannot express. The exchange kernels have no other inline
+// assembly. tests/emulation has the same functions for a CPU (MOE_A2A_EMULATION), so the emulator
+// and GPUs run the same code of these kernels.
 #pragma once
 
 #ifdef MOE_A2A_EMULATION
@@ -13,14 +13,14 @@
   extern __shared__ __align__(alignment)              \
   type name[]
 
-// The emulator leaves out one barrier at a time, to check that a test fails. A barrier function has
-// the parameter MOE_A2A_CALL_SITE, and does nothing if MOE_A2A_IS_LEFT_OUT.
+// The emulator leaves out one barrier at a time, and a test must then fail. A barrier function has
+// the parameter MOE_A2A_CALL_SITE, and does nothing if MOE_A2A_IS_LEFT_OUT is true.
 #define MOE_A2A_CALL_SITE
 #define MOE_A2A_IS_LEFT_OUT false
 
 namespace moe_a2a {
 
-// ---- Memory that other threads change. A name says the order and the scope of the access.
+// ---- Memory that other threads change. Names say the order and the scope of an access.
 
 __device__ inline uint64_t load_acquire_sys(const uint64_t* address) {
   uint64_t value;
@@ -44,8 +44,8 @@ __device__ inline void store_relaxed_sys(uint64_t* address, uint64_t value) {
 
 __device__ inline void fence_acq_rel_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
-// Increments a counter, which wraps to 0 after `last`, and returns its old value. The access is an
-// acquire and a release, so the block that counts last sees the work of all other blocks.
+// Increments a counter, which wraps to 0 after `last`, and returns its old value. The access
+// acquires and releases, so the block that increments last sees the work of all other blocks.
 __device__ inline uint32_t arrive(uint32_t* counter, uint32_t last) {
   uint32_t before;
   asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
@@ -60,7 +60,7 @@ __device__ inline uint32_t peek(const uint32_t* counter) {
   return *const_cast<const volatile uint32_t*>(counter);
 }
 
-// Reads a vector that is used once: allocates no L1 line, and avoids the non-coherent cache.
+// Reads a vector that is used once. Allocates no L1 line, and avoids the non-coherent cache.
 __device__ inline uint4 load_no_allocate(const uint4* address) {
   uint4 v;
   asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -81,7 +81,7 @@ __device__ inline uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Prepares an mbarrier for one load at a time.
+// Initializes an mbarrier that counts one load at a time.
 __device__ inline void init_load_barrier(uint64_t* barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
 }
@@ -124,7 +124,7 @@ __device__ inline void fence_shared_for_bulk() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// The thread that starts bulk stores also ends a group of them, and waits for groups.
+// One thread starts bulk stores, ends their group, and waits for the group.
 __device__ inline void bulk_store(char* to, const char* shared_from, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
                "r"(shared_address(shared_from)), "r"(bytes)

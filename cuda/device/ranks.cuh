@@ -1,15 +1,14 @@
-// The ranks of a launch: the rank for which a block works, the index of the block among the blocks
-// of this rank, and the parameters of this rank.
+// Tells a block for which rank it works, which index it has among the blocks of this rank, and
+// which parameters this rank has.
 //
 // Usually a launch is for the only rank of its device. With MOE_A2A_COLOCATED (cuda/colocated/), a
 // launch is for all ranks of a domain, which share one GPU.
 //
-// Why the rank is the fastest grid dimension: blocks are issued in that order, so the first
-// resident blocks are one block of each rank, which docs/protocol.md, section 6, needs. Otherwise
-// the first ranks would wait for ranks that have no resident block.
+// The rank is the fastest grid dimension, because the hardware issues blocks in the order of this
+// dimension. Every rank therefore has a resident block, which docs/protocol.md, section 6, needs.
 //
-// Why parameters are not in a table in device memory: each call would need a copy of the table to
-// the device, and a captured graph would replay this copy.
+// Parameters are not in a table in device memory, because each call would need a copy of the table
+// to the device, and a captured graph would replay this copy.
 #pragma once
 
 #include <cuda_runtime_api.h>

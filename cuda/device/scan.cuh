@@ -5,12 +5,11 @@
 
 namespace moe_a2a {
 
-// Returns how many earlier threads of the block have `flag` set. `warp_sums` has a word of shared
-// memory for each warp. All threads call it.
+// Returns the number of earlier threads of the block whose `flag` is set. `warp_sums` has a word of
+// shared memory for each warp. All threads call it.
 __device__ inline int count_before(bool flag, int* warp_sums) {
   const uint32_t set = __ballot_sync(kAllLanes, flag);
-  const int warp = threadIdx.x / kWarpThreads;
-  const int lane = threadIdx.x % kWarpThreads;
+  const int lane = lane_index(), warp = threadIdx.x / kWarpThreads;
   __syncthreads();  // The sums of the previous call have been read.
   if (lane == 0) warp_sums[warp] = __popc(set);
   __syncthreads();
@@ -22,6 +21,7 @@ __device__ inline int count_before(bool flag, int* warp_sums) {
 // Replaces `count` values by their exclusive prefix sums. All threads of the block call it.
 template <int kBlockThreads>
 __device__ void prefix_sum(int32_t* values, int count, int* warp_sums) {
+  const int lane = lane_index(), warp = threadIdx.x / kWarpThreads;
   int carry = 0;
   for (int base = 0; base < count; base += kBlockThreads) {
     const int i = base + threadIdx.x;
@@ -29,17 +29,13 @@ __device__ void prefix_sum(int32_t* values, int count, int* warp_sums) {
     int inclusive = value;
     for (int d = 1; d < kWarpThreads; d *= 2) {
       const int other = __shfl_up_sync(kAllLanes, inclusive, d);
-      if (static_cast<int>(threadIdx.x % kWarpThreads) >= d) inclusive += other;
+      if (lane >= d) inclusive += other;
     }
     __syncthreads();
-    if (threadIdx.x % kWarpThreads == kWarpThreads - 1) {
-      warp_sums[threadIdx.x / kWarpThreads] = inclusive;
-    }
+    if (lane == kWarpThreads - 1) warp_sums[warp] = inclusive;
     __syncthreads();
-    const int lane = lane_index();
     const int sum = lane < kBlockThreads / kWarpThreads ? warp_sums[lane] : 0;
-    const bool is_before = lane < static_cast<int>(threadIdx.x / kWarpThreads);
-    const int before = carry + __reduce_add_sync(kAllLanes, is_before ? sum : 0);
+    const int before = carry + __reduce_add_sync(kAllLanes, lane < warp ? sum : 0);
     carry += __reduce_add_sync(kAllLanes, sum);
     if (i < count) values[i] = before + inclusive - value;
   }

@@ -1,4 +1,4 @@
-// Writes flags between ranks, and has the only loops that wait for another rank.
+// Reads and writes flags between ranks. No other file has a loop that waits for another rank.
 //
 // A flag is `epoch << 16 | low 16 bits of the call's signature`. Epochs start at 1 and only
 // increase, so flags are never reset, and no kernel argument changes from call to call.
@@ -60,16 +60,16 @@ __device__ inline bool is_poisoned(const RankView& view) {
   return load_acquire_sys(&header(view, view.rank)->control.poison) != 0;
 }
 
-// Returns the bound of a wait. A peer that has never announced a call may still be compiling. Such
-// a peer exists only in epoch 1, because no launch ends before all heads have arrived.
+// A peer that has never announced a call may still be compiling, and has a longer timeout. This
+// happens only in epoch 1, because no launch ends before all heads have arrived.
 __device__ inline uint64_t timeout_of(const RankView& view, uint64_t epoch, int peer) {
   if (epoch > 1) return view.timeout_ns;
   const Head& head = header(view, view.rank)->head[ring_half(view, epoch)][peer];
   return load_relaxed_sys(&head.flag) == 0 ? view.first_timeout_ns : view.timeout_ns;
 }
 
-// Records the first failure of this rank, and poisons all ranks, which ends every wait. Functions
-// for failures and long waits are never inlined, so that kernels stay small.
+// Records the first failure of this rank, and poisons all ranks. The poison ends every wait.
+// Functions for failures and long waits are never inlined, so that kernels stay small.
 static __device__ __noinline__ void fail(const RankView& view, ErrorKind kind, Phase phase,
                                          int awaited_rank, uint64_t epoch, uint64_t expected,
                                          uint64_t seen) {
@@ -97,14 +97,14 @@ static __device__ __noinline__ void fail(const RankView& view, ErrorKind kind, P
 
 class Patience {
  public:
-  // Call it between two polls. If it returns true (every 64th call), check for failures.
+  // Call it between two polls. Returns true in every 64th call: check for failures then.
   __device__ bool is_long() {
-    // Other warps of this multiprocessor have work to do.
+    // Pause, because other warps of this multiprocessor have work to do.
     if (++polls_ > Tuning::kPollsWithoutPause) __nanosleep(Tuning::kPauseNs);
     return polls_ % 64 == 0;
   }
-  // Returns whether `timeout_ns` have passed since the first call with this bound. A peer that
-  // appears after a long wait therefore has the whole timeout.
+  // Returns true if `timeout_ns` have passed since this timeout was first passed. A peer that
+  // announces its call late therefore has the whole shorter timeout.
   __device__ bool is_over(uint64_t timeout_ns) {
     const uint64_t now = global_time_ns();
     if (timeout_ns != timeout_ns_) start_ = now;
@@ -117,7 +117,7 @@ class Patience {
   uint32_t polls_ = 0;
 };
 
-// Returns false, and reports a failure, if the head of `source` for this epoch is of another call.
+// Returns false and reports a failure if the head of `source` announces a different call.
 static __device__ __noinline__ bool head_agrees(const RankView& view, uint64_t epoch, int source) {
   const Head& head = header(view, view.rank)->head[ring_half(view, epoch)][source];
   if (load_acquire_sys(&head.flag) >> kSignatureBits != epoch || breaks(view, kIgnoreSignature))
@@ -135,7 +135,7 @@ static __device__ __noinline__ bool head_agrees(const RankView& view, uint64_t e
   return true;
 }
 
-// Returns whether to continue a wait for a flag with the value `seen`. Reports failures.
+// Returns true if a wait for a flag, which has the value `seen`, must go on. Reports failures.
 static __device__ __noinline__ bool may_wait_on(const RankView& view, Patience& patience,
                                                 uint64_t epoch, Phase phase, int awaited_rank,
                                                 uint64_t seen) {
@@ -158,7 +158,7 @@ static __device__ __noinline__ bool may_wait_on(const RankView& view, Patience& 
   return false;
 }
 
-// Waits until `awaited_rank` makes the same call. One thread calls it, and a barrier must follow.
+// Waits until `awaited_rank` has raised `flag`. One thread calls it, and a barrier must follow.
 __device__ inline bool wait_for_flag(const RankView& view, const uint64_t* flag, uint64_t epoch,
                                      Phase phase, int awaited_rank) {
   const uint64_t expected = make_flag(epoch, view.signature);
@@ -197,7 +197,7 @@ __device__ inline bool wait_for_head(const RankView& view, uint64_t epoch, int s
          head_agrees(view, epoch, source);
 }
 
-// Returns whether to continue a wait for a credit with the value `seen`. Reports a timeout.
+// Returns true if a wait for a credit must go on. Reports a timeout.
 static __device__ __noinline__ bool may_wait_for_credit(const RankView& view, Patience& patience,
                                                         uint64_t epoch, int destination,
                                                         uint64_t seen) {
@@ -208,8 +208,7 @@ static __device__ __noinline__ bool may_wait_for_credit(const RankView& view, Pa
   return false;
 }
 
-// Waits until `destination` has read this rank's rows of ring_depth() epochs ago. One thread calls
-// it.
+// Waits until `destination` has read the rows of ring_depth() epochs ago. One thread calls it.
 __device__ inline bool wait_for_credit(const RankView& view, uint64_t epoch, int destination) {
   if (epoch <= ring_depth(view)) return true;
   const uint64_t* credit = &header(view, view.rank)->credit[ring_half(view, epoch)][destination];

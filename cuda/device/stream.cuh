@@ -1,8 +1,8 @@
-// Streams rows through shared memory by bulk copies: with few warps, many bytes are in flight.
+// Streams rows through shared memory by bulk copies, so that few warps keep many bytes in flight.
 //
-// The first lane of a warp fills and empties kStages stages in turn, and mbarriers say which loads
-// have landed. A stage can be stored to any number of destinations, so that a row is read once.
-// docs/protocol.md, section 5, lists the fences that bulk copies need.
+// The first lane of a warp loads and stores kStages stages in turn. Each stage has an mbarrier,
+// which tells when its load has landed. A stage can be stored to any number of destinations, so a
+// row is read only once. docs/protocol.md, section 5, lists the fences that bulk copies need.
 #pragma once
 
 #include "device/ptx.cuh"
@@ -46,11 +46,6 @@ struct Stream {
     fence_load_barriers();
   }
 
-  // Starts to load a segment into a stage. One thread calls it.
-  __device__ void load(int into, const char* from, uint32_t bytes) {
-    bulk_load(shared->stages[into], from, bytes, &shared->landed[into]);
-  }
-
   // Waits for the next stage, and returns its memory, which is valid until the stage's next load.
   __device__ const char* next() {
     wait_until_loaded(&shared->landed[stage], parity);
@@ -78,15 +73,15 @@ struct Segments {
 
 // Does the work of stream_copy(). The first lane calls it.
 __device__ inline void copy_listed(Stream& stream, const Segments& segments, int num_rows) {
-  // Loads run ahead, even into the next row. A stage is loaded after its earlier stores have read
-  // it.
-  const StreamShared& shared = *stream.shared;
+  // Loads run ahead, even into the next row. A stage is loaded again after its stores have read it.
+  StreamShared& shared = *stream.shared;
   int load_row = 0;
   int into = stream.stage;
   int64_t load_offset = segments.first;
   const auto load_next = [&] {
     if (load_row >= num_rows) return;
-    stream.load(into, shared.sources[load_row] + load_offset, segments.bytes(load_offset));
+    bulk_load(shared.stages[into], shared.sources[load_row] + load_offset,
+              segments.bytes(load_offset), &shared.landed[into]);
     into = into + 1 == kStages ? 0 : into + 1;
     load_offset += segments.step;
     if (load_offset < segments.row_bytes) return;
@@ -110,8 +105,8 @@ __device__ inline void copy_listed(Stream& stream, const Segments& segments, int
   }
 }
 
-// Copies the first `num_rows` rows of the warp's list. All lanes call it after they have written
-// the list, and may rewrite the list afterwards. Stores may still be under way when it returns.
+// Copies the first `num_rows` rows of the warp's list. All lanes write the list, then call this
+// function, and may then rewrite the list. Stores may still be under way when it returns.
 __device__ inline void stream_copy(Stream& stream, const Team& team, int num_rows,
                                    int64_t row_bytes) {
   const Segments segments(team, row_bytes);
@@ -121,7 +116,7 @@ __device__ inline void stream_copy(Stream& stream, const Team& team, int num_row
   __syncwarp();
 }
 
-// Zeroes a row from `zeros`, kSegmentBytes of shared memory. The first lane of each warp works.
+// Zeroes a row. `zeros` is kSegmentBytes of zeros in shared memory. Only the first lanes work.
 __device__ inline void stream_zeros(const Team& team, const char* zeros, char* to,
                                     int64_t row_bytes) {
   if (lane_index() != 0) return;

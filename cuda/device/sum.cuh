@@ -9,30 +9,17 @@
 
 namespace moe_a2a {
 
-// `kCount` neighbouring elements, which one access moves.
+// `kCount` neighbouring elements. One access loads or stores them.
 template <typename T, int kCount>
 struct alignas(sizeof(T) * kCount) Pack {
   T v[kCount];
 };
 
-template <typename T, int kCount>
-__device__ __forceinline__ Pack<T, kCount> load_pack(const T* address) {
-  using W = typename Word<sizeof(T) * kCount>::type;
-  Pack<T, kCount> pack;
-  *reinterpret_cast<W*>(&pack) = load_landed(reinterpret_cast<const W*>(address));
-  return pack;
-}
-
-template <typename T, int kCount>
-__device__ __forceinline__ void store_pack(T* address, const Pack<T, kCount>& pack) {
-  using W = typename Word<sizeof(T) * kCount>::type;
-  *reinterpret_cast<W*>(address) = *reinterpret_cast<const W*>(&pack);
-}
-
-// The packs that a thread holds at a time. The packs of the team's other threads lie in between.
+// The number of packs that a thread holds at a time.
 constexpr int kSumUnroll = Tuning::kLoadsOfPacks;
 
-// Pack u of a thread starts at element `first + u * stride`, if the row has this element.
+// The places of a thread's packs. Pack u starts at element `first + u * stride` if the row has this
+// element. Packs of the team's other threads lie in between.
 template <int kCount>
 struct PackOffsets {
   int64_t first, stride, elements;
@@ -45,8 +32,8 @@ struct PackOffsets {
   __device__ bool has(int u) const { return element(u) < elements; }
 };
 
-// Calls `body(PackOffsets)` until the team has covered the row. All lanes of a warp call it equally
-// often, because `body` may shuffle.
+// Calls `body(PackOffsets)` until the team has covered the row. All lanes of a warp call `body` the
+// same number of times, because it may shuffle.
 template <int kCount, typename Body>
 __device__ __forceinline__ void for_each_packs(const Team& team, int64_t elements, Body&& body) {
   for (int64_t base = 0; base * kCount < elements; base += int64_t{kSumUnroll} * team.threads()) {
@@ -56,33 +43,28 @@ __device__ __forceinline__ void for_each_packs(const Team& team, int64_t element
 
 template <typename T, int kCount>
 struct Packs {
+  using W = typename Word<sizeof(T) * kCount>::type;
   Pack<T, kCount> v[kSumUnroll];
 
   __device__ void load(const T* row, const PackOffsets<kCount>& offsets) {
 #pragma unroll
     for (int u = 0; u < kSumUnroll; ++u) {
-      if (offsets.has(u)) v[u] = load_pack<T, kCount>(row + offsets.element(u));
+      const auto* from = reinterpret_cast<const W*>(row + offsets.element(u));
+      if (offsets.has(u)) *reinterpret_cast<W*>(&v[u]) = load_landed(from);
     }
   }
   __device__ void store(T* row, const PackOffsets<kCount>& offsets) const {
 #pragma unroll
     for (int u = 0; u < kSumUnroll; ++u) {
-      if (offsets.has(u)) store_pack(row + offsets.element(u), v[u]);
+      auto* to = reinterpret_cast<W*>(row + offsets.element(u));
+      if (offsets.has(u)) *to = *reinterpret_cast<const W*>(&v[u]);
     }
   }
 };
 
 template <int kCount>
 struct Accumulator {
-  float v[kSumUnroll][kCount];
-
-  __device__ void clear() {
-#pragma unroll
-    for (int u = 0; u < kSumUnroll; ++u) {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) v[u][i] = 0.f;
-    }
-  }
+  float v[kSumUnroll][kCount] = {};
 
   // Adds factor(u) * packs. Elements past the row's end hold garbage, which store() does not write.
   template <typename T, typename Factor>
@@ -126,15 +108,14 @@ __device__ __forceinline__ RowWeights row_weights(const CombineParams& p, int64_
   return {p.pair_weights[pair] + row * (elements / p.elements_per_weight), p.elements_per_weight};
 }
 
-// Returns the sum of a token's rows on this rank, in the order of choices. Lane k of every warp
-// holds the row of choice k, or < 0. `choices` is the mask of lanes that hold a row.
+// Returns the sum of a token's rows on this rank, in the order of choices. In every warp, `row` of
+// lane k is the row of choice k, or negative. `choices` is the mask of lanes that hold a row.
 template <typename T, int kCount>
 __device__ __forceinline__ Accumulator<kCount> sum_rows(const CombineParams& p,
                                                         const SummedArray& array, int row,
                                                         uint32_t choices,
                                                         const PackOffsets<kCount>& offsets) {
   Accumulator<kCount> acc;
-  acc.clear();
   while (choices != 0) {
     const int64_t first = __shfl_sync(kAllLanes, row, __ffs(choices) - 1);
     choices &= choices - 1;
@@ -158,9 +139,9 @@ __device__ __forceinline__ Accumulator<kCount> sum_rows(const CombineParams& p,
 
 // ---- The fast path: at most one weight per row or row segment, one type, 16-byte words.
 
-// The rows that a warp sums, in its shared memory: this rank's rows in the order of choices, then
-// landed rows in the order of ranks, then an addend. Each choice of a token adds at most one row: a
-// row of this rank, or the landed row of the choice's rank.
+// The rows that a warp sums, in its shared memory: first this rank's rows in the order of choices,
+// then landed rows in the order of ranks, then an addend. A token has at most kMaxTopK of them and
+// an addend, because each choice adds at most one: a row of this rank, or a landed row of its rank.
 struct SourceList {
   const char* rows[kMaxTopK + 1];
   float factors[kMaxTopK];  // of this rank's rows; landed rows have none
@@ -174,8 +155,8 @@ struct SourceCounts {
 
 constexpr int kPartWords = Tuning::kPartWords;  // 16-byte words that a thread holds at a time
 
-// The parts of a row that a warp handles. In a part, each lane has kPartWords words, `word_step`
-// bytes apart. The first part is at byte `first`, and a part follows every `step` bytes.
+// The parts of a row that a warp sums. The first part begins at byte `first`, and another begins
+// every `step` bytes. In a part, each lane has kPartWords words, `word_step` bytes apart.
 struct RowParts {
   int64_t row_bytes, first, step, word_step;
 
@@ -211,7 +192,7 @@ struct RowPart {
   }
 };
 
-// This lane's numbers of a part, in float32.
+// The numbers of this lane's words of a part, in float32.
 template <typename T>
 struct Float32Part {
   static constexpr int kPerWord = sizeof(uint32_t) / sizeof(T);
@@ -261,7 +242,7 @@ struct Float32Part {
   }
 };
 
-// Partial sums that travel rounded to T. EncodedWire in device/wire.cuh is the alternative.
+// Partial sums travel rounded to T. The alternative is EncodedWire in device/wire.cuh.
 template <typename T>
 struct RoundedWire {
   __device__ __forceinline__ RowPart narrow(const Float32Part<T>& sum) const {
@@ -276,12 +257,12 @@ struct RoundedWire {
   }
 };
 
-// What a sum is: a partial sum that travels, or a token's output row, without or with an addend.
+// A sum is a partial sum that travels, or a token's output row without or with an addend.
 enum class Sum { kPartial, kOutput, kOutputPlusAddend };
 
-// Sums the listed rows, part by part. The loads of the next rows are always under way, even those
-// of the next part. With RoundedWire, a partial sum is computed like an output row, because
-// rounding a second time changes nothing.
+// Sums the listed rows, part by part. Loads of the next rows are always under way. With
+// RoundedWire, a partial sum is computed like an output row, because a second rounding changes
+// nothing.
 template <typename T, Sum kSum, typename Wire>
 __device__ __forceinline__ void sum_parts(const Team& team, const SourceList& list,
                                           const SourceCounts& counts, int64_t row_bytes, char* out,
@@ -291,7 +272,7 @@ __device__ __forceinline__ void sum_parts(const Team& team, const SourceList& li
   const int landed_first = counts.own + counts.landed_before;
   const int addend = landed_first + counts.landed_after;  // its place
   const int total = addend + kAdds;
-  // Returns whether a listed row consists of numbers of type T.
+  // Returns true if a listed row consists of numbers of type T.
   const auto is_plain = [&](int source) {
     return kIsRounded || kSum == Sum::kPartial || source < counts.own ||
            (kAdds && source == addend);
@@ -314,7 +295,7 @@ __device__ __forceinline__ void sum_parts(const Team& team, const SourceList& li
   Float32Part<T> sum;
   int source = 0;
   int64_t offset = range.first;
-  // Adds `part`, then loads another part into it. Returns false after the last part.
+  // Adds `part`, then loads a later part into it. Returns false after the last part.
   const auto add_next = [&](RowPart& part) {
     if (is_plain(source)) {
       sum.add(source < counts.own ? list.factors[source] : 1.f, part);
@@ -351,9 +332,9 @@ __device__ __forceinline__ void sum_parts(const Team& team, const SourceList& li
 }
 
 // Computes out = landed partial sums of lower ranks + this rank's partial sum + landed partial sums
-// of higher ranks + addend, in this order. This rank's partial sum is the sum of factor * row,
-// rounded or encoded like landed ones. For Sum::kPartial, out is this rank's partial sum as it
-// travels. All lanes call it after they have written the list, and may rewrite the list afterwards.
+// of higher ranks + addend, in this order. This rank's partial sum is the sum of factor * row, and
+// is rounded or encoded like landed partial sums. For Sum::kPartial, out is this rank's partial sum
+// as it travels. All lanes write the list, then call this function, and may then rewrite the list.
 template <typename T, Sum kSum, typename Wire>
 __device__ __forceinline__ void sum_listed(const Team& team, const SourceList& list,
                                            const SourceCounts& counts, int64_t row_bytes, char* out,

@@ -1,4 +1,4 @@
-// A team is the threads that share a work item. It has several warps if rows are few or large.
+// A team is the threads that share a work item. If rows are few or large, a team has several warps.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ constexpr uint32_t kAllLanes = 0xFFFFFFFFu;
 
 __device__ inline int lane_index() { return threadIdx.x % kWarpThreads; }
 
-// A block is divided evenly into teams of whole warps, which work independently.
+// Each block has the same number of warps in each team. Teams work independently.
 class Team {
  public:
   // `mailboxes` has a word of shared memory for each team.
@@ -29,12 +29,8 @@ class Team {
   // Waits for all threads of the team, and orders their memory accesses.
   __device__ void sync(MOE_A2A_CALL_SITE) const {
     if (MOE_A2A_IS_LEFT_OUT) return;
-    if (threads_ == kWarpThreads) {
-      __syncwarp();
-    } else {
-      __syncwarp();  // A named barrier needs whole warps. Barrier 0 is the block's.
-      sync_named(1 + index_, threads_);
-    }
+    __syncwarp();  // A named barrier needs whole warps. Barrier 0 is for the whole block.
+    if (threads_ > kWarpThreads) sync_named(1 + index_, threads_);
   }
 
   // Returns the first thread's value to all threads of the team.
@@ -50,7 +46,7 @@ class Team {
     return *mailbox_;
   }
 
-  // Returns whether `ok` is true in all threads, and orders their acquires before later accesses.
+  // Returns true if `ok` is true in all threads, and orders their acquires before later accesses.
   __device__ bool all(bool ok) const {
     if (threads_ == kWarpThreads) {
       ok = __all_sync(kAllLanes, ok);

@@ -1,6 +1,6 @@
 // Writes and reads partial sums that travel in a token format, for sum_parts() in device/sum.cuh. A
-// slot holds the values of a row and then its scales. The lane that holds a 16-byte word of sums
-// also holds the word's values. A group is the words of a few neighbouring lanes.
+// slot holds the values of a row and then its scales. A lane that holds a 16-byte word of sums also
+// holds the encoded values of this word. A group is the words of a few neighbouring lanes.
 #pragma once
 
 #include "device/format.cuh"
@@ -8,7 +8,7 @@
 
 namespace moe_a2a {
 
-// Replaces the wire dtype in templates if partial sums travel in a format.
+// In templates, this type replaces the wire dtype if partial sums travel in a format.
 template <TokenFormat F>
 struct Encoded {
   static constexpr TokenFormat kFormat = F;
@@ -19,7 +19,7 @@ constexpr bool kIsEncoded = false;
 template <TokenFormat F>
 constexpr bool kIsEncoded<Encoded<F>> = true;
 
-// One row of partial sums of type T, or a segment of such a row.
+// One row of partial sums of type T, or a segment of a row.
 template <TokenFormat F, typename T>
 class EncodedWire {
  public:
@@ -27,7 +27,7 @@ class EncodedWire {
   __device__ EncodedWire(float global_scale, int64_t scales)
       : global_(global_scale), scales_(scales) {}
 
-  // Encodes a part: the values and the scale of each word. All lanes call it.
+  // Returns the values and the scale of each word of a part. All lanes call it.
   __device__ __forceinline__ RowPart narrow(const Float32Part<T>& sum) const {
     RowPart part;
 #pragma unroll
@@ -69,7 +69,7 @@ class EncodedWire {
   }
 
   // Stores an encoded part. To make fewer stores to a peer, keeps scales until each lane has one,
-  // or until the next scales are not adjacent. All lanes call it, in the order of offsets.
+  // or until the next scales are not adjacent. All lanes call it for all parts in order.
   __device__ __forceinline__ void store(const RowPart& part, const RowParts& range, char* row,
                                         int64_t offset) {
     range.each_word(offset, [&](int u, int64_t at) {
@@ -107,8 +107,8 @@ class EncodedWire {
 
   GlobalScale global_;
   int64_t scales_;
-  uint32_t kept_ = 0;  // this lane's scale among the scales of `num_kept_` adjacent words of a warp
-  int num_kept_ = 0;
+  uint32_t kept_ = 0;  // a scale that this lane has not stored yet
+  int num_kept_ = 0;   // the number of adjacent words of a warp whose scales are kept
 };
 
 }  // namespace moe_a2a

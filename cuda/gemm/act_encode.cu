@@ -1,12 +1,11 @@
-// The passes between two products in FP8. act_encode applies the activation to the first product,
+// The kernels between two products in FP8. act_encode applies the activation to the first product,
 // multiplies the activations by router weights, rounds them to the dtype of the product, and
 // encodes them in BlockwiseFp8. act_grad computes the gradients of act_encode.
 //
-// Holds afterwards: the results of all rows of groups. Other rows are neither read nor written.
+// Holds afterwards: the results of all rows of groups. Other rows are not read and not written.
 //
-// Layout: a group of 128 columns belongs to 8 neighbouring lanes. Each of their loads is 128
-// contiguous bytes: vector v of lane l starts at byte 16 (8 v + l) of the group. A warp of act_grad
-// has a row.
+// Layout: 8 neighbouring lanes have a group of 128 columns. They load 128 contiguous bytes at a
+// time: vector v of lane l starts at byte 16 (8 v + l) of the group. A warp of act_grad has a row.
 //
 // Launch: one block on a multiprocessor. A thread loads 64 bytes or more at a time, so enough bytes
 // are in flight for the full bandwidth of the memory.
@@ -23,7 +22,7 @@
 namespace moe_a2a {
 namespace {
 
-// The largest number of threads for which a block has enough registers.
+// The largest numbers of threads for which a block has enough registers.
 template <typename T>
 constexpr int kActThreads = sizeof(T) == 2 ? 1024 : 640;
 template <typename T>
@@ -32,8 +31,8 @@ constexpr TokenFormat kFormat = TokenFormat::kBlockwiseFp8;
 constexpr int kGroup = Format<kFormat>::kGroup, kLanes = kGroupLanes<kFormat>;
 constexpr int kGroupsOfWarp = kWarpThreads / kLanes;
 
-// `from` is the lane's first vector. The product is read only once, by streaming loads, so that
-// other arrays stay in the cache for the next product.
+// Loads a lane's vectors from `from` on. Streaming loads keep other arrays in the cache for the
+// next product, because the kernel reads its operands only once.
 template <typename T>
 __device__ __forceinline__ LaneNumbers<T> load_lane(const T* from) {
   LaneNumbers<T> lane;
@@ -52,7 +51,7 @@ __device__ __forceinline__ void store_lane(T* to, const LaneNumbers<T>& lane) {
   }
 }
 
-// Encodes and stores a lane's numbers; `to` is its first value. All lanes of a warp call it.
+// Encodes a lane's numbers, and stores them from `to` on. All lanes of a warp call it.
 template <typename T>
 __device__ __forceinline__ void store_encoded(const LaneNumbers<T>& numbers, bool stores,
                                               uint32_t member, uint8_t* to, uint32_t* scale) {
@@ -72,7 +71,7 @@ __device__ __forceinline__ void store_encoded(const LaneNumbers<T>& numbers, boo
   if (member == 0) *scale = encoding.scale;
 }
 
-// Returns a word of weighted activations, rounded to T. With a weight of 0, they are zeros.
+// Returns a word of weighted activations, rounded to T. A weight of 0 makes activations zeros.
 template <Activation kFunction, typename T, bool kIsGated>
 __device__ __forceinline__ uint32_t activate_word(uint32_t gate_word, uint32_t up_word,
                                                   float weight, const ActEncode& p) {
@@ -97,7 +96,7 @@ __global__ void __launch_bounds__(kActThreads<T>, 1) act_encode(const ActEncode 
   constexpr int kVectorNumbers = sizeof(uint4) / sizeof(T);
   constexpr int kVectors = kLaneElements / kVectorNumbers;
   const uint32_t lane = threadIdx.x % kWarpThreads, member = lane % kLanes;
-  // Neighbouring warps of the grid are in different blocks, so that few rows occupy all blocks.
+  // Consecutive numbers of warps are in different blocks, so that few rows occupy all blocks.
   const uint32_t warp = threadIdx.x / kWarpThreads * gridDim.x + blockIdx.x;
   const uint32_t stride = gridDim.x * (kActThreads<T> / kWarpThreads) * kGroupsOfWarp;
   const uint32_t groups_of_row = p.columns / kGroup;
@@ -109,7 +108,7 @@ __global__ void __launch_bounds__(kActThreads<T>, 1) act_encode(const ActEncode 
     const uint32_t end = static_cast<uint32_t>(end_row - first_row) * groups_of_row;
 #pragma unroll 1
     for (uint32_t base = warp * kGroupsOfWarp; base < end; base += stride) {
-      // All lanes shuffle, so lanes after the end repeat the last item, and write the same bytes.
+      // All lanes must shuffle, so lanes after the end process the last item again.
       const uint32_t item = min(base + lane / kLanes, end - 1);
       const int32_t row = first_row + static_cast<int32_t>(item / groups_of_row);
       const uint32_t group = item % groups_of_row;
@@ -142,9 +141,8 @@ __global__ void __launch_bounds__(kActThreads<T>, 1) act_encode(const ActEncode 
   }
 }
 
-// Replaces a word of pre-activations by their gradients, and a word of the gradient of activations
-// by weighted activations. For a weight of 0, both results are zeros. Adds gradient * activation to
-// the dot.
+// Replaces words of pre-activations by their gradients, and a word `ct_word` of the gradient of
+// activations by weighted activations; zeros if the weight is 0. Adds ct * activation to the dot.
 template <Activation kFunction, typename T, bool kIsGated>
 __device__ __forceinline__ void grad_word(uint32_t* gate_word, uint32_t* up_word, uint32_t* ct_word,
                                           float weight, const ActGrad& p, float* dot) {

@@ -1,4 +1,4 @@
-// Launches the passes between two products in FP8 (gemm/act_encode.cu).
+// Launches the kernels between two products in FP8 (gemm/act_encode.cu).
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -15,7 +15,7 @@ namespace moe_a2a {
 struct ActEncode {
   ElementType type;     // of the product: kBFloat16 or kFloat32
   const void* product;  // [B, C, P]
-  // [B, C]; a weight of 0 gives zeros. Null: the product itself is encoded, without activation.
+  // [B, C]; a weight of 0 gives zeros. Null: encodes the product itself, without activation.
   const float* row_weights;
   const int32_t *starts, *sizes;  // [B, L] of groups: the first row, and the number of rows
   uint8_t* values;                // [B, C, I], float8_e4m3fn
@@ -29,8 +29,7 @@ struct ActEncode {
 };
 
 // The arrays of act_grad. `values` [B, C, P] and `scales` [B, C, P / 128] encode the gradient of
-// the product. row_weights must not be null. For a weight of 0, all results except the dot are
-// zeros.
+// the product. `row_weights` is not null. A row whose weight is 0 has zeros, except for the dot.
 struct ActGrad : ActEncode {
   const void* ct;    // [B, C, I]: the gradient of the activations before their weights
   void* d_pre;       // [B, C, P]: the gradient of the product
@@ -39,7 +38,7 @@ struct ActGrad : ActEncode {
 };
 
 cudaError_t LoadActEncode();
-// At most `num_sms` blocks are launched, one on each multiprocessor.
+// Launch at most `num_sms` blocks, one on each multiprocessor.
 Problem LaunchActEncode(const ActEncode& call, int num_sms, cudaStream_t stream);
 Problem LaunchActGrad(const ActGrad& call, int num_sms, cudaStream_t stream);
 

@@ -1,4 +1,4 @@
-// Activations and their derivatives, in float32. The value at NaN is NaN.
+// Computes activations and their derivatives in float32. The activation of NaN is NaN.
 #pragma once
 
 #include "gemm/form.h"
@@ -6,7 +6,7 @@
 
 namespace moe_a2a::gemm {
 
-// Returns e to the x. A special case for subnormal numbers would cost four more instructions.
+// Returns e to the power of x. Subnormal results are 0, which saves four instructions.
 __device__ inline float fast_exp(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1.44269504f * x));
@@ -63,7 +63,7 @@ __device__ inline Gated activate_gated(float gate, float up, float alpha, float 
   }
 }
 
-// Calls body(Constant<A>) for the activation `a`, so that the body need not branch again.
+// Calls body(Constant<A>) for the activation `a`, so that the body does not branch for each number.
 template <bool kIsGated, typename Body>
 __device__ inline void for_activation(Activation a, Body&& body) {
   switch (a) {

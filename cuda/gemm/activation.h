@@ -1,4 +1,4 @@
-// The activations that a grouped GEMM applies to its results.
+// The activations that grouped GEMMs apply to their results.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ enum class Activation : int32_t {
   kRelu,           // max(x, 0)
   kSquaredRelu,    // max(x, 0)^2
   kClampedSwiglu,  // gated (GPT-OSS): x sigmoid(alpha x) (up + 1), x <= limit, |up| <= limit
-  kScaledBias,     // no activation: router weights multiply the bias instead of the result
+  kScaledBias,     // no activation; router weights multiply only the bias
 };
 
 }  // namespace moe_a2a

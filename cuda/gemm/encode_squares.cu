@@ -1,13 +1,12 @@
-// Quantizes weights to BlockwiseFp8: reads each square of 128 x 128 numbers once, and writes its
+// Quantizes weights to BlockwiseFp8. Reads each square of 128 x 128 numbers once, and writes its
 // values and their transpose.
 //
 // Layout: a thread holds 16 bytes of each of several neighbouring rows, and transposes its values
 // in blocks of 4 x 4 bytes. Afterwards, shared memory has the transposed square in rows of 128
-// bytes. The place of a unit (the bytes that a thread stores at once) is xored with the number of
-// the 16-byte column, so that neither stores nor loads have bank conflicts.
+// bytes. A unit is the bytes that a thread stores at once. Its place is xored with the number of
+// the thread's column, so that stores and loads have no bank conflicts.
 //
-// Launch: a block for each square. Blocks share a multiprocessor, so that one loads while others
-// wait.
+// Launch: a block for each square. Several blocks share a multiprocessor: one loads, others wait.
 #include "gemm/encode_squares.h"
 
 #include "device/element.cuh"
@@ -53,7 +52,7 @@ __global__ void __launch_bounds__(kSquareThreads, sizeof(T) == 2 ? 4 : 2)
   const T* from = static_cast<const T*>(p.weights) + origin;
   LaneNumbers<T> numbers[kHolds];
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {  // the weights are read once
+  for (int r = 0; r < kRows; ++r) {
     numbers[r / kLaneRows].vectors[r % kLaneRows] =
         __ldcs(reinterpret_cast<const uint4*>(from + r * p.n));
   }

@@ -1,8 +1,8 @@
-// Handles the results of a tile in a warp: applies an activation or its derivative if there is one,
-// rounds the results and stores them.
+// Processes the results of a tile: applies an activation or its derivative if there is one, rounds
+// the results and stores them.
 //
 // A warp has the results of 16 rows of m and all n. Four neighbouring lanes share two rows, which
-// are 8 rows apart. A lane has two neighbouring elements of every 8 of n, which become one word:
+// are 8 rows apart. Of every 8 elements along n, a lane has two neighbours, which become one word:
 //   d[4 j + 2 r + i]  is  (m = lane / 4 + 8 r, n = 8 j + 2 (lane % 4) + i).
 #pragma once
 
@@ -16,7 +16,7 @@ namespace moe_a2a::gemm {
 struct Plane {
   int32_t first, c2, c3;
 
-  // Rows of a group from `end` on are treated like rows outside of the group.
+  // Rows of a group from `end` on count as rows outside of the group.
   __device__ Plane(bool is_ragged, const Work& work, int32_t end)
       : first(is_ragged ? kRaggedRows - end : 0),
         c2(is_ragged ? work.start + end : work.weight),
@@ -25,24 +25,48 @@ struct Plane {
   __device__ Box box(int32_t column, int32_t row) const { return {column, first + row, c2, c3}; }
 };
 
-// Stores boxes of results through a warp's buffers in turn.
+// A warp's buffers for boxes of results. The warp fills and stores them in turn.
 template <typename F>
-class BoxWriter {
+class BoxBuffers {
  public:
-  static constexpr int kWords = (F::kIsTurned ? F::kStoreRows : kBoxElements) / 4;
-
-  __device__ explicit BoxWriter(char (&buffers)[kStoreBuffers][F::kStoreBytes])
+  __device__ explicit BoxBuffers(char (&buffers)[kStoreBuffers][F::kStoreBytes])
       : buffers_(buffers) {}
 
-  // Stores 16 rows of m by 64 of n, or by kStoreRows of n of a transposed tile.
-  __device__ void write(const CUtensorMap& map, const Box& box, const uint32_t (&words)[kWords]) {
-    const int lane = lane_index();
-    if (lane == 0) wait_until_read<kStoreBuffers - 1>();
+  // Waits for the next buffer, and returns it.
+  __device__ char* next() {
+    if (lane_index() == 0) wait_until_read<kStoreBuffers - 1>();
     __syncwarp();
     char* buffer = buffers_[next_];
     next_ = (next_ + 1) % kStoreBuffers;
-    // Matrices 0 and 1 are the halves of 16 rows for the first 8 of n, 2 and 3 for the next 8.
-    const int matrix = lane / 8, row = lane % 8;
+    return buffer;
+  }
+  // Stores a buffer after all lanes have filled it.
+  static __device__ void store(const CUtensorMap& map, const Box& box, const char* buffer) {
+    fence_shared_for_bulk();
+    __syncwarp();
+    if (lane_index() != 0) return;
+    store_box(&map, box, buffer);
+    end_store_group();
+  }
+
+ private:
+  char (&buffers_)[kStoreBuffers][F::kStoreBytes];
+  int next_ = 0;
+};
+
+// Stores boxes of results of 16 bits.
+template <typename F>
+class BoxWriter : BoxBuffers<F> {
+ public:
+  static constexpr int kColumns = F::kIsTurned ? F::kStoreRows : kBoxElements;  // of n
+  static constexpr int kWords = kColumns / 4;
+  using BoxBuffers<F>::BoxBuffers;
+
+  // Stores a box of 16 rows of m.
+  __device__ void write(const CUtensorMap& map, const Box& box, const uint32_t (&words)[kWords]) {
+    char* buffer = this->next();
+    // Matrices 0 and 1 are the two halves of the rows for the first 8 of n, 2 and 3 for the next 8.
+    const int matrix = lane_index() / 8, row = lane_index() % 8;
 #pragma unroll
     for (int n = 0; n < 4 * kWords; n += 16) {
       char* address;
@@ -55,12 +79,7 @@ class BoxWriter {
       const uint32_t* of = words + n / 4;
       store_matrices<F::kIsTurned>(address, {of[0], of[1], of[2], of[3]});
     }
-    fence_shared_for_bulk();
-    __syncwarp();
-    if (lane == 0) {
-      store_box(&map, box, buffer);
-      end_store_group();
-    }
+    this->store(map, box, buffer);
   }
 
   template <typename T, int kSize>
@@ -71,19 +90,15 @@ class BoxWriter {
     for (int i = 0; i < kWords; ++i) words[i] = pack<T>(d[first + 2 * i], d[first + 2 * i + 1]);
     write(map, box, words);
   }
-
- private:
-  char (&buffers_)[kStoreBuffers][F::kStoreBytes];
-  int next_ = 0;
 };
 
-// The operands of an epilogue that loads nothing before the products.
+// An epilogue that loads nothing before the products.
 struct Nothing {
   template <typename... Args>
   __device__ explicit Nothing(const Args&...) {}
 };
 
-// The router weights of a lane's two rows, for rows along m, read before the products.
+// The router weights of a lane's two rows, for rows along m. A lane reads them before the products.
 template <typename F>
 struct WeightsAlongM {
   float of[2];
@@ -98,8 +113,8 @@ struct WeightsAlongM {
   __device__ float at(int i) const { return of[i / 2 % 2]; }
 };
 
-// The router weights of a tile's rows, for rows along n, read before the products. Each lane of a
-// warp reads the weights of different rows.
+// The router weights of a tile's rows, for rows along n. A warp reads them before the products, and
+// each of its lanes reads the weights of different rows.
 template <typename F>
 class WeightsAlongN {
  public:
@@ -126,7 +141,7 @@ class WeightsAlongN {
 template <typename F>
 using RowWeights = std::conditional_t<F::kIsTurned, WeightsAlongN<F>, WeightsAlongM<F>>;
 
-// Calls body(first, n) for each box of a transposed tile, which begins at d[first] and row n.
+// Calls body(first, n) for each box of a transposed tile. The box begins at d[first] and row n.
 template <typename F, typename Body>
 __device__ inline void each_box(const Tile<F>& tile, Body&& body) {
 #pragma unroll
@@ -135,7 +150,7 @@ __device__ inline void each_box(const Tile<F>& tile, Body&& body) {
   }
 }
 
-// Stores 16 rows of m of all products of a warp, which are 64 of m apart, in a transposed tile.
+// Stores a warp's results in a transposed tile: 16 rows of m for each product, 64 rows apart.
 template <typename T, typename F, int kProducts, int kSize>
 __device__ inline void store_products(const GemmParams& p, BoxWriter<F>& writer,
                                       const Tile<F>& tile, const Plane& plane, int32_t m,
@@ -150,8 +165,8 @@ __device__ inline void store_products(const GemmParams& p, BoxWriter<F>& writer,
   }
 }
 
-// The rounded results of a warp's last tile, 16 rows of m by all n. The warp stores them while the
-// products of its next tile run, so that these products wait only for the rounding.
+// The rounded results of a warp's previous tile, 16 rows of m by all n. The warp stores them while
+// the products of the current tile run. These products therefore wait only for the rounding.
 template <typename F>
 class Rounded {
  public:
@@ -168,7 +183,7 @@ class Rounded {
     columns_ = tile.end_n - tile.n;
   }
 
-  // Stores box number `box`, if it exists. Call it for all boxes in turn before the next take().
+  // Stores box number `box` if it exists. Store all boxes in turn before the next take().
   __device__ void store(const CUtensorMap& map, BoxWriter<F>& writer, int box) {
 #pragma unroll
     for (int i = 0; i < kBoxes; ++i) {
@@ -181,11 +196,11 @@ class Rounded {
  private:
   uint32_t words_[kBoxes][kBoxElements / 4];
   Box box_;
-  int32_t columns_ = 0;  // from the first of the tile to the end; 0: nothing is left to store
+  int32_t columns_ = 0;  // from the tile's first column to the end; 0 if nothing is left to store
 };
 
-// Applies biases, activation and router weights, and stores the activations, and the
-// pre-activations if they are kept. A gated tile has gate and up in the two halves of its columns.
+// Applies biases, activation and router weights. Stores the activations, and the pre-activations if
+// they are kept. A gated tile has gate and up in the two halves of its columns.
 template <typename T, typename F, int kSize>
 __device__ inline void store_activations_along_m(const GemmParams& p, BoxWriter<F>& writer,
                                                  const Work& work, const Tile<F>& tile,
@@ -238,9 +253,9 @@ __device__ inline void store_activations_along_m(const GemmParams& p, BoxWriter<
   store(p.d, 0);
 }
 
-// The same for rows along n. A gated tile has gate and up in two products; the products of other
-// tiles are 64 columns apart. Results have other registers than products, because otherwise the
-// compiler would not let products of any step overlap.
+// Replaces store_activations_along_m() for rows along n. The two products of a gated tile are gate
+// and up. The two products of other tiles are 64 columns apart. Results and products have different
+// registers, because otherwise the compiler would not let products of any step overlap.
 template <typename T, typename F, int kSize>
 __device__ inline void store_activations_along_n(const GemmParams& p, BoxWriter<F>& writer,
                                                  const Work& work, const Tile<F>& tile,
@@ -250,7 +265,7 @@ __device__ inline void store_activations_along_n(const GemmParams& p, BoxWriter<
   const ActivationParams& a = p.activation;
   constexpr bool kIsGated = F::kIsGated;
   const bool is_scaled = !kIsGated && a.function == Activation::kScaledBias;
-  float bias[2][2] = {};  // of each product: of the columns of d[j], at j / 2 % 2
+  float bias[2][2] = {};  // for d[i][j], at [i][j / 2 % 2]
   if (a.bias != nullptr && work.weight >= 0) {
     const T* of =
         static_cast<const T*>(a.bias) + int64_t{work.weight} * a.num_columns * (kIsGated ? 2 : 1);
@@ -309,13 +324,13 @@ struct Operands {
   char *a, *b;
 };
 
-// Turns d, the gradients of weighted activations, into gradients of pre-activations. Stores these
-// gradients, the weighted activations, and partial dots of d with the unweighted activations.
+// Computes the gradients of pre-activations from d, the gradients of weighted activations. Stores
+// these gradients, the weighted activations, and partial dots of d with the unweighted activations.
 //
-// Pre-activations come through the stages of the operands, so the loader loads them while the last
-// products run. A stage has 64 columns of a tile: gate columns (or columns of an activation that is
-// not gated) in place of operand a, and up columns in place of operand b. A warp overwrites the
-// rows that it reads with their gradients, and stores the gradients from there.
+// The loader loads pre-activations into the stages of the operands while the last products run. A
+// stage has 64 columns of a tile. Gate columns (or columns of an activation that is not gated) are
+// in place of operand a, and up columns in place of operand b. In the stage, a warp overwrites its
+// rows with their gradients, and stores the gradients from there.
 template <typename T, typename F>
 class Derivative {
  public:
@@ -340,7 +355,7 @@ class Derivative {
   __device__ Derivative(const GemmParams& p, const Work& work, const Tile<F>& tile, int32_t m)
       : p_(p), work_(work), tile_(tile), m_(m), weights_(p, work, tile, m) {}
 
-  // `take()` waits for the next stage. `give()` releases it after its stores have read it.
+  // `take()` waits for the next stage. `give()` releases the stage after its stores have read it.
   template <int kSize, typename Take, typename Give>
   __device__ void store(const Plane& plane, float (&d)[kSize], Take&& take, Give&& give) {
     for_activation<kIsGated>(p_.activation.function, [&](auto function) {
@@ -374,7 +389,7 @@ class Derivative {
   }
 
  private:
-  // Computes 32 columns in shared memory, from column `column` on, with d[first], d[first + 1], ...
+  // Computes 32 columns of a stage, from `column` on, with d[first], d[first + 1], ...
   template <Activation kFunction, int kSize>
   __device__ void derive(char* gate, char* up, char* act, int column, const float (&d)[kSize],
                          int first, float (&dots)[2]) {
@@ -450,9 +465,9 @@ class Derivative {
 
 // Adds products to a tile of float32 totals in place.
 //
-// Totals come through the stages of the operands. A stage has 64 columns of a tile: 32 in place of
-// operand a, and 32 in place of operand b. A warp adds its results in shared memory, and stores the
-// sums from there. Bulk reductions would need no load, but the L2 cache adds slower than it stores.
+// The loader loads totals into the stages of the operands. A stage has 64 columns of a tile: 32 in
+// place of operand a, and 32 in place of operand b. A warp adds its results in shared memory, and
+// stores the sums. Bulk reductions need no load, but the L2 cache adds more slowly than it stores.
 template <typename F>
 class AddToTotals {
  public:
@@ -501,7 +516,7 @@ class AddToTotals {
 
  private:
   // Adds d[first], d[first + 1], ... to 16 swizzled rows of 128 bytes. At any time, odd rows and
-  // even rows add to different columns, because equal columns use the same banks.
+  // even rows add to different columns, because equal columns have the same banks.
   template <int kSize>
   static __device__ void add(char* rows, const float (&d)[kSize], int first) {
     const int lane = lane_index(), row = lane / 4;

@@ -1,5 +1,5 @@
-// The forms of a grouped GEMM: how a product d[m, n] = sum over k of a[m, k] b[k, n] is divided
-// into tiles. Rows of groups lie along one of the three axes.
+// The forms of a grouped GEMM. A form says how a product d[m, n] = sum over k of a[m, k] b[k, n] is
+// divided into tiles. Rows of groups lie along one of the three axes.
 #pragma once
 
 #include <cuda.h>
@@ -13,36 +13,37 @@ namespace moe_a2a::gemm {
 
 enum class Axis { kM, kN, kK };
 
-// The contiguous axis of an operand: the axis that the product sums over, or the other axis.
+// The contiguous axis of an operand: k, or the other axis.
 enum class Major { kK, kMN };
 
-// A tile of an operand is in shared memory as boxes of up to 64 rows of 64 elements (128 bytes,
-// swizzled). K-major: elements are along k, rows along m or n. MN-major: elements are along m or n,
-// rows along k; the next 64 of m or n are the next box.
+// In shared memory, a tile of an operand consists of boxes of up to 64 rows of 64 elements (128
+// bytes, swizzled). In a K-major box, elements are along k, and rows along m or n. In an MN-major
+// box, elements are along m or n, and rows along k. The next box has the next 64 of m or n.
 constexpr int kBoxElements = 64;
 constexpr int kTileK = 64;
 constexpr int kBoxBytes = kBoxElements * kTileK * 2;
 static_assert(kBoxElements * 2 == 128, "the hardware swizzles rows of 128 bytes");
 
-constexpr int kConsumerGroups = 2;  // warp groups that multiply; each has half of a tile's m
+constexpr int kConsumerGroups = 2;  // warp groups that multiply, each half of a tile along m
 constexpr int kConsumerWarps = 4 * kConsumerGroups;
 constexpr int kGemmThreads = 128 * (kConsumerGroups + 1);  // the last warp group loads
 constexpr int kStoreBuffers = 2;                           // of each warp, for results
-// Rows of tiles in a band. Tiles that are computed at the same time share rows and columns.
+// A band has this number of rows of tiles. Clusters take tiles band by band, so that tiles that are
+// computed at the same time share rows and columns.
 constexpr int kBand = Tuning::kGemmBand;
 
-// Work::tile has 16 bits for the position of a tile along m, and 15 along n.
+// Work::tile has 16 bits for a tile's position along one axis, and 15 bits for the other axis.
 constexpr int64_t kMaxTiles = 1 << 15;
 // The smallest extents of a tile, along the axis of the rows and along the other axes.
 constexpr int kLeastTileRows = 32, kLeastTileColumns = 128;
 
-// What a product does with its results before it stores them (gemm/epilogue.cuh).
+// An epilogue processes the results of a product and stores them (gemm/epilogue.cuh).
 enum class Epilogue : int32_t {
-  kStore,          // nothing
+  kStore,          // only stores results
   kActivate,       // applies an activation to each result
   kActivateGated,  // multiplies the activated gate columns by the up columns
-  kDerive,         // turns the gradient of activations into the gradient of pre-activations
-  kDeriveGated,    // the same for gated activations
+  kDerive,         // computes the gradient of pre-activations from the gradient of activations
+  kDeriveGated,    // does so for gated activations
   kAdd,            // adds each result, without rounding, to the float32 number in its place
 };
 
@@ -52,23 +53,23 @@ struct Form {
   static constexpr Axis kRows = kRows_;
   static constexpr Major kMajorA = kMajorA_, kMajorB = kMajorB_;
   static constexpr int kTileM = kTileM_, kTileN = kTileN_;
-  static constexpr int kBlocks = kBlocks_;  // of a cluster, which take tiles together
+  static constexpr int kBlocks = kBlocks_;  // of a cluster
   static constexpr int kStages = kStages_;
   static constexpr Epilogue kEpilogue = kEpilogue_;
   static constexpr bool kVaries = kVaries_;  // tiles have different numbers of rows (RowTiles)
   // The two blocks of a cluster have neighbouring tiles along this axis.
   static constexpr Axis kPaired = kVaries ? Axis::kN : Axis::kM;
   static constexpr int kStepK = kTileK;  // elements of k in a tile of an operand
-  // An empty sum has a step of zeros, because the first products overwrite the results.
+  // An empty sum needs a step of zeros, because the first step initializes the results.
   static constexpr int kLeastSteps = 1;
 
-  // Weights [L, K, 2 I] have the I gate columns and then the I up columns. A tile has gate columns
-  // and their up columns, so it has half as many results.
+  // Weights [L, K, 2 I] have I gate columns and then I up columns. A tile has gate columns and
+  // the corresponding up columns, so it has half as many results.
   static constexpr bool kIsGated = kEpilogue == Epilogue::kActivateGated;
   static constexpr bool kDerives =
       kEpilogue == Epilogue::kDerive || kEpilogue == Epilogue::kDeriveGated;
   static constexpr bool kAdds = kEpilogue == Epilogue::kAdd;
-  // The epilogue reads an array through stages after a tile's operands, 64 columns in each.
+  // The epilogue reads an array through stages after a tile's operands. A stage has 64 columns.
   static constexpr bool kReads = kDerives || kAdds;
   static constexpr int kReadStages = kReads ? kTileN / kBoxElements : 0;
   static constexpr int kResultM = kIsGated && kRows == Axis::kN ? kTileM / 2 : kTileM;
@@ -80,16 +81,17 @@ struct Form {
                                          ? kBoxElements
                                          : kTileN / 2;
   static constexpr int kBoxesB = kTileN / kRowsOfBoxB;
-  // If kVaries, operand b has one more box, of fewer rows, which only large tiles load.
+  // If kVaries, operand b has one more box of fewer rows. Only large tiles load this box.
   static constexpr int kRowsOfLastBoxB = kTileN - kBoxesB * kRowsOfBoxB;
   static constexpr int kBytesA = kTileM * kTileK * 2, kBytesB = kTileN * kTileK * 2;
-  static constexpr int kProducts = kTileM / (64 * kConsumerGroups);  // of a warp group, for 16 of k
+  // The number of products of a warp group for 16 of k.
+  static constexpr int kProducts = kTileM / (64 * kConsumerGroups);
   static constexpr bool kHasRaggedA = kRows != Axis::kN, kHasRaggedB = kRows != Axis::kM;
   static constexpr bool kHasRaggedD = kRows != Axis::kK;
   static constexpr bool kWeightsAreA = !kHasRaggedA;
   // Results are [rows, columns]. If rows lie along n, a tile is transposed when it is stored.
   static constexpr bool kIsTurned = kRows == Axis::kN;
-  // A box of results, which a warp stores at once.
+  // A warp stores a box of results at a time.
   static constexpr int kStoreColumns = kIsTurned ? 16 : kAdds ? kBoxElements / 2 : kBoxElements;
   static constexpr int kStoreRows = kVaries ? kTileN / 3 : kIsTurned ? kTileN : 16;
   // The size of a buffer for results. FP8 products may store 16 by 32 numbers of 4 bytes.
@@ -99,38 +101,38 @@ struct Form {
   static_assert(kBlocks == 1 || (kBlocks == 2 && kBoxesA % 2 == 0 && kBoxesB % 2 == 0));
   static_assert(!kVaries || (kRows == Axis::kN && kBlocks == 2));
   static_assert(kMajorB == Major::kK || kRowsOfBoxB == kBoxElements);
-  static_assert(kTileM % (64 * kConsumerGroups) == 0 && kTileM % kBoxElements == 0);
+  static_assert(kTileM % (64 * kConsumerGroups) == 0);
   static_assert(kResultM >= (kRows == Axis::kM ? kLeastTileRows : kLeastTileColumns) &&
                 kResultN >= (kRows == Axis::kN ? kLeastTileRows : kLeastTileColumns));
   static_assert(kStages >= 2, "a warp may release a stage after it has waited for the next");
   static_assert(kBytesA + kBytesB < 1 << 20, "a phase of an mbarrier counts up to 2^20 - 1 bytes");
 };
 
-// rows [C, K] by weights [L, K, N]. Two neighbouring tiles of rows share each load of weights.
+// Multiplies rows [C, K] by weights [L, K, N]. Two neighbouring tiles share each load of weights.
 template <Epilogue E>
 using Forward = Form<Axis::kM, Major::kK, Major::kMN, Tuning::kForward.m, Tuning::kForward.n,
                      Tuning::kForward.blocks, Tuning::kForward.stages, E>;
-// The same for groups of few rows. Weights are operand a, because instructions accept any multiple
-// of 8 as the extent along n. A tile therefore has only as many rows as its group needs.
+// Computes the product of Forward for groups of few rows. Rows lie along n, where instructions
+// accept any multiple of 8 as the extent. A tile has only as many rows as its group needs.
 template <Epilogue E>
 using ForwardFew =
     Form<Axis::kN, Major::kMN, Major::kK, Tuning::kForwardFew.m, Tuning::kForwardFew.n,
          Tuning::kForwardFew.blocks, Tuning::kForwardFew.stages, E, true>;
-// rows [C, N] by the transposed weights.
+// Multiplies rows [C, N] by transposed weights.
 template <Epilogue E>
 using Transposed =
     Form<Axis::kM, Major::kK, Major::kK, Tuning::kTransposed.m, Tuning::kTransposed.n,
          Tuning::kTransposed.blocks, Tuning::kTransposed.stages, E>;
-// The transposed rows [K, C] by rows [C, N], for each group.
+// Multiplies the transposed rows [K, C] by rows [C, N], for each group.
 template <Epilogue E>
 using WeightGradient =
     Form<Axis::kK, Major::kMN, Major::kMN, Tuning::kWeightGradient.m, Tuning::kWeightGradient.n,
          Tuning::kWeightGradient.blocks, Tuning::kWeightGradient.stages, E>;
 
-// A ragged tensor is rows [C, columns] whose groups the hardware distinguishes: outside of a group,
-// it loads zeros and stores nothing. The map of the tensor has an axis of kRaggedRows rows, whose
-// last rows are the rows of a group, and two axes that move these rows to the group. A step along
-// the first of the two is one row. A step along the second is kRaggedWrap bytes minus one row, so
+// A ragged tensor is rows [C, columns] of groups. Outside of a group, the hardware loads zeros and
+// stores nothing. The map of the tensor has an axis of kRaggedRows rows. The last rows of this axis
+// are the rows of a group. Two more axes move them to the group. A step along the first of these
+// two axes is one row. A step along the second axis is kRaggedWrap bytes minus one row, so
 // kRaggedRows steps are -kRaggedRows rows modulo 2^64.
 constexpr int32_t kRaggedRows = 1 << 30;
 constexpr int64_t kRaggedWrap = int64_t{1} << 35;
@@ -151,16 +153,15 @@ struct ActivationParams {
 
 struct GemmParams {
   CUtensorMap a, b, d;
-  // The gate and up columns of an array [C, P] that the epilogue stores: pre-activations, or their
-  // gradient. If the activation is not gated, the first map has all columns.
+  // The gate columns and the up columns of an array [C, P] that the epilogue stores:
+  // pre-activations, or their gradient. If the activation is not gated, pre[0] has all columns.
   CUtensorMap pre[2];
   CUtensorMap read[2];  // pre-activations for kDerive; read[0]: totals for kAdd
   CUtensorMap spare;    // the weights whose indices are at least first_spare
   CUtensorMap last_b;   // b, with boxes of kRowsOfLastBoxB rows
   int32_t m, n, k;      // 0 for the axis of the rows; gated results have I columns
   ActivationParams activation;
-  // [groups]: the first row, the number of rows, and the matrix of weights (GroupedGemm).
-  const int32_t *starts, *sizes, *weights;
+  const int32_t *starts, *sizes, *weights;  // [groups] (GroupedGemm)
   int32_t num_groups;
   int32_t first_spare;
   int32_t* next_tile;  // 0 before the launch; null: clusters take tiles in turn

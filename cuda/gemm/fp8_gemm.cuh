@@ -1,28 +1,26 @@
 // A grouped GEMM of FP8 numbers (E4M3) with blockwise scales.
 //
 // Holds afterwards: for every group, d[m, n] = sum over blocks i of k of s[m, n, i] t[m, n, i]. t
-// is the sum of the products of the 128 values of a block, which the hardware sums with fewer bits
-// than float32 has. s is the rounded product of the two scales. The sum over blocks is in float32
-// in the order of k, and is rounded once. All else is as in gemm/grouped_gemm.cuh.
+// is the sum of the products of the 128 values of a block. The hardware computes this sum with
+// fewer bits than float32 has. s is the rounded product of the two scales. The sum over blocks is
+// in float32 in the order of k, and is rounded once. The rest is as in gemm/grouped_gemm.cuh.
 //
 // Parts: a warp group has kParts products, each of 64 of m by the n of the tile. It multiplies a
-// block of k for one part into temporary registers, and adds these results times their scales to
-// the part's results. While a warp group reads results, the compiler lets none of its products run.
-// A part therefore starts after the wait for the previous part. Meanwhile the other warp group's
-// products run.
+// block of k for one part into temporary registers. Then it adds these results times their scales
+// to the part's results. While a warp group reads results, the compiler lets none of its products
+// run. A part therefore starts after the wait for the previous part.
 //
-// Rows along m: one part and one temporary. The products of both warp groups end together, so the
-// time from their end to the next products matters. It is shortest if the number of steps of a tile
-// is a multiple of kStages (kWholeTurns): then stages have constant places, their descriptors are
-// in uniform registers, and the wait for a step begins while the previous step is added.
+// Rows along m: one part and one temporary. The products of both warp groups end at the same time,
+// so the time until the next products matters. It is shortest if the number of steps of a tile is a
+// multiple of kStages (kWholeTurns). Stages then have constant places, their descriptors are in
+// uniform registers, and the wait for a step begins while the previous step is added.
 //
-// Rows along n: two parts and two temporaries. A part is added while the next is multiplied.
+// Rows along n: two parts and two temporaries. A part is added while the next part is multiplied.
 //
-// Scales: a lane reads scales from global memory into registers, some steps ahead, and gets other
-// lanes' scales through shared memory (rows along m) or by shuffles (rows along n).
+// Scales: a lane reads scales from global memory into registers, some steps ahead. It receives the
+// scales of other lanes through shared memory (rows along m) or by shuffles (rows along n).
 //
-// Launch: kGemmThreads threads, clusters of kBlocks blocks. `*next_tile` is 0, or `next_tile`
-// is null.
+// Launch: kGemmThreads threads, clusters of kBlocks blocks. `next_tile` is null or points to a 0.
 #pragma once
 
 #include "gemm/fp8_gemm.h"
@@ -40,9 +38,8 @@ struct Fp8Form : Form<kRows_, Major::kK, Major::kK, kTileM_, kTileN_, kBlocks_, 
   static constexpr bool kWholeTurns = kWholeTurns_;  // k is a multiple of kStages steps
   static constexpr int kParts = kTileM_ / (64 * kConsumerGroups);
   static constexpr int kPartSize = kTileN_ / 2;  // registers of a part
-  static constexpr int kStepOfPart = kBoxBytes;  // to the next part, in shared memory
   static_assert(kFp8Block == kBoxElements * 2);
-  // The results of a warp group have the scales of one block of weights, or of at most two.
+  // The results of a warp group have the scales of at most two blocks of weights.
   static_assert(kTileM_ == (kIsTurned ? kFp8Block : 64) * kConsumerGroups);
   static_assert(!kWholeTurns || (!kIsTurned && kStages_ % 4 == 0),
                 "the scales of four steps are read at once");
@@ -55,12 +52,12 @@ struct Fp8Params : GemmParams {
 };
 
 // The scales of a lane's results, for rows along m. The four lanes of a quad have the same rows.
-// Each of them reads the scales of a different step, and leaves them for the other three in shared
-// memory. Results of rows and columns beyond the last are not stored, so any scales do.
+// Each lane reads the scales of a different step, and stores them for the other three lanes in
+// shared memory. Rows and columns beyond the last have any scales; their results are not stored.
 template <typename F>
 class ScalesAlongM {
  public:
-  // Columns of a tile that have the same scale, wherever the tile begins.
+  // The number of columns that always have the same scale, wherever a tile begins.
   static constexpr int kColumns = kFp8Block / 2;
   static constexpr int kSize = F::kTileN / kColumns * 2;
   static constexpr int kLanes = 4;
@@ -70,7 +67,7 @@ class ScalesAlongM {
 
   __device__ explicit ScalesAlongM(Shared& of_steps) : of_steps_(of_steps) {}
 
-  // Loads the scales of the first steps. `m` is the warp's first row in its group.
+  // Begins a tile: loads the scales of its first steps. `m` is the warp's first row in its group.
   __device__ void start(const Fp8Params& p, const Work& work, const Tile<F>& tile, int32_t m) {
     const int32_t row = m + lane_index() / kLanes, last = work.size - 1;
     const int32_t blocks_n = (p.n + kFp8Block - 1) / kFp8Block;
@@ -119,7 +116,7 @@ class ScalesAlongM {
 
   Shared& of_steps_;
   bool begins_within_block_;
-  uint32_t row_, to_second_row_, block_, to_second_block_;  // where scales are in their arrays
+  uint32_t row_, to_second_row_, block_, to_second_block_;  // indices of scales in their arrays
   float of_row_[2], of_block_[2];                           // of the next steps
 };
 
@@ -142,7 +139,7 @@ class ScalesAlongN {
     load(p, 0, steps);
   }
 
-  // Returns the scales of `step` for d[r, 8 j + 2 (lane % 4) + i], at 2 * j + i.
+  // Returns the scales of `step`: at 2 * j + i, the scale of d[r, 8 j + 2 (lane % 4) + i].
   __device__ void get(const Fp8Params& p, int step, int steps, float (&scales)[kSize]) {
     float of_lane[kReads];
 #pragma unroll
@@ -165,11 +162,11 @@ class ScalesAlongN {
       of_row_[i] = load_if(step < steps && static_cast<int32_t>(row) < num_rows_,
                            p.row_scales + row_ + row * p.row_stride + step * p.block_stride);
     }
-    // Even a lane without rows reads this scale, because other lanes need it.
+    // Even a lane without rows reads this scale for the other lanes.
     of_matrix_ = load_if(step < steps, p.matrix_scales + matrix_ + step);
   }
 
-  uint32_t row_, matrix_;             // where scales are in their arrays
+  uint32_t row_, matrix_;             // indices of scales in their arrays
   int32_t num_rows_;                  // from this lane's first row to the group's end
   float of_row_[kReads], of_matrix_;  // of the next step
 };
@@ -184,24 +181,19 @@ struct Fp8Shared : GemmShared<F> {
   typename Scales<F>::Shared scales[kConsumerWarps];
 };
 
-// Stores boxes of float32 results, 16 rows of m by 32 of n, through a warp's buffers in turn.
+// Stores boxes of float32 results, 16 rows of m by 32 of n.
 template <typename F>
-class FloatWriter {
+class FloatWriter : BoxBuffers<F> {
  public:
   static constexpr int kColumns = 32;  // of n
-
-  __device__ explicit FloatWriter(char (&buffers)[kStoreBuffers][F::kStoreBytes])
-      : buffers_(buffers) {}
+  using BoxBuffers<F>::BoxBuffers;
 
   // Stores d[first], d[first + 1], ... (gemm/epilogue.cuh).
-  template <int kSize>
+  template <typename, int kSize>
   __device__ void write(const CUtensorMap& map, const Box& box, const float (&d)[kSize],
                         int first) {
-    const int lane = lane_index(), quad = lane / 4, place = lane % 4;
-    if (lane == 0) wait_until_read<kStoreBuffers - 1>();
-    __syncwarp();
-    char* buffer = buffers_[next_];
-    next_ = (next_ + 1) % kStoreBuffers;
+    const int quad = lane_index() / 4, place = lane_index() % 4;
+    char* buffer = this->next();
 #pragma unroll
     for (int j = 0; j < kColumns / 8; ++j) {
 #pragma unroll
@@ -217,17 +209,8 @@ class FloatWriter {
         }
       }
     }
-    fence_shared_for_bulk();
-    __syncwarp();
-    if (lane == 0) {
-      store_box(&map, box, buffer);
-      end_store_group();
-    }
+    this->store(map, box, buffer);
   }
-
- private:
-  char (&buffers_)[kStoreBuffers][F::kStoreBytes];
-  int next_ = 0;
 };
 
 template <typename T, typename F>
@@ -237,9 +220,7 @@ template <typename T, typename F>
 __device__ inline void store_results(const Fp8Params& p, WriterOf<T, F>& writer,
                                      const Tile<F>& tile, const Plane& plane, int32_t warp_m,
                                      const float (&d)[F::kParts * F::kPartSize]) {
-  constexpr int kColumns = std::is_same_v<T, float> ? FloatWriter<F>::kColumns
-                           : F::kIsTurned           ? F::kTileN
-                                                    : kBoxElements;
+  constexpr int kColumns = WriterOf<T, F>::kColumns;
 #pragma unroll
   for (int i = 0; i < F::kParts; ++i) {
     const int32_t m = tile.m + warp_m + i * 64;
@@ -247,12 +228,7 @@ __device__ inline void store_results(const Fp8Params& p, WriterOf<T, F>& writer,
     for (int n = 0; n < F::kTileN; n += kColumns) {
       if (m >= tile.end_m || tile.n + n >= tile.end_n) break;
       const Box box = F::kIsTurned ? plane.box(m, tile.n + n) : plane.box(tile.n + n, m);
-      const int first = i * F::kPartSize + n / 2;
-      if constexpr (std::is_same_v<T, float>) {
-        writer.write(p.d, box, d, first);
-      } else {
-        writer.template write<T>(p.d, box, d, first);
-      }
+      writer.template write<T>(p.d, box, d, i * F::kPartSize + n / 2);
     }
   }
 }
@@ -298,7 +274,7 @@ __device__ inline void multiply_fp8_tiles(const Fp8Params& p, Fp8Shared<F>& shar
       float t[F::kParts][F::kPartSize], scale[Scales<F>::kSize];
       const auto start = [&](int place, int part) {
         float (&of)[F::kPartSize] = t[part];
-        const uint32_t a = descriptor_a + place * (F::kBytesA >> 4) + part * (F::kStepOfPart >> 4);
+        const uint32_t a = descriptor_a + place * (F::kBytesA >> 4) + part * (kBoxBytes >> 4);
         const uint32_t b = descriptor_b + place * (F::kBytesB >> 4);
         fence_registers<F::kPartSize>(of);
         begin_products();
@@ -392,24 +368,9 @@ template <typename T, typename F>
 __global__ void __launch_bounds__(kGemmThreads, 1) fp8_gemm(const __grid_constant__ Fp8Params p) {
   MOE_A2A_DYNAMIC_SHARED(1024, char, memory);
   auto& shared = *reinterpret_cast<Fp8Shared<F>*>(memory);
+  static_assert(sizeof(shared) <= Tuning::kMaxSharedBytes);
   const uint32_t rank = F::kBlocks == 1 ? 0 : cluster_rank();
-  start_block<F>(p, shared, rank);
-
-  static_assert(sizeof(Fp8Shared<F>) <= Tuning::kMaxSharedBytes);
-  // The three warp groups have at most the 3 * 168 registers per thread of the launch.
-  constexpr int kLoaderRegisters = 40, kConsumerRegisters = 232;
-  static_assert(kLoaderRegisters + kConsumerGroups * kConsumerRegisters <= 3 * 168);
-  const int warp = threadIdx.x / kWarpThreads;
-  if (warp >= kConsumerWarps) {
-    release_registers<kLoaderRegisters>();
-    if (warp == kConsumerWarps) load_tiles<T, F>(p, shared, rank);
-    if (warp == kConsumerWarps + 1) take_tiles<F>(p, shared, rank);
-  } else {
-    take_registers<kConsumerRegisters>();
-    multiply_fp8_tiles<T, F>(p, shared, rank);
-  }
-  // The other block may still arrive at barriers of this block, so neither block may exit yet.
-  sync_cluster();
+  run_block<T, F>(p, shared, rank, [&] { multiply_fp8_tiles<T, F>(p, shared, rank); });
 }
 
 }  // namespace moe_a2a::gemm

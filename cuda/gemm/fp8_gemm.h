@@ -10,12 +10,12 @@
 
 namespace moe_a2a {
 
-// The numbers of a row, or the rows and columns of a matrix of weights, that share a scale.
+// The numbers of a row that share a scale, and the side of a block of weights that shares a scale.
 constexpr int kFp8Block = 128;
 
 enum class Fp8Product : int32_t {
   kForward,     // rows [C, K] by weights [L, N, K], d: [C, N]
-  kForwardFew,  // the same product, for groups of few rows
+  kForwardFew,  // the product of kForward for groups of few rows
 };
 
 struct Fp8Gemm {
@@ -31,13 +31,13 @@ struct Fp8Gemm {
   int32_t num_groups;
   int32_t* counter;  // device memory, which the launch may overwrite
   int num_sms;       // the most blocks to launch
-  // More matrices [num_spare, N, K], whose indices follow those of the first, or null.
+  // More matrices [num_spare, N, K], or null. Their indices follow the indices of `matrices`.
   const void* spare = nullptr;
   int64_t num_spare = 0;
 };
 
-// Returns why the kernels cannot compute every product of these sizes, or an empty string. Does not
-// check for compute capability 9.0.
+// Returns a reason if the kernels cannot compute every product of these sizes; otherwise an empty
+// string. Does not check for compute capability 9.0.
 Problem WhyNotFp8Gemm(int64_t num_rows, int64_t num_groups, int64_t k, int64_t n);
 
 cudaError_t LoadFp8Gemm();

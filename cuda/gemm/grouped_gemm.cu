@@ -5,15 +5,13 @@
 namespace moe_a2a {
 namespace {
 
-using Elements = Types<__nv_bfloat16, __half>;
-
 using gemm::Epilogue;
 
 // Calls body(product, epilogue, Type<element>, Type<form>) for every kernel.
 template <typename Body>
 void each_kernel(Body&& body) {
   const auto of = [&](GroupedProduct product, auto epilogues, auto form_of) {
-    for_each(Elements{}, [&](auto element) {
+    for_each(Types<__nv_bfloat16, __half>{}, [&](auto element) {
       for_each(epilogues, [&](auto epilogue) {
         body(product, decltype(epilogue)::value, element, form_of(epilogue));
       });
@@ -46,8 +44,12 @@ Epilogue EpilogueOf(const GroupedGemm& gemm) {
 cudaError_t LoadGroupedGemm() {
   cudaError_t error = cudaSuccess;
   each_kernel([&](GroupedProduct, Epilogue, auto element, auto form) {
+    using T = typename decltype(element)::type;
+    using F = typename decltype(form)::type;
     if (error != cudaSuccess) return;
-    error = gemm::Load<typename decltype(element)::type, typename decltype(form)::type>();
+    error =
+        cudaFuncSetAttribute(gemm::grouped_gemm<T, F>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             sizeof(gemm::GemmShared<F>));
   });
   return error;
 }

@@ -1,28 +1,28 @@
-// A grouped GEMM: multiplies groups of rows by their matrices of weights, or computes the gradient.
+// A grouped GEMM. Multiplies groups of rows by their matrices of weights, or computes the gradient
+// of the weights.
 //
 // Holds afterwards: for every group, d[m, n] = sum over k of a[m, k] b[k, n], in float32 and
-// rounded once; zeros for groups with a negative weight. With Epilogue::kAdd, d has increased by
-// these sums, in float32, and is untouched for a group without rows. Rows that belong to no group
-// are neither read nor written. An empty sum is zero.
+// rounded once. Groups with a negative weight have zeros. With Epilogue::kAdd, d has increased by
+// these sums in float32, and is unchanged for a group without rows. Rows that belong to no group
+// are not read and not written. An empty sum is zero.
 //
-// Layout: gemm/form.h says how products lie along m, n and k, and tiles lie in shared memory.
+// Layout: gemm/form.h says which axes rows lie along, and how tiles lie in shared memory.
 //
-// Roles: in the last warp group of a block, one warp takes tiles, and another loads tiles of a and
-// b through kStages stages. The two other warp groups multiply, each for half of the tile's rows,
-// and store. Without an activation, they store while the products of the next tile run. The first
-// block of a cluster takes the next tile, from a counter or in turn, and tells the
-// other block. Any number of blocks completes the work. With a counter, blocks that start late take
-// fewer tiles.
+// Roles: in the last warp group of a block, one warp takes tiles. Another warp loads tiles of a and
+// b through kStages stages. The two other warp groups are consumers: each multiplies half of the
+// tile's rows, and stores the results. Without an activation, they store while the products of the
+// next tile run. The first block of a cluster takes the next tile, from a counter or in turn, and
+// tells the other block. Any number of blocks completes the work. With a counter, blocks that start
+// late take fewer tiles.
 //
 // An epilogue may read an array, such as pre-activations for a derivative, through kReadStages
-// stages after a tile's operands. Both blocks of a cluster use them all, even for fewer columns.
+// stages after a tile's operands. A block uses all these stages, even for fewer columns.
 //
 // Waits: the loading warp waits until the consumers of both blocks have released a stage, because
-// its loads may be for both. Consumers wait for the loads. They release a stage that an epilogue
-// reads when the stores from the stage have read it. Nothing waits for another cluster.
+// its loads may be for both blocks. Consumers wait for the loads. If an epilogue reads a stage,
+// consumers release the stage when their stores have read it. No cluster waits for another cluster.
 //
-// Launch: kGemmThreads threads, clusters of kBlocks blocks. `*next_tile` is 0, or `next_tile`
-// is null.
+// Launch: kGemmThreads threads, clusters of kBlocks blocks. `next_tile` is null or points to a 0.
 #pragma once
 
 #include "gemm/epilogue.cuh"
@@ -64,9 +64,9 @@ __device__ inline Box box_of(const Plane& plane, int32_t mn, int32_t k) {
   return kMajor == Major::kK ? plane.box(k, mn) : plane.box(mn, k);
 }
 
-// Returns the first column of weights in a box of a gated tile, whose results begin at column
-// `first` of I. Operand b has two boxes of gate columns, then two of up columns. Operand a has one
-// of each per warp group.
+// Returns the first column of weights in a box of a gated tile. The results of the tile begin at
+// column `first` of I. Operand b has two boxes of gate columns, then two boxes of up columns.
+// Operand a has one gate box and one up box for each warp group.
 template <bool kIsA>
 __device__ inline int32_t gated_column(int32_t first, int box, int32_t num_columns) {
   const int half = kIsA ? box % 2 : box / 2, of_half = kIsA ? box / 2 : box % 2;
@@ -96,14 +96,14 @@ __device__ inline void with_extent(const Tile<F>& tile, Body&& body) {
   }
 }
 
-// Another block may overwrite the entry as soon as all lanes have read it.
+// Reads an entry of work. Another block may overwrite the entry as soon as all lanes have read it.
 __device__ inline Work read_work(const volatile Work& from) {
   const Work work = {from.start, from.size, from.weight, from.tile};
   __syncwarp();
   return work;
 }
 
-// Reads what an epilogue needs: an array through stages, or row weights before the products.
+// An epilogue reads an array through stages (Reader), or row weights before the products.
 template <typename T, typename F>
 using Reader = std::conditional_t<F::kDerives, Derivative<T, F>, AddToTotals<F>>;
 template <typename T, typename F>
@@ -112,13 +112,12 @@ using Before = std::conditional_t<
     std::conditional_t<F::kEpilogue == Epilogue::kStore, Nothing, RowWeights<F>>>;
 
 // Takes tiles, and tells all warps of the cluster. One warp of each block calls it and does nothing
-// else, so the next tile is known as soon as the loader needs it.
+// else, so that the next tile is known before the loader needs it.
 //
 // The first block writes entries of work in both blocks, and reuses an entry after all warps have
-// read it. If the second block's warps arrived at a barrier of the first block, they would need a
-// cluster-scope fence, which would cost consumers time in each tile. The second block's warps
-// therefore arrive at a barrier of their own block. This function waits at that barrier, and then
-// arrives at the first block, once per tile.
+// read it. If all warps of the second block arrived at a barrier of the first block, consumers
+// would need a cluster-scope fence in each tile, which takes time. They therefore arrive at a
+// barrier of the second block. This function waits there, and then arrives at the first block.
 template <typename F>
 __device__ inline void take_tiles(const GemmParams& p, GemmShared<F>& shared, uint32_t rank) {
   constexpr bool kIsCluster = F::kBlocks > 1;
@@ -186,7 +185,7 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
     constexpr int kBytesOfRowB = F::kBytesB / F::kTileN;
     const int rows_b = tile.loaded_rows();
     const int products = tile.steps(), steps = products + F::kReadStages;
-    // Without weights, the only step is after the end of k, where the hardware loads zeros.
+    // A group without weights has one step at the end of k, where the hardware loads zeros.
     const int32_t first_k = F::kRows != Axis::kK && work.weight < 0 ? p.k : 0;
     for (int step = 0; step < steps; ++step) {
       wait_for(&shared.released[stage.place], stage.parity ^ 1);
@@ -201,7 +200,7 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
       } else if (is_first_lane) {
         const int32_t k = first_k + step * F::kStepK;
         expect_bytes(loaded, F::kBytesA + rows_b * kBytesOfRowB);
-        // Branches choose the array: a chosen address would need registers that the loader lacks.
+        // Branches choose the array, because the loader lacks registers for a computed address.
         const auto load_from = [&](const CUtensorMap& map, bool has_weights, char* to,
                                    const Box& box, auto&& load) {
           if (has_weights && is_spare) {
@@ -274,7 +273,7 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
     if (lane_index() < F::kBlocks) arrive_at(&shared.released[place], lane_index());
   };
   int held = -1;  // a stage that the epilogue has read and that this warp must still release
-  // Releases the held stage after all groups of stores except the last kPending have read theirs.
+  // Releases the held stage after all groups of stores except the last `pending` have read theirs.
   const auto release_held = [&](auto pending) {
     if (held < 0) return;
     if (lane_index() == 0) wait_until_read<decltype(pending)::value>();
@@ -308,9 +307,9 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
     Before<T, F> before(p, work, tile, warp_m);
     float d[F::kProducts][F::kTileN / 2];
     int previous = 0;
-    // If rows lie along k, a group's last rows may fill only part of a step, and are multiplied 16
-    // at a time. Without a wait after each product, the compiler would not let products of any step
-    // overlap.
+    // If rows lie along k, a group's last rows may fill only part of a step. These rows are
+    // multiplied 16 at a time, with a wait after each product. Without these waits, the compiler
+    // would not let products of any step overlap.
     const int whole = F::kRows == Axis::kK ? tile.whole_steps() : steps;
     with_extent(tile, [&](auto extent) {
       constexpr int kExtent = decltype(extent)::value;
@@ -346,7 +345,7 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
         previous = stage.place;
         stage.advance();
       }
-      // Before the wait for the last products, prepare the first products of the next tile.
+      // Prepare the first products of the next tile while the last products run.
       next = receive_work(shared, rank, entry);
       next_tile = Tile<F>(p, next, rank);
       is_loaded = !F::kReads && whole == steps && !next.is_end();
@@ -402,12 +401,10 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
       rounded.template take<T>(tile, plane, warp_m, d[0]);
     } else if constexpr (F::kEpilogue == Epilogue::kStore) {
       store_products<T, F>(p, writer, tile, plane, warp_m, d);
+    } else if constexpr (F::kIsTurned) {
+      store_activations_along_n<T, F>(p, writer, work, tile, plane, warp_m, before, d);
     } else {
-      if constexpr (F::kIsTurned) {
-        store_activations_along_n<T, F>(p, writer, work, tile, plane, warp_m, before, d);
-      } else {
-        store_activations_along_m<T, F>(p, writer, work, tile, plane, warp_m, before, d[0]);
-      }
+      store_activations_along_m<T, F>(p, writer, work, tile, plane, warp_m, before, d[0]);
     }
   }
   if constexpr (kStoresLate) {
@@ -416,8 +413,10 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
   if (lane_index() == 0) wait_until_stored();
 }
 
-template <typename F>
-__device__ inline void start_block(const GemmParams& p, GemmShared<F>& shared, uint32_t rank) {
+// Runs a block. `multiply` multiplies and stores tiles in the consumers.
+template <typename T, typename F, typename Multiply>
+__device__ inline void run_block(const GemmParams& p, GemmShared<F>& shared, uint32_t rank,
+                                 Multiply&& multiply) {
   if (threadIdx.x == 0) {
     prefetch_map(&p.a);
     prefetch_map(&p.b);
@@ -428,11 +427,27 @@ __device__ inline void start_block(const GemmParams& p, GemmShared<F>& shared, u
     }
     for (int i = 0; i < kWorkEntries; ++i) {
       init_barrier(&shared.work_sent[i], 1);
-      // The consumers, the loader, and the second block's warp that takes tiles arrive.
+      // One arrival for each consumer, for the loader, and for the second block.
       init_barrier(&shared.work_read[i], kConsumerWarps + F::kBlocks);
     }
     fence_load_barriers();
   }
+  sync_cluster();
+
+  // A thread of the launch has 168 registers. The number of registers must be a multiple of 8.
+  constexpr int kLoaderRegisters = 40, kConsumerRegisters = 232;
+  static_assert(kLoaderRegisters % 8 == 0 && kConsumerRegisters % 8 == 0);
+  static_assert(kLoaderRegisters + kConsumerGroups * kConsumerRegisters <= 3 * 168);
+  const int warp = threadIdx.x / kWarpThreads;
+  if (warp >= kConsumerWarps) {
+    release_registers<kLoaderRegisters>();
+    if (warp == kConsumerWarps) load_tiles<T, F>(p, shared, rank);
+    if (warp == kConsumerWarps + 1) take_tiles(p, shared, rank);
+  } else {
+    take_registers<kConsumerRegisters>();
+    multiply();
+  }
+  // The other block may still arrive at barriers of this block, so neither block may exit yet.
   sync_cluster();
 }
 
@@ -441,25 +456,9 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
     grouped_gemm(const __grid_constant__ GemmParams p) {
   MOE_A2A_DYNAMIC_SHARED(1024, char, memory);
   auto& shared = *reinterpret_cast<GemmShared<F>*>(memory);
+  static_assert(sizeof(shared) <= Tuning::kMaxSharedBytes);
   const uint32_t rank = F::kBlocks == 1 ? 0 : cluster_rank();
-  start_block(p, shared, rank);
-
-  static_assert(sizeof(GemmShared<F>) <= Tuning::kMaxSharedBytes);
-  // A multiprocessor has 65,536 registers. The number of registers of a thread is a multiple of 8.
-  constexpr int kLoaderRegisters = 40, kConsumerRegisters = 232;
-  static_assert(kLoaderRegisters % 8 == 0 && kConsumerRegisters % 8 == 0);
-  static_assert(128 * (kLoaderRegisters + kConsumerGroups * kConsumerRegisters) <= 65536);
-  const int warp = threadIdx.x / kWarpThreads;
-  if (warp >= kConsumerWarps) {
-    release_registers<kLoaderRegisters>();
-    if (warp == kConsumerWarps) load_tiles<T, F>(p, shared, rank);
-    if (warp == kConsumerWarps + 1) take_tiles(p, shared, rank);
-  } else {
-    take_registers<kConsumerRegisters>();
-    multiply_tiles<T, F>(p, shared, rank);
-  }
-  // The other block may still arrive at barriers of this block, so neither block may exit yet.
-  sync_cluster();
+  run_block<T, F>(p, shared, rank, [&] { multiply_tiles<T, F>(p, shared, rank); });
 }
 
 }  // namespace moe_a2a::gemm

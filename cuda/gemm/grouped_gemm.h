@@ -18,16 +18,18 @@ constexpr const char* kGemmCapability = "9.0";
 
 enum class GroupedProduct : int32_t {
   kForward,         // a: rows [C, K], b: weights [L, K, N], d: [C, N]
-  kForwardFew,      // the same product, for groups of few rows
+  kForwardFew,      // the product of kForward for groups of few rows
   kTransposed,      // a: rows [C, N], b: weights [L, K, N], d: [C, K]
   kWeightGradient,  // a: rows [C, K], b: rows [C, N], d: [L, K, N]
 };
 
-// The additional operands and results of an activated product. P is I, or 2 I for a gated
-// activation, whose gate columns come first. kForward and kForwardFew: d [C, I] = row_weights *
-// function(a b + bias), with weights [L, K, P]. kTransposed, with weights [L, I, N] and g = a b^T:
-// d [C, I] = row_weights * function(pre), d_pre [C, P] is the gradient of pre, and partial_dots
-// [ceil(I / kDotColumns), C] are the dots of g with function(pre) for each kDotColumns of I.
+// The additional operands and results of an activated product. P is I. For a gated activation, P is
+// 2 I, and the gate columns come first.
+//
+// kForward and kForwardFew compute d [C, I] = row_weights * function(a b + bias), with weights
+// [L, K, P]. kTransposed has weights [L, I, N] and g = a b^T. It computes d [C, I] = row_weights *
+// function(pre), and the gradient d_pre [C, P] of pre. partial_dots [ceil(I / kDotColumns), C] are
+// the dots of g with function(pre), for each kDotColumns columns of I.
 struct ActivatedProduct {
   bool is_gated;
   Activation function;
@@ -46,22 +48,22 @@ struct GroupedGemm {
   const void *a, *b;
   void* d;
   int64_t num_rows, num_weights, k, n;  // C, L, K, N
-  // [groups] in device memory: the first row, the number of rows, and the matrix of weights. If the
-  // index of the matrix is negative, the results are zeros, except that kWeightGradient has none.
+  // [groups] in device memory: the first row, the number of rows, and the index of the matrix of
+  // weights. A negative index makes the results zeros; kWeightGradient then writes no results.
   const int32_t *starts, *sizes, *weights;
   int32_t num_groups;
   int32_t* counter;   // device memory, which the launch may overwrite
   int num_sms;        // the most blocks to launch
   bool adds = false;  // kWeightGradient: d is float32, and increases by the products
   const ActivatedProduct* activated = nullptr;
-  // More matrices [num_spare, K, N], whose indices follow those of b, or null.
+  // More matrices [num_spare, K, N], or null. Their indices follow the indices of b.
   const void* spare = nullptr;
   int64_t num_spare = 0;
 };
 
 cudaError_t LoadGroupedGemm();
-// Returns why the kernels cannot compute every product of these sizes, or an empty string. Does not
-// check for compute capability 9.0. `type`: the name of the elements' type in Python.
+// Returns a reason if the kernels cannot compute every product of these sizes; otherwise an empty
+// string. Does not check for compute capability 9.0. `type` is the dtype's name in Python.
 Problem WhyNotGroupedGemm(std::string_view type, int64_t num_rows, int64_t num_groups, int64_t k,
                           int64_t n);
 

@@ -1,5 +1,4 @@
-// Instructions of compute capability 9.0 for grouped GEMMs; see device/ptx.cuh for other
-// instructions.
+// Instructions of compute capability 9.0 for grouped GEMMs. device/ptx.cuh has all others.
 #pragma once
 
 #include <cuda.h>
@@ -39,24 +38,25 @@ __device__ inline void init_barrier(uint64_t* barrier, int num_arrivals) {
                : "memory");
 }
 
-// Arrives at `barrier` of the block `rank`. The order of a block is enough: the warp has the
-// results of its reads, and only the bytes that it has read are overwritten next. The order of a
-// cluster would compile to a fence of all global memory, which takes as long as a step of products.
+// Arrives at `barrier` of the block `rank`, in the order of a block. This order is enough, because
+// the warp has the results of its reads, and only bytes that it has read are overwritten next. The
+// order of a cluster needs a fence of all global memory, which takes as long as a step of products.
 __device__ inline void arrive_at(uint64_t* barrier, uint32_t rank) {
   asm volatile(
       "mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(shared_address_of(barrier, rank))
       : "memory");
 }
 
-// Arrives in the order of the cluster: the reads of this thread, and reads that it has synchronized
-// with, come before accesses of block `rank` after its `wait_for<true>`. This is slow.
+// Arrives at `barrier` of the block `rank`, in the order of the cluster. Earlier reads of this
+// thread, and reads of threads that it has synchronized with, come before accesses of block `rank`
+// after its `wait_for<true>`. This order is slow.
 __device__ inline void arrive_in_cluster_order(uint64_t* barrier, uint32_t rank) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(
                    shared_address_of(barrier, rank))
                : "memory");
 }
 
-// Arrives at this block's barrier, whose phase also waits for `bytes` of asynchronous copies.
+// Arrives at this block's barrier. Its phase then also waits for `bytes` of asynchronous copies.
 __device__ inline void expect_bytes(uint64_t* barrier, uint32_t bytes) {
   asm volatile(
       "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
@@ -64,40 +64,30 @@ __device__ inline void expect_bytes(uint64_t* barrier, uint32_t bytes) {
       : "memory");
 }
 
-template <bool kInClusterOrder>
-__device__ inline bool try_wait(uint64_t* barrier, uint32_t parity) {
-  uint32_t done;
-  if constexpr (kInClusterOrder) {
-    asm volatile(
-        "{\n\t.reg .pred p;\n\t"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n\t"
-        "selp.u32 %0, 1, 0, p;\n\t}"
-        : "=r"(done)
-        : "r"(shared_address(barrier)), "r"(parity)
-        : "memory");
-  } else {
-    asm volatile(
-        "{\n\t.reg .pred p;\n\t"
-        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
-        "selp.u32 %0, 1, 0, p;\n\t}"
-        : "=r"(done)
-        : "r"(shared_address(barrier)), "r"(parity)
-        : "memory");
-  }
-  return done != 0;
-}
-
-// Waits for the phase of this block's barrier with this parity. A whole warp calls it, and all
-// lanes see the phase before any lane continues and lets the next phase begin. With
-// kInClusterOrder, later accesses come after all accesses that another block made before it sent,
-// or before it arrived in the order of the cluster. Such a wait is slow.
+// Waits for the phase of this block's barrier with this parity. A whole warp calls it. All lanes
+// see the phase before any lane continues and lets the next phase begin. With kInClusterOrder,
+// later accesses come after all accesses that another block made before it called send() or
+// arrive_in_cluster_order(). This order is slow.
 template <bool kInClusterOrder = false>
 __device__ inline void wait_for(uint64_t* barrier, uint32_t parity) {
-  while (!try_wait<kInClusterOrder>(barrier, parity)) {
+  if constexpr (kInClusterOrder) {
+    uint32_t done = 0;
+    while (!done) {
+      asm volatile(
+          "{\n\t.reg .pred p;\n\t"
+          "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n\t"
+          "selp.u32 %0, 1, 0, p;\n\t}"
+          : "=r"(done)
+          : "r"(shared_address(barrier)), "r"(parity)
+          : "memory");
+    }
+  } else {
+    wait_until_loaded(barrier, parity);
   }
   __syncwarp();
 }
 
+// Stores `value` in block `rank` of the cluster, and completes a phase of `barrier` there.
 __device__ inline void send(int4* to, uint64_t* barrier, uint32_t rank, int4 value) {
   const uint32_t barrier_address = shared_address_of(barrier, rank);
   asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], 16;" ::"r"(barrier_address)
@@ -109,7 +99,7 @@ __device__ inline void send(int4* to, uint64_t* barrier, uint32_t rank, int4 val
       : "memory");
 }
 
-// ---- Boxes of tensors of four axes. Coordinates count elements; the first axis is contiguous.
+// ---- Boxes of tensors of four axes. The first axis is contiguous.
 
 struct Box {
   int32_t c0, c1, c2, c3;
@@ -128,7 +118,7 @@ __device__ inline void load_box(void* to, const CUtensorMap* map, const Box& box
       : "memory");
 }
 
-// Loads into both blocks of the cluster, with the same address and the same barrier in each block.
+// Loads into both blocks of the cluster, at the same address and with the same barrier.
 __device__ inline void load_box_for_both(void* to, const CUtensorMap* map, const Box& box,
                                          uint64_t* barrier) {
   constexpr uint16_t kBoth = 3;
@@ -148,13 +138,13 @@ __device__ inline void store_box(const CUtensorMap* map, const Box& box, const v
       : "memory");
 }
 
-// ---- Matrix products of a warp group: d[64, n] += a[64, 16] b[16, n], a and b in shared memory.
+// ---- Matrix products of a warp group: d[64, n] += a[64, 16] b[16, n]; a, b in shared memory.
 
 constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
 constexpr uint64_t kEightRows = uint64_t{8 * 128 >> 4} << 32;  // from eight rows to the next
 constexpr uint64_t kHigh = kSwizzle128 | kEightRows;
 
-// Returns the lower word of an operand's descriptor. kHigh has the other bits.
+// Returns the lower word of an operand's descriptor. The upper word is in kHigh.
 __device__ inline uint32_t operand_descriptor(const void* shared, Major major) {
   const uint32_t leading = major == Major::kK ? 1 : kBoxBytes >> 4;
   // The higher bits of the address are the block's rank in its cluster.
@@ -174,7 +164,7 @@ template <int kPending>
 __device__ inline void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
-// Keeps the compiler from reading the first kFirst numbers before the wait that precedes this call.
+// The compiler must read the first kFirst numbers after this call, and so after the preceding wait.
 template <int kFirst, int kSize>
 __device__ inline void fence_registers(float (&d)[kSize]) {
 #pragma unroll
@@ -221,7 +211,7 @@ __device__ inline void fence_registers(float (&d)[kSize]) {
                : "l"(kHigh | a), "l"(kHigh | b), "r"(static_cast<int32_t>(adds)),            \
                  "n"(static_cast<int>(kA == Major::kMN)), "n"(static_cast<int>(kB == Major::kMN)))
 
-// Starts a product of operand_descriptor()s. If `adds` is false, overwrites kN / 2 numbers of `d`.
+// Starts a product. a and b are descriptors. If `adds` is false, overwrites kN / 2 numbers of `d`.
 template <typename T, Major kA, Major kB, int kN, int kSize>
 __device__ inline void multiply(float (&d)[kSize], uint32_t a, uint32_t b, bool adds) {
   constexpr bool kIsBf16 = std::is_same_v<T, __nv_bfloat16>;
@@ -261,13 +251,11 @@ __device__ inline void multiply(float (&d)[kSize], uint32_t a, uint32_t b, bool 
                : outputs                                                                       \
                : "l"(kHigh | a), "l"(kHigh | b), "r"(static_cast<int32_t>(adds)))
 
-// Starts a product of FP8 numbers (E4M3), d[64, n] += a[64, 32] b[32, n]. Operands are K-major.
+// Starts a product of FP8 numbers (E4M3): d[64, n] += a[64, 32] b[32, n]. Operands are K-major.
 template <int kSize>
 __device__ inline void multiply_fp8(float (&d)[kSize], uint32_t a, uint32_t b, bool adds) {
-  static_assert(kSize == 16 || kSize == 32 || kSize == 96);
-  if constexpr (kSize == 16) {
-    MOE_A2A_PRODUCT("32", MOE_A2A_REGISTERS_16, MOE_A2A_OUT_16(0), "16", "17", "18");
-  } else if constexpr (kSize == 32) {
+  static_assert(kSize == 32 || kSize == 96);
+  if constexpr (kSize == 32) {
     MOE_A2A_PRODUCT("64", MOE_A2A_REGISTERS_32, MOE_A2A_OUT_32(0), "32", "33", "34");
   } else {
     MOE_A2A_PRODUCT("192", MOE_A2A_REGISTERS_96, MOE_A2A_OUT_96(0), "96", "97", "98");
@@ -275,9 +263,8 @@ __device__ inline void multiply_fp8(float (&d)[kSize], uint32_t a, uint32_t b, b
 }
 #undef MOE_A2A_PRODUCT
 
-// Stores four matrices of 8 x 8 elements to shared memory. `row` of lane i: the 16 bytes of row i %
-// 8 of matrix i / 8. Registers have the layout of a product's results (kTransposed: of its
-// transpose).
+// Stores four matrices of 8 x 8 elements to shared memory. Lane i has the address of row i % 8 of
+// matrix i / 8. Registers have the layout of a product's results, or of their transpose.
 template <bool kTransposed>
 __device__ inline void store_matrices(void* row, const uint4& r) {
   if constexpr (kTransposed) {
@@ -332,7 +319,7 @@ __device__ inline float load_if(bool loads, const float* from) {
   return x;
 }
 
-// ---- Registers of a warp group. A thread starts with the registers of the launch bounds.
+// ---- Registers of a warp group. The launch bounds determine the number at the start.
 
 template <int kRegisters>
 __device__ inline void take_registers() {

@@ -1,4 +1,4 @@
-// Launches one form of the kernel.
+// Launches one form of a kernel.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@ template <typename F>
 Problem MakeParams(const GroupedGemm& gemm, GemmParams* p) {
   const int bytes = element_bytes(gemm.type);
   const auto rows_of = [&](const void* data, int64_t columns) {
-    // Nothing is loaded from an array without rows, but its map needs an address.
+    // An array without rows may have no address, but its map needs an address.
     return TensorMap{bytes, gemm.num_rows == 0 ? gemm.d : data, columns, true, 0, 0, 0, 0};
   };
   const auto weights_of = [&](const void* data, int64_t num) {
@@ -51,71 +51,58 @@ Problem MakeParams(const GroupedGemm& gemm, GemmParams* p) {
     map.box_columns = columns, map.box_rows = rows;
     return EncodeTensorMap(map, encoded);
   };
-  Problem problem = encode(a, kBoxElements, kBoxElements, &p->a);
-  if (problem.empty()) problem = encode(b, kBoxElements, F::kRowsOfBoxB, &p->b);
-  if constexpr (F::kVaries) {
-    if (problem.empty()) problem = encode(b, kBoxElements, F::kRowsOfLastBoxB, &p->last_b);
-  }
-  if (problem.empty()) problem = encode(d, F::kStoreColumns, F::kStoreRows, &p->d);
-  if (problem.empty() && F::kAdds) {
-    problem = encode(d, F::kStoreColumns, kBoxElements, &p->read[0]);
-  }
-  if (problem.empty() && gemm.num_spare > 0) {
+  MOE_A2A_TRY(encode(a, kBoxElements, kBoxElements, &p->a));
+  MOE_A2A_TRY(encode(b, kBoxElements, F::kRowsOfBoxB, &p->b));
+  if (F::kVaries) MOE_A2A_TRY(encode(b, kBoxElements, F::kRowsOfLastBoxB, &p->last_b));
+  MOE_A2A_TRY(encode(d, F::kStoreColumns, F::kStoreRows, &p->d));
+  if (F::kAdds) MOE_A2A_TRY(encode(d, F::kStoreColumns, kBoxElements, &p->read[0]));
+  if (gemm.num_spare > 0) {
     TensorMap spare = weights_of(gemm.spare, gemm.num_spare);
-    problem =
-        encode(spare, kBoxElements, F::kWeightsAreA ? kBoxElements : F::kRowsOfBoxB, &p->spare);
+    constexpr int kRows = F::kWeightsAreA ? kBoxElements : F::kRowsOfBoxB;
+    MOE_A2A_TRY(encode(spare, kBoxElements, kRows, &p->spare));
   }
   if (const ActivatedProduct* activated = gemm.activated; activated != nullptr) {
     const int32_t columns = static_cast<int32_t>(d.columns), halves = activated->is_gated ? 2 : 1;
     const auto encode_half = [&](void* pre, int half, int box_columns, int box_rows,
                                  CUtensorMap* encoded) {
-      if (!problem.empty()) return;
       TensorMap map = rows_of(static_cast<char*>(pre) + half * columns * bytes, columns);
       map.row_elements = columns * halves;
-      problem = encode(map, box_columns, box_rows, encoded);
+      return encode(map, box_columns, box_rows, encoded);
     };
     void* stored = F::kDerives ? activated->d_pre : activated->pre;
     for (int half = 0; half < halves && stored != nullptr; ++half) {
-      encode_half(stored, half, F::kStoreColumns, F::kStoreRows, &p->pre[half]);
+      MOE_A2A_TRY(encode_half(stored, half, F::kStoreColumns, F::kStoreRows, &p->pre[half]));
       if (!F::kDerives) continue;
-      encode_half(activated->pre, half, kBoxElements, kBoxElements, &p->read[half]);
+      MOE_A2A_TRY(encode_half(activated->pre, half, kBoxElements, kBoxElements, &p->read[half]));
     }
     p->activation = {
         activated->function, activated->alpha,        activated->limit, activated->row_weights,
         activated->bias,     activated->partial_dots, columns,          stored != nullptr,
         gemm.num_rows};
   }
-  p->starts = gemm.starts;
-  p->sizes = gemm.sizes;
-  p->weights = gemm.weights;
-  p->num_groups = gemm.num_groups;
-  p->first_spare = static_cast<int32_t>(gemm.num_weights);
-  p->next_tile = gemm.counter;
-  return problem;
+  return {};
 }
 
-template <typename T, typename F>
-cudaError_t Load() {
-  return cudaFuncSetAttribute(grouped_gemm<T, F>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                              sizeof(GemmShared<F>));
-}
-
-template <typename F, typename Shared, typename Params>
-Problem LaunchForm(void (*kernel)(Params), Params params, int num_sms, cudaStream_t stream) {
+// Launches a kernel. `params` needs no groups, because they are in `gemm`.
+template <typename F, typename Shared, typename Params, typename Gemm>
+Problem LaunchForm(void (*kernel)(Params), Params params, const Gemm& gemm, cudaStream_t stream) {
+  params.starts = gemm.starts;
+  params.sizes = gemm.sizes;
+  params.weights = gemm.weights;
+  params.num_groups = gemm.num_groups;
+  params.first_spare = static_cast<int32_t>(gemm.num_weights);
   // With few rows and few tiles, a counter costs more time than it saves.
   const int64_t columns_of_tiles = ceil_div(params.m, F::kResultM);
-  if (F::kRows == Axis::kN &&
-      params.num_groups * columns_of_tiles <= int64_t{Tuning::kGemmTilesInTurn} * num_sms) {
-    params.next_tile = nullptr;
-  } else {
-    Problem problem = ProblemOf(cudaMemsetAsync(params.next_tile, 0, sizeof(int32_t), stream));
-    if (!problem.empty()) return problem;
+  if (F::kRows != Axis::kN ||
+      gemm.num_groups * columns_of_tiles > int64_t{Tuning::kGemmTilesInTurn} * gemm.num_sms) {
+    params.next_tile = gemm.counter;
+    MOE_A2A_TRY(ProblemOf(cudaMemsetAsync(params.next_tile, 0, sizeof(int32_t), stream)));
   }
   cudaLaunchAttribute cluster = {};
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim = {F::kBlocks, 1, 1};
   cudaLaunchConfig_t config = {};
-  config.gridDim = std::max(1, num_sms / F::kBlocks) * F::kBlocks;
+  config.gridDim = std::max(1, gemm.num_sms / F::kBlocks) * F::kBlocks;
   config.blockDim = kGemmThreads;
   config.dynamicSmemBytes = sizeof(Shared);
   config.stream = stream;
@@ -127,9 +114,8 @@ Problem LaunchForm(void (*kernel)(Params), Params params, int num_sms, cudaStrea
 template <typename T, typename F>
 Problem Launch(const GroupedGemm& gemm, cudaStream_t stream) {
   GemmParams params = {};
-  Problem problem = MakeParams<F>(gemm, &params);
-  if (!problem.empty()) return problem;
-  return LaunchForm<F, GemmShared<F>>(grouped_gemm<T, F>, params, gemm.num_sms, stream);
+  MOE_A2A_TRY(MakeParams<F>(gemm, &params));
+  return LaunchForm<F, GemmShared<F>>(grouped_gemm<T, F>, params, gemm, stream);
 }
 
 }  // namespace moe_a2a::gemm

@@ -12,8 +12,8 @@ namespace moe_a2a::gemm {
 // The next work of a cluster: a tile of results for each of its blocks.
 //
 // The two blocks have neighbouring tiles along the axis F::kPaired. If a group has an odd number of
-// tiles along this axis, the blocks have neighbouring tiles along the other axis in the last row of
-// tiles. In both cases they share the loads of an operand.
+// tiles along this axis, the last tiles remain. For these, the blocks have neighbouring tiles along
+// the other axis. In both cases, the blocks share the loads of an operand.
 struct alignas(16) Work {
   int32_t start, size;  // rows of the group; the size is negative if no work is left
   int32_t weight;
@@ -23,17 +23,17 @@ struct alignas(16) Work {
   __device__ bool is_odd() const { return (tile & 1) != 0; }
 };
 
-// Returns false if the blocks share loads of operand b.
+// Returns true if the blocks share loads of operand a; otherwise they share loads of operand b.
 template <typename F>
 __device__ inline bool shares_a(const Work& work) {
   return (F::kPaired == Axis::kN) != work.is_odd();
 }
 
-// The tiles of a group's rows if their extents vary.
+// The tiles of a group's rows if the extents of tiles vary.
 //
 // Loads limit a tile of few rows, and an odd tile shares fewer loads than a pair. A group therefore
 // has pairs of tiles of kBase rows, and then up to four tiles for the remaining rows. These last
-// tiles have equal extents, for which products exist (with_extent()).
+// tiles have equal extents. with_extent() lists the possible extents.
 struct RowTiles {
   static constexpr int kBase = 128, kMost = Tuning::kForwardFew.n;
   int32_t full;  // tiles of kBase rows
@@ -50,8 +50,8 @@ struct RowTiles {
   __device__ int32_t count() const { return full + last; }
 };
 
-// A tile of one block: its first row and column, and the ends of the product's axes for the tile's
-// group. With F::kVaries, end_n is the end of the tile's rows.
+// A tile of one block. `m` and `n` are its begin. `end_m`, `end_n` and `end_k` are the ends of the
+// product's axes for the tile's group. With F::kVaries, `end_n` is the end of the tile's rows.
 template <typename F>
 struct Tile {
   int32_t m, n;
@@ -87,12 +87,11 @@ struct Tile {
            : extent <= F::kBoxesB * F::kRowsOfBoxB ? F::kBoxesB * F::kRowsOfBoxB
                                                    : F::kTileN;
   }
-  // Returns the steps of whole products, each over 16 of k. If rows lie along k, another may
-  // follow.
+  // Returns the number of steps that consist of whole products, each over 16 of k.
   __device__ int whole_steps() const { return (end_k + 15) / F::kStepK; }
 };
 
-// Walks through the tiles of all groups. All lanes of a warp call it. Positions only increase.
+// Finds the tiles at increasing positions in the list of all tiles. All lanes of a warp call it.
 template <typename F>
 class Walk {
  public:
@@ -168,7 +167,8 @@ class Walk {
   int first_group_ = 0;
   int before_ = 0;             // tiles of groups before first_group_
   int start_, size_, weight_;  // the group of this lane
-  int count_, end_;  // tiles of this group; tiles of this lane's and all earlier lanes' groups
+  int count_;                  // tiles of this lane's group
+  int end_;                    // tiles of this lane's and all earlier lanes' groups
 };
 
 }  // namespace moe_a2a::gemm

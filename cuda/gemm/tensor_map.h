@@ -1,4 +1,4 @@
-// Describes arrays to the hardware that copies boxes of them.
+// Describes arrays for the hardware that copies boxes of arrays.
 #pragma once
 
 #include <cuda.h>

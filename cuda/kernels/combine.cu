@@ -1,19 +1,20 @@
 // combine: sum every token's rows at its source rank. It is the transpose of dispatch.
 //
-// Holds afterwards: out[token] = sum over ranks, in rank order, of round_to_wire(sum over the
-// token's rows on that rank, in the order of choices, of weight * row), plus addend[token] if there
-// are addends. All sums are in float32. Ranks that have no slot for the token are skipped. Choice
-// arrays are not summed: out[token, k] is the entry of the row of choice k, or zero if the choice
-// has no row. In a token format, round_to_wire(x) is decode(encode(x)) (docs/formats.md).
+// Holds afterwards: out[token] = sum over ranks, in rank order, of round_to_wire(partial sum), plus
+// addend[token] if there are addends. A rank's partial sum is the sum of weight * row over the
+// token's rows on this rank, in the order of choices. All sums are in float32. Ranks that have no
+// slot for the token are skipped. In a token format, round_to_wire(x) is decode(encode(x))
+// (docs/formats.md). Choice arrays are not summed: out[token, k] is the entry of the row of choice
+// k, or zero if the choice has no row.
 //
-// Layout: a zone has, for each summed array, [num_tokens slots, row_stride] of partial sums in the
-// wire dtype, or of values and then their scales; and for each choice array [num_tokens slots,
+// Layout: a zone has [num_tokens slots, row_stride] of partial sums for each summed array, in the
+// wire dtype or as values and then their scales. For each choice array, it has [num_tokens slots,
 // top_k]. A token's partial sum lands in the slot that the token had at the rank in dispatch.
 //
-// Waits: senders wait only for credits of an earlier epoch. Receivers wait, for each token, for the
+// Waits: senders wait only for credits of an earlier epoch. For each token, receivers wait for the
 // chunks that hold its partial sums. The highest block waits for the head of every rank. This
 // rank's partial sum never enters a zone, but is rounded like all partial sums. A rank that has
-// dropped all rows of a token still sends zeros, because the source rank waits for that slot.
+// dropped all rows of a token still sends zeros, because the source rank waits for this slot.
 //
 // Launch: any number of blocks.
 #include "device/exchange.cuh"
@@ -25,20 +26,20 @@
 namespace moe_a2a {
 namespace {
 
-// How rows are summed. kGeneral accepts any rows and weights. The other two use a warp's list
-// (device/sum.cuh): kRows sums whole rows with at most one weight each. kSegments sums one row
+// How rows are summed. kGeneral accepts any rows and weights. kRows and kSegments use a warp's list
+// (device/sum.cuh). kRows sums whole rows with at most one weight each. kSegments sums one row
 // segment at a time: the elements of one weight, or the whole row.
 enum class Sums { kGeneral, kRows, kSegments };
 
 constexpr int kNoChoice = -1;  // in slot_rows: no row on this rank; -2: the row was dropped
 
-// Choices of a few consecutive slots or tokens: lane i * top_k + k holds choice k of the i-th slot.
-// The lanes load them together, because each load costs a latency.
+// Choices of a few consecutive slots: lane i * top_k + k holds choice k of the i-th slot. All lanes
+// load at the same time, because each load costs a latency.
 struct WarpChoices {
   int row;  // negative: the choice has no row here
   float weight;
 
-  // `slot`: of the choice's token in the zone of `source`; negative if the token has no slot.
+  // `slot` is the slot of the choice's token in the zone of `source`; negative if it has none.
   __device__ WarpChoices(const CombineParams& p, int source, int slot, int k, uint64_t epoch)
       : row(kNoChoice), weight(1.f) {
     const RoutingView& routing = p.routing;
@@ -64,7 +65,7 @@ struct WarpChoices {
   __device__ WarpChoices(int row, float weight) : row(row), weight(weight) {}
 };
 
-// Elements that a thread reads at once: 16 bytes of the larger type.
+// The number of elements that a thread reads at once: 16 bytes of the larger type.
 template <typename T, typename Wire>
 constexpr int kVector = kVectorBytes / (sizeof(T) > sizeof(Wire) ? sizeof(T) : sizeof(Wire));
 
@@ -91,14 +92,10 @@ template <typename T, typename Wire, Sums kSums, typename Body>
 __device__ __forceinline__ void for_each_listed_segment(const CombineParams& p,
                                                         const SummedArray& array, Body&& body) {
   const int64_t row_bytes = array.elements * sizeof(T);
-  if constexpr (kSums == Sums::kRows) {
-    body(ListedSegment{0, row_bytes, 0, row_bytes});
-  } else {
-    const bool is_whole = has_one_segment<kSums, Wire>(p);
-    const int64_t bytes = is_whole ? row_bytes : p.elements_per_weight * sizeof(T);
-    const int segments = is_whole ? 1 : p.weights_per_row;
-    for (int i = 0; i < segments; ++i) body(ListedSegment{i, row_bytes, i * bytes, bytes});
-  }
+  const bool is_whole = has_one_segment<kSums, Wire>(p);
+  const int64_t bytes = is_whole ? row_bytes : p.elements_per_weight * sizeof(T);
+  const int segments = is_whole ? 1 : p.weights_per_row;
+  for (int i = 0; i < segments; ++i) body(ListedSegment{i, row_bytes, i * bytes, bytes});
 }
 
 // Returns the bytes of a row of `elements` partial sums in a slot.
@@ -111,7 +108,7 @@ __device__ int64_t wire_bytes(int64_t elements) {
   }
 }
 
-// How a row segment of type T travels, and its first byte in the slot's row.
+// How a row segment of type T travels, and the segment's first byte in the slot's row.
 template <typename T, typename Wire>
 struct SegmentOnWire {
   RoundedWire<T> wire;
@@ -122,17 +119,13 @@ struct SegmentOnWire {
 };
 template <typename T, TokenFormat F>
 struct SegmentOnWire<T, Encoded<F>> {
-  EncodedWire<F, T> wire;
   int64_t first;
+  EncodedWire<F, T> wire;
 
   __device__ SegmentOnWire(const CombineParams& p, const ListedSegment& segment)
-      : SegmentOnWire(p, segment.row_bytes / sizeof(T), segment.first / sizeof(T)) {}
-
- private:
-  __device__ SegmentOnWire(const CombineParams& p, int64_t elements, int64_t first_element)
-      : wire(p.wire_global_scale, scales_offset(F, elements) + scale_bytes(F, first_element) -
-                                      value_bytes(F, first_element)),
-        first(value_bytes(F, first_element)) {}
+      : first(value_bytes(F, segment.first / sizeof(T))),
+        wire(p.wire_global_scale, scales_offset(F, segment.row_bytes / sizeof(T)) +
+                                      scale_bytes(F, segment.first / sizeof(T)) - first) {}
 };
 
 // Lists a token's rows on this rank in the order of choices, and returns their number.
@@ -152,17 +145,6 @@ __device__ __forceinline__ int list_own_rows(const CombineParams& p, const Summe
             : p.pair_weights[0][int64_t{choices.row} * p.weights_per_row + segment.index];
   }
   return __popc(all);
-}
-
-// Writes choice k of a slot's choice arrays. One thread calls it.
-__device__ inline void send_choice(const CombineParams& p, char* to_zone, int slot, int k,
-                                   int row) {
-  for (int a = 0; a < p.num_moved; ++a) {
-    const MovedArray& array = p.moved[a];
-    copy_choice(
-        to_zone + array.zone_offset + slot * row_stride(array.row_bytes) + k * array.choice_bytes,
-        row >= 0 ? array.in + row * array.choice_bytes : nullptr, array.choice_bytes, array.width);
-  }
 }
 
 template <typename T, typename Wire, Sums kSums>
@@ -191,11 +173,14 @@ __device__ __forceinline__ void send_slot(const CombineParams& p, const Team& te
     }
   }
   if (!team.is_first_warp() || lane_index() >= p.routing.top_k) return;
-  send_choice(p, to_zone, slot, lane_index(), choices.row);
+  for (int a = 0; a < p.num_moved; ++a) {  // lane k writes choice k
+    const MovedArray& array = p.moved[a];
+    copy_choice(to_zone + array.zone_offset + slot * row_stride(array.row_bytes) +
+                    lane_index() * array.choice_bytes,
+                choices.row >= 0 ? array.in + choices.row * array.choice_bytes : nullptr,
+                array.choice_bytes, array.width);
+  }
 }
-
-// The number of slots that a warp looks up at a time, with one lane for each choice.
-__device__ int slots_per_look(const CombineParams& p) { return kWarpThreads / p.routing.top_k; }
 
 template <typename T, typename Wire, Sums kSums>
 __device__ __forceinline__ void send_chunk(const CombineParams& p, const Team& team,
@@ -206,8 +191,8 @@ __device__ __forceinline__ void send_chunk(const CombineParams& p, const Team& t
   const int64_t per_chunk = slots_per_chunk(p.routing.num_tokens);
   const int end = min((chunk + 1) * per_chunk, int64_t{p.routing.num_tokens});
   char* to_zone = zone(view, source_rank, epoch, view.rank, p.zone_bytes);
-  for (int first = chunk * per_chunk; first < end; first += slots_per_look(p)) {
-    const int count = min(end - first, slots_per_look(p));
+  for (int first = chunk * per_chunk; first < end; first += slots_per_look(top_k)) {
+    const int count = min(end - first, slots_per_look(top_k));
     const int my_slot = lane_index() / top_k;
     const WarpChoices all(p, source_rank, my_slot < count ? first + my_slot : -1,
                           lane_index() % top_k, epoch);
@@ -216,26 +201,6 @@ __device__ __forceinline__ void send_chunk(const CombineParams& p, const Team& t
       if (__ballot_sync(kAllLanes, choices.row != kNoChoice) == 0) continue;
       send_slot<T, Wire, kSums>(p, team, list, choices, first + i, to_zone);
     }
-  }
-}
-
-// Writes choice k of a token's choice arrays, when the token's chunks have landed. One thread calls
-// it. `slots`: [num_ranks]. `own_row`: the row of the choice if the choice is on this rank.
-__device__ inline void receive_choice(const CombineParams& p, uint64_t epoch, int token, int k,
-                                      int own_row, const int* slots) {
-  const RankView& view = p.view;
-  const int64_t choice = int64_t{token} * p.routing.top_k + k;
-  for (int a = 0; a < p.num_moved; ++a) {
-    const MovedArray& array = p.moved[a];
-    const int rank = p.routing.choice_rank[choice];
-    const char* from = nullptr;
-    if (rank == view.rank) {
-      if (own_row >= 0) from = array.in + own_row * array.choice_bytes;
-    } else if (rank >= 0 && rank < view.num_ranks && slots[rank] >= 0) {
-      from = zone(view, view.rank, epoch, rank, p.zone_bytes) + array.zone_offset +
-             slots[rank] * row_stride(array.row_bytes) + k * array.choice_bytes;
-    }
-    copy_choice(array.out + choice * array.choice_bytes, from, array.choice_bytes, array.width);
   }
 }
 
@@ -252,7 +217,7 @@ struct SourceToken {
   WarpChoices own;  // the choices on this rank
 };
 
-// Returns the number of ranks at which the token has a slot. All lanes call it.
+// Fills `slots`. Returns the number of ranks at which the token has a slot. All lanes call it.
 __device__ int read_slots(const CombineParams& p, int token_index, TokenSlots& slots) {
   const int num_ranks = p.view.num_ranks, top_k = p.routing.top_k;
   int count = 0;
@@ -275,7 +240,7 @@ __device__ int read_slots(const CombineParams& p, int token_index, TokenSlots& s
 // Checks that slots at other ranks and rows on this rank are at most top_k. All lanes call it.
 __device__ bool fits_lists(const CombineParams& p, const SourceToken& token) {
   const int own_rows = __popc(__ballot_sync(kAllLanes, token.own.row >= 0));
-  // Own rows replace this rank's slot in the count.
+  // This rank's rows count instead of this rank's slot.
   const int count = token.num_ranks + max(0, own_rows - 1);
   const bool fits = count <= p.routing.top_k;
   if (!fits && lane_index() == 0) {
@@ -285,7 +250,7 @@ __device__ bool fits_lists(const CombineParams& p, const SourceToken& token) {
   return fits;
 }
 
-// Waits for the partial sums of a token: lane i for the i-th rank. Each warp of a team waits alone.
+// Waits for the partial sums of a token. Lane i waits for the i-th rank. Each warp calls it.
 __device__ bool wait_for_token(const CombineParams& p, const SourceToken& token) {
   const RankView& view = p.view;
   bool landed = true;
@@ -312,7 +277,7 @@ __device__ const char* landed_at(const CombineParams& p, const SourceToken& toke
          token.slots.of_rank[rank] * row_stride(row_bytes);
 }
 
-// Adds a token's partial sums in rank order, loaded two at a time, and then the addend.
+// Adds a token's partial sums in rank order, and then the addend. Loads two partial sums at a time.
 template <typename T, typename Wire, bool kAdds, int kCount>
 __device__ __forceinline__ void sum_token(const CombineParams& p, const SummedArray& array,
                                           const Team& team, const SourceToken& token,
@@ -324,7 +289,6 @@ __device__ __forceinline__ void sum_token(const CombineParams& p, const SummedAr
     const Packs<Wire, kCount> own =
         sum_rows<T>(p, array, token.own.row, own_choices, offsets).template rounded<Wire>();
     Accumulator<kCount> acc;
-    acc.clear();
     const auto load = [&](Packs<Wire, kCount>& packs, int i) {
       if (i >= token.num_ranks) return false;
       const int rank = token.slots.ranks[i];
@@ -353,7 +317,7 @@ __device__ __forceinline__ void sum_token(const CombineParams& p, const SummedAr
   });
 }
 
-// Does the same as sum_token() through a warp's list. Lane i handles the i-th rank.
+// Replaces sum_token() if rows are summed through a warp's list. Lane i lists the i-th rank.
 template <typename T, typename Wire, Sums kSums, bool kAdds>
 __device__ __forceinline__ void sum_listed_token(const CombineParams& p, const SummedArray& array,
                                                  const Team& team, SourceList& list,
@@ -401,7 +365,19 @@ __device__ __forceinline__ void write_token(const CombineParams& p, const Team& 
     }
   }
   if (!team.is_first_warp() || lane_index() >= p.routing.top_k) return;
-  receive_choice(p, token.epoch, token_index, lane_index(), token.own.row, token.slots.of_rank);
+  const int64_t choice = int64_t{token_index} * p.routing.top_k + lane_index();
+  for (int a = 0; a < p.num_moved; ++a) {  // lane k writes choice k
+    const MovedArray& array = p.moved[a];
+    const int rank = p.routing.choice_rank[choice];
+    const char* from = nullptr;
+    if (rank == p.view.rank) {
+      if (token.own.row >= 0) from = array.in + token.own.row * array.choice_bytes;
+    } else if (rank >= 0 && rank < p.view.num_ranks && token.slots.of_rank[rank] >= 0) {
+      from = landed_at(p, token, rank, array.zone_offset, array.row_bytes) +
+             lane_index() * array.choice_bytes;
+    }
+    copy_choice(array.out + choice * array.choice_bytes, from, array.choice_bytes, array.width);
+  }
 }
 
 template <typename T, typename Wire, Sums kSums, bool kAdds>
@@ -454,27 +430,20 @@ struct CombineKernels {
   static void list(Add&& add) {
     for_each(Elements{}, [&](auto element) {
       using T = typename decltype(element)::type;
-      list_forms<T, false>(add);
-      list_forms<T, true>(add);
-    });
-  }
-
- private:
-  // Addends need registers, so sums with and without addends have separate kernels.
-  template <typename T, bool kAdds, typename Add>
-  static void list_forms(Add&& add) {
-    constexpr ElementType kType = Element<T>::kType;
-    add({kType, kNoFormat, WireType::kOfRows, Sums::kGeneral, kAdds},
-        combine_kernel<T, T, Sums::kGeneral, kAdds>, 0);
-    add({kType, kNoFormat, WireType::kOfRows, Sums::kRows, kAdds},
-        combine_kernel<T, T, Sums::kRows, kAdds>, 0);
-    add({kType, kNoFormat, WireType::kOfRows, Sums::kSegments, kAdds},
-        combine_kernel<T, T, Sums::kSegments, kAdds>, 0);
-    add({kType, kNoFormat, WireType::kFloat32, Sums::kGeneral, kAdds},
-        combine_kernel<T, float, Sums::kGeneral, kAdds>, 0);
-    for_each(TokenFormats{}, [&](auto format) {
-      add({kType, format, WireType::kOfRows, Sums::kSegments, kAdds},
-          combine_kernel<T, Encoded<format>, Sums::kSegments, kAdds>, 0);
+      constexpr ElementType kType = Element<T>::kType;
+      // Addends need registers, so sums with and without addends have separate kernels.
+      for_each(Constants<false, true>{}, [&](auto adds) {
+        for_each(Constants<Sums::kGeneral, Sums::kRows, Sums::kSegments>{}, [&](auto sums) {
+          add({kType, kNoFormat, WireType::kOfRows, sums, adds}, combine_kernel<T, T, sums, adds>,
+              0);
+        });
+        add({kType, kNoFormat, WireType::kFloat32, Sums::kGeneral, adds},
+            combine_kernel<T, float, Sums::kGeneral, adds>, 0);
+        for_each(TokenFormats{}, [&](auto format) {
+          add({kType, format, WireType::kOfRows, Sums::kSegments, adds},
+              combine_kernel<T, Encoded<format>, Sums::kSegments, adds>, 0);
+        });
+      });
     });
   }
 };
@@ -490,7 +459,7 @@ CombineKernels::Key key_of(const CombineParams& p) {
 
 cudaError_t MOE_A2A_FORM::LaunchCombine(const CombineParams* ranks, int num_blocks,
                                         cudaStream_t stream) {
-  return LaunchListed<CombineKernels>(key_of(*ranks), ranks, num_blocks, kThreads, 0, stream);
+  return LaunchListed<CombineKernels>(key_of(*ranks), ranks, num_blocks, 0, stream);
 }
 
 cudaError_t MOE_A2A_FORM::LoadCombine() { return LoadListed<CombineKernels>(); }

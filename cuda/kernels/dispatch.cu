@@ -1,8 +1,8 @@
 // dispatch: send each token to the ranks of its experts, and write the rows of this rank's experts.
 //
 // Holds afterwards: out[row] is the row's token if row_slot[row] >= 0, and zero otherwise. In
-// choice arrays, out[row] is the entry of the row's choice. The routing defines the order of rows.
-// With `leaves_tail`, rows after the last group are not written.
+// choice arrays, out[row] is the entry of the row's choice. With `leaves_tail`, rows after the last
+// group are not written.
 //
 // Layout: a zone holds, for each payload array, [num_tokens slots, row_stride]. Slot s of a
 // source's zone at a destination holds the token slot_token[destination][s] of the source. A token
@@ -28,9 +28,7 @@
 namespace moe_a2a {
 namespace {
 
-__device__ int slots_per_look(const DispatchParams& p) { return kWarpThreads / p.routing.top_k; }
-
-// Copies rows of one array. Each lane with `has_row` has a row's `source` and `destination`.
+// Copies rows of one array. A lane whose `has_row` is set has the row's `source` and `destination`.
 __device__ void copy_rows(const MovedArray& array, const Team& team, Stream& stream, bool has_row,
                           const char* source, char* destination) {
   const uint32_t all = __ballot_sync(kAllLanes, has_row);
@@ -76,7 +74,6 @@ __device__ void send_chunk(const DispatchParams& p, const Team& team, Stream& st
                 to_zone + array.zone_offset + slot * row_stride(array.row_bytes));
     }
   }
-  // Each thread waits for the stores that it has issued.
   if (breaks(view, kFlagBeforeStored)) {
     wait_until_read<0>();
   } else {
@@ -84,7 +81,7 @@ __device__ void send_chunk(const DispatchParams& p, const Team& team, Stream& st
   }
 }
 
-// Replaces expand_rows() in a weighted dispatch. `partials` has a word of shared memory per warp.
+// Replaces expand_rows() in a weighted dispatch. `partials` is shared memory: a word for each warp.
 template <typename T>
 __device__ void weigh_rows(const DispatchParams& p, const Team& team, float* partials, int row,
                            const char* from) {
@@ -116,7 +113,7 @@ __device__ void weigh_rows(const DispatchParams& p, const Team& team, float* par
   }
 }
 
-// Writes the rows of a chunk after it has landed. This rank's tokens come from the operand.
+// Waits for a chunk and writes its rows. Reads this rank's tokens from the operand, without a wait.
 template <typename T>
 __device__ void expand_chunk(const DispatchParams& p, const Team& team, Stream& stream,
                              float* partials, uint64_t epoch, int source, int chunk) {
@@ -127,11 +124,11 @@ __device__ void expand_chunk(const DispatchParams& p, const Team& team, Stream& 
   const int end = min((chunk + 1) * per_chunk, int64_t{routing.num_tokens});
   const char* from_zone = zone(view, view.rank, epoch, source, p.zone_bytes);
   bool landed = source == view.rank;
-  for (int first = chunk * per_chunk; first < end; first += slots_per_look(p)) {
+  for (int first = chunk * per_chunk; first < end; first += slots_per_look(top_k)) {
     const int slot = first + lane_index() / top_k;
     const int64_t slot_index = int64_t{source} * routing.num_tokens + slot;
     int row = -1, token = 0;
-    if (slot < min(end, first + slots_per_look(p))) {
+    if (slot < min(end, first + slots_per_look(top_k))) {
       row = routing.slot_rows[slot_index * top_k + lane_index() % top_k];
       if (source == view.rank) token = routing.slot_token[slot_index];
     }
@@ -139,7 +136,7 @@ __device__ void expand_chunk(const DispatchParams& p, const Team& team, Stream& 
       fail(view, ErrorKind::kBounds, Phase::kReceiveChunk, source, epoch, routing.capacity, row);
       row = -1;
     }
-    // Look up the first rows before the wait, while the chunk travels.
+    // Wait only after the first rows have been looked up, because the chunk travels meanwhile.
     if (!landed) {
       if (!wait_for_chunk(view, team, epoch, source, chunk)) return;
       fence_global_for_bulk();  // The chunk's flag has been acquired.
@@ -251,7 +248,7 @@ cudaError_t MOE_A2A_FORM::LaunchDispatch(const DispatchParams* ranks, int num_bl
   const Weighting& weighting = ranks->weighting;
   const bool weighs = weighting.is_used();
   return LaunchListed<DispatchKernels>({weighs, weighs ? weighting.type : ElementType{}}, ranks,
-                                       num_blocks, kThreads, kStreamSharedBytes, stream);
+                                       num_blocks, kStreamSharedBytes, stream);
 }
 
 cudaError_t MOE_A2A_FORM::LoadDispatch() { return LoadListed<DispatchKernels>(); }

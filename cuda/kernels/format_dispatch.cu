@@ -1,22 +1,22 @@
 // format_dispatch: a dispatch that quantizes tokens, and with `decode` decodes them on arrival.
 //
-// Holds afterwards: as in dispatch.cu, but the row of a leaf is its token's values and scales
+// Holds afterwards: as in dispatch.cu, except that a leaf has the token's values and scales
 // (docs/formats.md), or the decoded numbers, or both.
 //
-// Layout: a zone as in dispatch. Values and scales of a leaf are two arrays of the zone.
+// Layout: as in dispatch. Values and scales of a leaf are two arrays of the zone.
 //
 // Senders: a team encodes a token once in shared memory, and stores it to every rank that needs it.
 // This rank's tokens also land in a zone, so that they are encoded only once. If slots share a
 // flag, a team takes a chunk of slots of one rank instead, and encodes a token once per rank.
 //
-// Waits: as in dispatch, except that receivers do not wait for slots without a row on this rank,
-// because their flags may never be stored, and that receivers also wait for senders of this rank.
-// These senders wait only for credits, and start before any block that only receives.
+// Waits: as in dispatch, with two differences. Receivers do not wait for slots without a row on
+// this rank, because the flags of these slots may never be stored. Receivers also wait for senders
+// of this rank, which wait only for credits and start before any block that only receives.
 //
 // Why bulk stores: a warp encodes its next segment while stores of its previous segment run.
 //
-// This file and dispatch.cu are separate, because with a common template, a dispatch in a format
-// took 4 to 8 % longer with 8 and 128 tokens
+// This file and dispatch.cu are separate, because a common template made a dispatch in a format 4
+// to 8 % slower for 8 and 128 tokens
 // (benchmarks/results/2026-11-26-1xH200-one-dispatch-source.txt).
 #include "device/encode.cuh"
 #include "device/exchange.cuh"
@@ -27,19 +27,7 @@
 namespace moe_a2a {
 namespace {
 
-// Lists the zones in which a token lands, and its slots there. Returns their number.
-__device__ int list_destinations(StreamShared& shared, char* zone, int slot) {
-  const uint32_t all = __ballot_sync(kAllLanes, zone != nullptr);
-  if (zone != nullptr) {
-    const int place = __popc(all & ((1u << lane_index()) - 1));
-    shared.destinations[place] = zone;
-    shared.destinations_end[place] = slot;
-  }
-  __syncwarp();
-  return __popc(all);
-}
-
-// Sends a token into `slot` of the zone at each lane's `destination`, unless this is negative.
+// Sends a token into `slot` at `destination`, for each lane whose `destination` is not negative.
 template <TokenFormat F, typename T>
 __device__ void send_token(const FormatDispatchParams& p, const Team& team, Stream& stream,
                            BulkSegments& segments, uint64_t epoch, int token, int destination,
@@ -52,11 +40,16 @@ __device__ void send_token(const FormatDispatchParams& p, const Team& team, Stre
          slot);
     destination = -1;
   }
-  char* to_zone =
-      destination < 0 ? nullptr : zone(view, destination, epoch, view.rank, exchange.zone_bytes);
-  const int count = list_destinations(*stream.shared, to_zone, slot);
+  StreamShared& list = *stream.shared;  // `destinations_end` has the slots
+  const uint32_t all = __ballot_sync(kAllLanes, destination >= 0);
+  if (destination >= 0) {
+    const int place = __popc(all & ((1u << lane_index()) - 1));
+    list.destinations[place] = zone(view, destination, epoch, view.rank, exchange.zone_bytes);
+    list.destinations_end[place] = slot;
+  }
+  __syncwarp();
+  const int count = __popc(all);
   if (count == 0) return;
-  const StreamShared& list = *stream.shared;
   encode_leaves<F, T>(exchange, p.encoding, team, {list.destinations, list.destinations_end, count},
                       segments, token);
   for (int a = 2 * p.encoding.num_leaves; a < exchange.num_arrays; ++a) {
@@ -80,7 +73,7 @@ __device__ void send_everywhere(const FormatDispatchParams& p, const Team& team,
   if (lane_index() < routing.top_k) {
     destination = routing.choice_rank[int64_t{token} * routing.top_k + lane_index()];
   }
-  // If several choices are on one rank, only the lane of the first of these choices sends.
+  // If several choices are on one rank, only the lane of the first choice sends.
   const uint32_t same = __match_any_sync(kAllLanes, destination);
   if (lane_index() != __ffs(same) - 1) destination = -1;
   const bool is_sent = destination >= 0 && destination < view.num_ranks;
@@ -121,7 +114,7 @@ __device__ void send_chunk(const FormatDispatchParams& p, const Team& team, Stre
   raise_chunk(view, team, epoch, destination, chunk);
 }
 
-// Decodes the landed rows of one leaf. The lanes hold `row` and `slot` as in expand_rows().
+// Decodes landed rows of one leaf. The lanes hold `row` and `slot` in the order of expand_rows().
 template <TokenFormat F, typename T>
 __device__ void decode_rows(const FormatDispatchParams& p, int leaf, const Team& team,
                             Stream& stream, BulkSegments& segments, int row, int slot,
@@ -142,15 +135,15 @@ __device__ void expand_chunk(const FormatDispatchParams& p, const Team& team, St
   const DispatchParams& exchange = p.exchange;
   const RankView& view = exchange.view;
   const RoutingView& routing = exchange.routing;
-  const int top_k = routing.top_k, slots_per_look = kWarpThreads / top_k;
+  const int top_k = routing.top_k;
   const int64_t per_chunk = slots_per_chunk(routing.num_tokens);
   const int end = min((chunk + 1) * per_chunk, int64_t{routing.num_tokens});
   const char* from_zone = zone(view, view.rank, epoch, source, exchange.zone_bytes);
   bool landed = false;
-  for (int first = chunk * per_chunk; first < end; first += slots_per_look) {
+  for (int first = chunk * per_chunk; first < end; first += slots_per_look(top_k)) {
     const int slot = first + lane_index() / top_k;
     int row = -1;
-    if (slot < min(end, first + slots_per_look)) {
+    if (slot < min(end, first + slots_per_look(top_k))) {
       row = routing.slot_rows[(int64_t{source} * routing.num_tokens + slot) * top_k +
                               lane_index() % top_k];
     }
@@ -287,7 +280,7 @@ cudaError_t MOE_A2A_FORM::LaunchFormatDispatch(const FormatDispatchParams* ranks
                                                cudaStream_t stream) {
   const Encoding& encoding = ranks->encoding;
   return LaunchListed<FormatDispatchKernels>({encoding.format, encoding.type}, ranks, num_blocks,
-                                             kThreads, kStreamSharedBytes, stream);
+                                             kStreamSharedBytes, stream);
 }
 
 cudaError_t MOE_A2A_FORM::LoadFormatDispatch() { return LoadListed<FormatDispatchKernels>(); }

@@ -13,25 +13,24 @@ struct Grid {
   Roles roles;
 };
 
-// Returns how many blocks each of `num_ranks` ranks on one device may have, or 0 if the ranks do
-// not fit. Ranks wait for each other, so all blocks of a whole and a split exchange must be
-// resident at the same time, one on each multiprocessor.
+// Returns the number of blocks that each of `num_ranks` ranks on one device may have, or 0 if the
+// ranks do not fit. Ranks wait for each other, so all blocks of a whole and of a split exchange
+// must be resident at the same time, one on each multiprocessor.
 constexpr int64_t colocated_blocks(int64_t num_ranks, int64_t num_sms, bool is_split) {
   const int64_t share = num_sms / num_ranks;
   const int64_t of_split = share < 2 ? 0 : std::max<int64_t>(1, share / 5);
   return is_split ? of_split : share - of_split;
 }
 
-// Returns how many blocks a launch may have on the device of one rank; 0: none. If there are peers,
-// one multiprocessor stays free, because a whole exchange that fills one device and a split
-// exchange that fills another would wait for each other forever (docs/protocol_split.md).
+// Returns the number of blocks that a launch may have on the device of one rank. If there are
+// peers, one multiprocessor stays free. Otherwise a whole exchange could fill one device and a
+// split exchange another, and both would wait for each other forever (docs/protocol_split.md).
 constexpr int64_t launch_blocks(int64_t num_ranks, int64_t num_sms) {
   return num_ranks == 1 ? num_sms : num_sms - 1;
 }
 
-// Returns how many teams a block has for `items` rows. If rows are few or large, each row gets many
-// warps, so that the last rows delay the end little. With enough rows, there are at least `least`
-// teams.
+// Returns the number of teams of a block for `items` rows. If rows are few or large, teams are few
+// and large, so that the last rows end early. With enough rows, there are at least `least` teams.
 inline int teams_for(int64_t items, int64_t blocks, int64_t row_bytes, int least) {
   int teams = 1;
   while (teams < kMaxTeams &&
@@ -42,8 +41,7 @@ inline int teams_for(int64_t items, int64_t blocks, int64_t row_bytes, int least
   return teams;
 }
 
-// All blocks send before they receive if each has at most `few` send items; otherwise a `share`
-// sends.
+// With at most `few` send items for each block, all blocks are senders; otherwise a `share`.
 struct Senders {
   int64_t few;
   double share;
@@ -83,13 +81,13 @@ inline int64_t largest_row(const CombineParams& p) {
 }
 
 inline Grid grid_of(const RouteParams& p, int64_t num_sms) {
-  // All blocks send, then receive, as a single team.
+  // All blocks are senders, and each block is a single team.
   const int64_t chunks = int64_t{p.batch} * p.chunks;
   const int blocks = static_cast<int>(blocks_for(num_sms, chunks * (1 + p.view.num_ranks)));
   return {blocks, {blocks, 1, 1}};
 }
 
-// Returns how many rows a rank writes: all, or about a balanced load if it leaves the tail.
+// Returns the rows that a rank writes: all rows, or about a balanced load if it leaves the tail.
 inline double num_written_rows(const DispatchParams& p) {
   const int64_t balanced = int64_t{p.routing.num_tokens} * p.routing.top_k;
   return static_cast<double>(p.leaves_tail ? std::min<int64_t>(p.routing.capacity, balanced)
@@ -97,7 +95,7 @@ inline double num_written_rows(const DispatchParams& p) {
 }
 
 inline Grid grid_of(const DispatchParams& p, int64_t num_sms) {
-  // While rows travel, blocks that do not send write the rows of this rank's tokens, and zeros.
+  // While rows travel, blocks that do not send write zeros and the rows of this rank's tokens.
   const int64_t chunks = num_chunks_of(p.routing.num_tokens);
   const int64_t peers = p.view.num_ranks - 1;
   const double tokens = p.routing.num_tokens, written = num_written_rows(p);
@@ -107,8 +105,7 @@ inline Grid grid_of(const DispatchParams& p, int64_t num_sms) {
       {Tuning::kFewItems, tokens * peers / (tokens * peers + written / Tuning::kRowsPerSent)});
   const bool is_small = p.routing.num_tokens * largest_row(p) <= Tuning::kManySendersBytes;
   if (!p.weighting.is_used() && is_small && num_sms >= Tuning::kFewSms) {
-    // Memory limits so many blocks before the links do, so more of the blocks can send. The number
-    // of teams stays.
+    // So many blocks reach the limit of memory before the limit of links, so more of them can send.
     const double share = std::min(0.5, tokens / (tokens + written / Tuning::kRowsPerSentOfMany));
     const auto least = static_cast<int32_t>(std::llround(grid.blocks * share));
     grid.roles.send_blocks = std::max(grid.roles.send_blocks, least);
@@ -129,8 +126,8 @@ inline Grid grid_of(const FormatDispatchParams& p, int64_t num_sms) {
 }
 
 inline Grid grid_of(const RoutedDispatchParams& p, int64_t num_sms) {
-  // Few teams fill the links, and more senders would compute the routing late. Encoding also needs
-  // arithmetic, so an encoded token gets a whole block while there are enough blocks.
+  // Few teams are enough for the links, and more senders would compute the routing late. Arithmetic
+  // limits the encoding, so a whole block encodes a token while there are enough blocks.
   const int32_t least_teams =
       p.encoding.format == kNoFormat ? Tuning::kRoutedTeams : Tuning::kRoutedEncodedTeams;
   const RoutingView& routing = p.exchange.routing;
@@ -152,8 +149,8 @@ inline Grid grid_of(const RoutedDispatchParams& p, int64_t num_sms) {
 }
 
 inline Grid grid_of(const CombineParams& p, int64_t num_sms) {
-  // Most work is to compute the sums that are sent, so many blocks send. Sums in a format use the
-  // links for half the time, but need more work at the source rank.
+  // Many blocks send, because most of the work is to compute partial sums. Partial sums in a format
+  // use the links for half the time, but need more work at the source rank.
   const bool is_encoded = p.wire_format != kNoFormat;
   const int64_t num_tokens = p.routing.num_tokens, row_bytes = largest_row(p);
   const int64_t items = num_chunks_of(num_tokens) * (p.view.num_ranks - 1);
@@ -162,10 +159,10 @@ inline Grid grid_of(const CombineParams& p, int64_t num_sms) {
                          is_encoded ? Tuning::kEncodedCombineSenders : Tuning::kCombineSenders});
   if (p.view.num_ranks == 2 && !is_encoded && row_bytes > Tuning::kSmallCombineRowBytes &&
       items > Tuning::kFewItemsOfTwo * grid.blocks) {
-    // One half of the sums stays on this rank.
+    // Half of the partial sums stay on this rank.
     grid.roles.send_blocks = (grid.blocks + 1) / 2;
   }
-  // Tokens become complete at about the same time, so many warps sum each of them.
+  // All partial sums of a token land at about the same time, so many warps sum each token.
   grid.roles.receive_teams = teams_for(num_tokens, grid.blocks, row_bytes, 1);
   return grid;
 }

@@ -1,4 +1,4 @@
-// The table of all kernels, in the form for which this file is compiled.
+// The table of all kernels, for the form in which this file is compiled (kernels/launch.h).
 #include "kernels/launch.h"
 
 namespace moe_a2a {

@@ -1,4 +1,4 @@
-// Launchers of the kernels. They only launch, and neither allocate nor synchronize.
+// Launchers of the kernels. A launcher does not allocate and does not synchronize.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -8,7 +8,7 @@
 #include "params.h"
 
 // The form of a file's kernels: for ranks that each have a device, or for ranks that share one
-// device (cuda/colocated/). It names a namespace, so that both forms can be linked together.
+// device (cuda/colocated/). Each form has its own namespace, so that both can be linked together.
 #ifdef MOE_A2A_COLOCATED
 #define MOE_A2A_FORM colocated
 #else
@@ -17,8 +17,8 @@
 
 namespace moe_a2a {
 
-// Each launcher receives the parameters of the device's rank, or of ranks 0 and 1 if ranks share a
-// device (device/ranks.cuh). Each Load function loads its kernels on the current device.
+// A Launch function receives the parameters of the device's rank, or of ranks 0 and 1 if ranks
+// share a device (device/ranks.cuh). A Load function loads kernels on the current device.
 inline namespace MOE_A2A_FORM {
 
 cudaError_t LaunchRoute(const RouteParams* ranks, int num_blocks, cudaStream_t stream);
@@ -65,12 +65,12 @@ struct Kernels {
 const Kernels& DirectKernels();
 const Kernels& ColocatedKernels();
 
-constexpr int kMaxLocalExperts = 8192;     // route_assign must fit into shared memory
-constexpr int kMaxRouteCounts = 16384;     // of levels * local experts: route_exchange must fit
+constexpr int kMaxLocalExperts = 8192;     // the limit of route_assign's shared memory
+constexpr int kMaxRouteCounts = 16384;     // levels * local experts: route_exchange's shared memory
 constexpr int kMaxRouteExperts = 1 << 19;  // an index of a chunk and an expert has 32 bits
 constexpr int64_t kMaxColocatedBlocks = 65535;         // of a rank: a grid's second dimension
 constexpr int kMaxTokensPerRouteChunk = kThreads / 2;  // one for each thread of a route block
-#ifndef MOE_A2A_EMULATION  // The emulator has smaller blocks and chunks.
+#ifndef MOE_A2A_EMULATION                              // because it has smaller blocks and chunks
 static_assert(Tuning::kRouteMostTokens <= kMaxTokensPerRouteChunk);
 #endif
 

@@ -2,8 +2,8 @@
 //
 // route_exchange gathers the ids of all ranks and counts them for each chunk of tokens. Ids outside
 // [0, num_experts) become -1 before they are counted. route_assign turns the counts into positions.
-// Rows are in the order of local expert, source rank, token and choice; slots are in the order of
-// tokens for each source and destination. If rows do not fit, route_assign first finds the
+// Rows are in the order of local expert, source rank, token and choice. For each source and
+// destination, slots are in the order of tokens. If rows do not fit, route_assign first finds the
 // threshold, which is the first choice that is dropped. Positions are prefix sums, so no atomic
 // operation decides an order, and two runs return the same bytes.
 //
@@ -12,19 +12,17 @@
 //
 // Waits: senders wait only for credits of an earlier epoch. Receivers wait for the flag of each
 // chunk. The highest block waits for the head of every rank before the launch ends.
-// route_assign follows the exchange on the stream and waits for no rank. When a block of
-// route_assign begins and when it ends, it checks whether the domain has failed, either in the
-// exchange or in a launch that overlaps this launch. If so, the block writes an empty routing: no
-// slots, no rows, sizes 0.
+// route_assign follows the exchange on the stream and waits for no rank. Its blocks check at their
+// begin and at their end whether the domain has failed, in the exchange or in an overlapping
+// launch. After a failure, a block writes an empty routing: no slots, no rows, sizes 0.
 //
-// Launch: route_exchange with any number of blocks, all of which send until no chunk is left;
+// Launch: route_exchange with any number of blocks, which all send until no chunk is left.
 // route_assign with one block for each batch element, source and chunk.
 #include "device/copy.cuh"
 #include "device/exchange.cuh"
 #include "device/plan.cuh"
 #include "device/scan.cuh"
 #include "kernels/launch.h"
-#include "kernels/table.h"
 
 namespace moe_a2a {
 namespace {
@@ -34,7 +32,7 @@ constexpr int kRouteWarps = kRouteThreads / kWarpThreads;
 static_assert(kRouteThreads % kWarpThreads == 0);
 static_assert(kRouteWarps <= kWarpThreads, "the lanes of a warp add up the warps' sums");
 
-// The ranks of the tokens of a chunk, as masks of `kBits` ranks each.
+// The set of ranks to which each token of a chunk goes. A mask has the bits of `kBits` ranks.
 struct NamedRanks {
   static constexpr int kBits = 64;
   unsigned long long masks[ceil_div(kMaxRanks, kBits)][kMaxTokensPerRouteChunk];
@@ -47,9 +45,8 @@ struct NamedRanks {
   }
 };
 
-// Calls body(rank) for each rank below `num_ranks`, in one thread each. A block that has a thread
-// for each rank needs no loop, and a loop with a variable number of iterations would need
-// registers.
+// Calls body(rank) for each rank below `num_ranks`, in one thread each. The loop is unrolled,
+// because a loop with a variable number of iterations would need registers.
 template <typename Body>
 __device__ __forceinline__ void for_each_rank(int num_ranks, Body&& body) {
 #pragma unroll
@@ -67,13 +64,13 @@ struct Chunk {
   __device__ Chunk(const RouteParams& p, int index)
       : batch(index / p.chunks), first_token(index % p.chunks * p.tokens_per_chunk) {
     num_tokens = max(0, min(p.tokens_per_chunk, p.num_tokens - first_token));
-    first_choice = (static_cast<int64_t>(batch) * p.num_tokens + first_token) * p.top_k;
-    num_choices = static_cast<int64_t>(num_tokens) * p.top_k;
+    first_choice = (int64_t{batch} * p.num_tokens + first_token) * p.top_k;
+    num_choices = int64_t{num_tokens} * p.top_k;
   }
 };
 
 __device__ int64_t choices_per_source(const RouteParams& p) {
-  return static_cast<int64_t>(p.batch) * p.num_tokens * p.top_k;
+  return int64_t{p.batch} * p.num_tokens * p.top_k;
 }
 
 __device__ int64_t counts_per_entry(const RouteParams& p) {
@@ -81,8 +78,7 @@ __device__ int64_t counts_per_entry(const RouteParams& p) {
 }
 
 __device__ int32_t* expert_counts(const RouteParams& p, int batch, int source, int chunk) {
-  const int64_t entry =
-      (static_cast<int64_t>(batch) * p.view.num_ranks + source) * p.chunks + chunk;
+  const int64_t entry = (int64_t{batch} * p.view.num_ranks + source) * p.chunks + chunk;
   return p.expert_counts + entry * counts_per_entry(p);
 }
 
@@ -101,8 +97,8 @@ __device__ void send_chunk(const RouteParams& p, uint64_t epoch, int index) {
   }
 }
 
-// Reads one chunk of ids of `source`, stores them in `all_ids`, and counts them. `histogram` is
-// [levels, local_experts]. `histogram` and `named` are in shared memory.
+// Reads one chunk of ids of `source`, stores the ids in `all_ids`, and counts them. `histogram`
+// [levels, local_experts] and `named` are in shared memory.
 __device__ void receive_chunk(const RouteParams& p, uint64_t epoch, int source, int index,
                               int32_t* histogram, NamedRanks& named) {
   const Chunk chunk(p, index);
@@ -208,9 +204,8 @@ __device__ void fill(int32_t* values, int64_t count, int32_t value) {
   for (int64_t i = threadIdx.x; i < count; i += kRouteThreads) values[i] = value;
 }
 
-// Writes the plan of a failed exchange, because the counts and ids of this launch must not be used.
-// Every block that sees the failure writes the whole plan, because other blocks may already have
-// ended.
+// Writes the plan of a failed exchange, whose counts and ids must not be used. Every block that
+// sees the failure writes the whole plan, because other blocks may already have ended.
 __device__ void write_empty_routing(const RouteParams& p) {
   const int64_t tokens = int64_t{p.batch} * p.num_tokens;
   const int64_t rows = int64_t{p.batch} * p.capacity;
@@ -226,8 +221,7 @@ __device__ void write_empty_routing(const RouteParams& p) {
   fill(p.plan.num_dropped, p.batch, 0);
 }
 
-// Returns the address of the counts of one level for the first chunk of source 0, in a batch
-// element.
+// Returns the counts of one level for the first chunk of source 0, in a batch element.
 __device__ const int32_t* counts_of_level(const RouteParams& p, int batch, int level) {
   return expert_counts(p, batch, 0, 0) + int64_t{level} * p.local_experts();
 }
@@ -239,15 +233,15 @@ struct AssignShared {
   int32_t* next_row;   // [counting_warps, local_experts]: the next free row of a warp and expert
 };
 
-// The numbers of a source's tokens for one destination, in earlier chunks and in all chunks.
+// The numbers of tokens that a source sends to one destination.
 struct SlotCounts {
-  int before, in_all;
+  int before, in_all;  // in earlier chunks, in all chunks
 };
 
-// Sums the counts of the entries before this block's entry, and of all entries. The sums over
-// earlier entries go to `next_row` of warp 0, and the sums over all entries go to `rows`. `landed`
-// counts the source's tokens at this rank. If the source is this rank, `sent` counts its tokens at
-// every rank. The loads of all threads are independent of each other.
+// Sums counts. For each expert, `next_row` of warp 0 becomes the sum over the entries before this
+// block's entry, and `rows` becomes the sum over all entries. `landed` counts the tokens that
+// the source sends to this rank. If the source is this rank, `sent` counts its tokens for every
+// rank. The loads of all threads are independent of each other.
 __device__ void sum_counts(const RouteParams& p, int batch, int source, int chunk_index,
                            const AssignShared& s, SlotCounts& landed, SlotCounts* sent) {
   const int local_experts = p.local_experts();
@@ -284,23 +278,21 @@ __device__ void sum_counts(const RouteParams& p, int batch, int source, int chun
   }
 }
 
-// Returns the rows of a group from the rows of its experts.
+// Returns the sum of the rows of a group's experts.
 __device__ int rows_of_group(const RouteParams& p, const int32_t* rows, int group) {
   int sum = 0;
   for (int e = group * p.parts; e < (group + 1) * p.parts; ++e) sum += rows[e];
   return sum;
 }
 
-// Returns the rows that alignment adds after the group whose last expert is `e`; 0 for other
-// experts.
+// Returns the rows that alignment adds after expert `e`; 0 if it is not the last of its group.
 __device__ int padding_after(const RouteParams& p, const AssignShared& s, int e) {
   if (p.alignment == 1 || e % p.parts != p.parts - 1) return 0;
   const int rows = rows_of_group(p, s.rows, e / p.parts);
   return static_cast<int>(round_up(rows, p.alignment)) - rows;
 }
 
-// From `rows`, computes where each expert's rows begin. Returns where the last group ends. All
-// threads call it.
+// Computes `first_row` from `rows`. Returns where the last group ends. All threads call it.
 __device__ int place_experts(const RouteParams& p, const AssignShared& s, int* warp_sums) {
   const int local_experts = p.local_experts();
   for (int e = threadIdx.x; e < local_experts; e += kRouteThreads) {
@@ -311,9 +303,8 @@ __device__ int place_experts(const RouteParams& p, const AssignShared& s, int* w
   return s.first_row[last] + s.rows[last] + padding_after(p, s, last);
 }
 
-// If the capacity is too small, finds the threshold and reduces `rows` to the rows that are not
-// dropped. `landed_experts` has kMaxRanks words. All threads call it. Every block of a batch
-// element finds the same threshold.
+// Finds the threshold if the capacity is too small, and removes dropped rows from `rows`. Every
+// block of a batch element finds the same threshold. All threads call it.
 static __device__ __noinline__ Threshold find_threshold(const RouteParams& p, int batch,
                                                         const AssignShared& s,
                                                         int32_t* landed_experts, int& padded_rows) {
@@ -321,10 +312,9 @@ static __device__ __noinline__ Threshold find_threshold(const RouteParams& p, in
   const int num_ranks = p.view.num_ranks;
   const int first_expert = p.view.rank * local_experts;
   const int64_t stride = counts_per_entry(p);
-  const int32_t* batch_ids = p.all_ids + static_cast<int64_t>(batch) * p.num_tokens * p.top_k;
+  const int32_t* batch_ids = p.all_ids + int64_t{batch} * p.num_tokens * p.top_k;
   int32_t* trial = s.next_row;
-  // Returns true if the capacity has room for `rows` and for the rows that add() adds. The sum of
-  // both is in `trial`.
+  // Computes `trial` = `rows` + the rows of add(). Returns true if `trial` fits the capacity.
   const auto fits = [&](auto&& add) {
     __syncthreads();  // The previous `trial` has been read.
     for (int e = threadIdx.x; e < local_experts; e += kRouteThreads) trial[e] = s.rows[e];
@@ -341,8 +331,13 @@ static __device__ __noinline__ Threshold find_threshold(const RouteParams& p, in
     __syncthreads();
     return padded_rows <= p.capacity;
   };
-  const auto keep_trial = [&] {
+  // Adds as many items as fit, but fewer than `high`, to `rows`. Returns their number. add(n) adds
+  // the rows of the first n items to `trial`.
+  const auto keep_most = [&](int high, auto&& add) {
+    const int count = last_that_fits(high, [&](int n) { return fits([&] { add(n); }); });
+    fits([&] { add(count); });
     for (int e = threadIdx.x; e < local_experts; e += kRouteThreads) s.rows[e] = trial[e];
+    return count;
   };
   // Adds the counts of a level in chunks [0, end) of all sources. If `only_this` is set, subtracts
   // the counts of the previous level.
@@ -362,44 +357,25 @@ static __device__ __noinline__ Threshold find_threshold(const RouteParams& p, in
   Threshold found;
   __syncthreads();  // Every thread has read `rows`.
   for (int e = threadIdx.x; e < local_experts; e += kRouteThreads) s.rows[e] = 0;
-  const auto add_levels = [&](int count) {
-    return [&, count] {
-      if (count > 0) add_level(count - 1, false, p.chunks);
-    };
-  };
-  found.k = last_that_fits(p.top_k, [&](int count) { return fits(add_levels(count)); });
-  fits(add_levels(found.k));
-  keep_trial();
-
-  const auto add_chunks = [&](int count) {
-    return [&, count] {
-      if (count > 0) add_level(found.k, true, count);
-    };
-  };
-  const int chunk = last_that_fits(p.chunks, [&](int count) { return fits(add_chunks(count)); });
-  fits(add_chunks(chunk));
-  keep_trial();
-
+  found.k = keep_most(p.top_k, [&](int levels) {
+    if (levels > 0) add_level(levels - 1, false, p.chunks);
+  });
+  const int chunk = keep_most(p.chunks, [&](int end) { add_level(found.k, true, end); });
   const int first_token = chunk * p.tokens_per_chunk;
   const int num_tokens = min(p.tokens_per_chunk, p.num_tokens - first_token);
   const auto expert_of = [&](int source, int token) {
     const int64_t choice = int64_t{token} * p.top_k + found.k;
     return batch_ids[source * choices_per_source(p) + choice] - first_expert;
   };
-  const auto add_tokens = [&](int count) {
-    return [&, count] {
-      for (int i = threadIdx.x; i < num_ranks * count; i += kRouteThreads) {
-        const int expert = expert_of(i / count, first_token + i % count);
-        if (expert >= 0 && expert < local_experts) atomicAdd(&trial[expert], 1);
-      }
-    };
-  };
-  const int tokens = last_that_fits(num_tokens, [&](int n) { return fits(add_tokens(n)); });
-  fits(add_tokens(tokens));
-  keep_trial();
-  found.token = first_token + tokens;
+  const int kept_tokens = keep_most(num_tokens, [&](int count) {
+    for (int i = threadIdx.x; i < num_ranks * count; i += kRouteThreads) {
+      const int expert = expert_of(i / count, first_token + i % count);
+      if (expert >= 0 && expert < local_experts) atomicAdd(&trial[expert], 1);
+    }
+  });
+  found.token = first_token + kept_tokens;
 
-  // Every thread goes through the sources of the token, one by one.
+  // Every thread looks at the sources of the token, one after the other.
   for_each_rank(num_ranks, [&](int source) {
     const int expert = expert_of(source, found.token);
     landed_experts[source] = expert >= 0 && expert < local_experts ? expert : -1;
@@ -427,8 +403,7 @@ static __device__ __noinline__ Threshold find_threshold(const RouteParams& p, in
   return found;
 }
 
-// Adds up the kept rows before this block's chunk in `next_row` of warp 0, because find_threshold()
-// has overwritten it with trials.
+// Counts the kept rows before this block's chunk again, because find_threshold() needs `next_row`.
 static __device__ __noinline__ void sum_kept(const RouteParams& p, int batch, int entry,
                                              const Threshold& threshold, const AssignShared& s) {
   const int local_experts = p.local_experts();
@@ -449,7 +424,7 @@ static __device__ __noinline__ void sum_kept(const RouteParams& p, int batch, in
   // Within the threshold's chunk, the ids say which choices with the threshold's index are kept.
   const int first_token = at_chunk * p.tokens_per_chunk;
   const int num_tokens = threshold.token - first_token + 1;
-  const int64_t first_of_batch = static_cast<int64_t>(batch) * p.num_tokens;
+  const int64_t first_of_batch = int64_t{batch} * p.num_tokens;
   for (int i = threadIdx.x; i < p.view.num_ranks * num_tokens; i += kRouteThreads) {
     const int source = i / num_tokens, token = first_token + i % num_tokens;
     if (source * p.chunks + at_chunk >= entry) continue;
@@ -460,8 +435,8 @@ static __device__ __noinline__ void sum_kept(const RouteParams& p, int batch, in
   }
 }
 
-// Calls assign(token, slot) for each token of the chunk, with its slot in one zone or -1. Calls
-// leave_empty(slot) for each empty slot whose number equals the number of a token of the chunk.
+// Calls assign(token, slot) for each token of the chunk; the slot is -1 unless named(token). Calls
+// leave_empty(slot) for each empty slot whose number is the number of a token of the chunk.
 template <typename Named, typename Assign, typename LeaveEmpty>
 __device__ void assign_slots(const Chunk& chunk, const SlotCounts& counts, int* warp_sums,
                              Named&& named, Assign&& assign, LeaveEmpty&& leave_empty) {
@@ -470,8 +445,7 @@ __device__ void assign_slots(const Chunk& chunk, const SlotCounts& counts, int* 
   const int slot = counts.before + count_before(has_slot, warp_sums);
   if (token < chunk.num_tokens) {
     assign(token, has_slot ? slot : -1);
-    const int own_range_slot = chunk.first_token + token;
-    if (own_range_slot >= counts.in_all) leave_empty(own_range_slot);
+    if (chunk.first_token + token >= counts.in_all) leave_empty(chunk.first_token + token);
   }
 }
 
@@ -501,7 +475,7 @@ __global__ void __launch_bounds__(kRouteThreads)
   const int lane = threadIdx.x % kWarpThreads;
 
   for (int i = threadIdx.x; i < (1 + counting_warps) * local_experts; i += kRouteThreads) {
-    s.rows[i] = 0;  // and all of next_row
+    s.rows[i] = 0;  // also next_row, which follows
   }
   for_each_rank(num_ranks, [&](int rank) { sent[rank] = {}; });
   if (threadIdx.x == 0) {
@@ -513,7 +487,6 @@ __global__ void __launch_bounds__(kRouteThreads)
   for (int i = threadIdx.x; i < chunk.num_choices; i += kRouteThreads) ids[i] = all_ids[i];
   if (__syncthreads_or(has_failed)) return write_empty_routing(p);
 
-  // The first row of each expert.
   sum_counts(p, batch, source, chunk_index, s, landed, sent);
   __syncthreads();
   int end_of_groups = place_experts(p, s, warp_sums);
@@ -533,34 +506,33 @@ __global__ void __launch_bounds__(kRouteThreads)
     return threshold.keeps(k, chunk.first_token + token, source);
   };
 
-  // The slots of the source's tokens at this rank.
-  const int first_expert = p.view.rank * local_experts;
-  const int64_t tokens_before_batch = static_cast<int64_t>(batch) * num_ranks * p.num_tokens;
+  // Assign the slots of the source's tokens at this rank.
+  const auto goes_to = [&](int rank) {
+    return [&, rank](int token) {
+      bool named = false;
+      for (int k = 0; k < p.top_k; ++k) {
+        const int expert = ids[token * p.top_k + k] - rank * local_experts;
+        named = named || (expert >= 0 && expert < local_experts);
+      }
+      return named;
+    };
+  };
+  const int64_t tokens_before_batch = int64_t{batch} * num_ranks * p.num_tokens;
   int32_t* slot_rows =
-      p.plan.slot_rows +
-      (tokens_before_batch + static_cast<int64_t>(source) * p.num_tokens) * p.top_k;
+      p.plan.slot_rows + (tokens_before_batch + int64_t{source} * p.num_tokens) * p.top_k;
   assign_slots(
-      chunk, landed, warp_sums,
-      [&](int token) {
-        bool named = false;
-        for (int k = 0; k < p.top_k; ++k) {
-          const int expert = ids[token * p.top_k + k] - first_expert;
-          named = named || (expert >= 0 && expert < local_experts);
-        }
-        return named;
-      },
+      chunk, landed, warp_sums, goes_to(p.view.rank),
       [&](int token, int slot) { slot_of_token[token] = slot; },
       [&](int slot) {
-        for (int k = 0; k < p.top_k; ++k) slot_rows[static_cast<int64_t>(slot) * p.top_k + k] = -1;
+        for (int k = 0; k < p.top_k; ++k) slot_rows[int64_t{slot} * p.top_k + k] = -1;
       });
 
-  // Rows: each counting warp takes a contiguous range of the chunk's choices, 32 at a time, in
-  // order.
+  // Assign rows. Each counting warp takes a contiguous range of the chunk's choices.
+  const int first_expert = p.view.rank * local_experts;
   const int64_t per_warp = round_up(ceil_div(chunk.num_choices, counting_warps), kWarpThreads);
   const int64_t first = warp * per_warp;
   const int64_t last = min(first + per_warp, chunk.num_choices);
-  // A warp's counts go to the next warp's row of the table. A prefix sum over warps turns counts
-  // into starts.
+  // Count for the next warp. A prefix sum over warps then turns counts into first rows.
   if (warp < counting_warps - 1) {
     for (int64_t base = first; base < last; base += kWarpThreads) {
       const int64_t choice = base + lane;
@@ -580,7 +552,7 @@ __global__ void __launch_bounds__(kRouteThreads)
     }
   }
   __syncthreads();
-  const int64_t rows_before_batch = static_cast<int64_t>(batch) * p.capacity;
+  const int64_t rows_before_batch = int64_t{batch} * p.capacity;
   if (warp < counting_warps) {
     for (int64_t base = first; base < last; base += kWarpThreads) {
       const int64_t choice = base + lane;
@@ -594,7 +566,7 @@ __global__ void __launch_bounds__(kRouteThreads)
       const int slot = slot_of_token[token];
       const bool fits = row >= 0 && row < p.capacity;
       if (slot >= 0) {
-        slot_rows[static_cast<int64_t>(slot) * p.top_k + k] = !here ? -1 : fits ? row : -2;
+        slot_rows[int64_t{slot} * p.top_k + k] = !here ? -1 : fits ? row : -2;
       }
       if (fits) {
         write_row(p.plan, rows_before_batch + row, source, slot, k, chunk.first_token + token);
@@ -602,18 +574,17 @@ __global__ void __launch_bounds__(kRouteThreads)
     }
   }
 
-  // Rows without a token: each block of the batch element handles an equal share of all rows.
+  // Write the rows without a token. Each block of the batch element checks an equal share.
   const int64_t share = ceil_div(p.capacity, entries);
-  const int64_t share_end = min((entry + 1) * share, static_cast<int64_t>(p.capacity));
+  const int64_t share_end = min((entry + 1) * share, int64_t{p.capacity});
   for (int64_t row = entry * share + threadIdx.x; row < share_end; row += kRouteThreads) {
     if (carries_token(s.first_row, s.rows, local_experts, row)) continue;
     write_empty_row(p.plan, rows_before_batch + row, row >= end_of_groups);
   }
 
-  // The slots of this rank's tokens at every rank.
+  // Assign the slots of this rank's tokens at every rank.
   if (source == p.view.rank) {
-    int32_t* token_slot =
-        p.plan.token_slot + static_cast<int64_t>(batch) * p.num_tokens * num_ranks;
+    int32_t* token_slot = p.plan.token_slot + tokens_before_batch;
     int32_t* slot_token = p.plan.slot_token + tokens_before_batch;
     int32_t* choice_rank = p.plan.choice_rank + chunk.first_choice;
     for (int64_t i = threadIdx.x; i < chunk.num_choices; i += kRouteThreads) {
@@ -621,19 +592,11 @@ __global__ void __launch_bounds__(kRouteThreads)
       choice_rank[i] = id >= 0 ? id / local_experts : -1;
     }
     for (int rank = 0; rank < num_ranks; ++rank) {
-      int32_t* tokens_of_slots = slot_token + static_cast<int64_t>(rank) * p.num_tokens;
+      int32_t* tokens_of_slots = slot_token + int64_t{rank} * p.num_tokens;
       assign_slots(
-          chunk, sent[rank], warp_sums,
-          [&](int token) {
-            bool named = false;
-            for (int k = 0; k < p.top_k; ++k) {
-              const int id = ids[token * p.top_k + k];
-              named = named || (id >= 0 && id / local_experts == rank);
-            }
-            return named;
-          },
+          chunk, sent[rank], warp_sums, goes_to(rank),
           [&](int token, int slot) {
-            token_slot[static_cast<int64_t>(chunk.first_token + token) * num_ranks + rank] = slot;
+            token_slot[int64_t{chunk.first_token + token} * num_ranks + rank] = slot;
             if (slot >= 0) tokens_of_slots[slot] = chunk.first_token + token;
           },
           [&](int slot) { tokens_of_slots[slot] = -1; });
@@ -664,8 +627,7 @@ __global__ void __launch_bounds__(kRouteThreads)
     }
   }
 
-  // A peer, or a launch that overlaps this launch, may have failed meanwhile. After a failure,
-  // other blocks may have written an empty routing.
+  // The domain may have failed meanwhile. Other blocks may then have written an empty routing.
   __syncthreads();
   bool failed = false;
   if (threadIdx.x == 0) {
@@ -692,56 +654,30 @@ static_assert(kExchangeSharedBytes + sizeof(NamedRanks) + sizeof(RouteParams) +
 static_assert(assign_shared_bytes(kMaxLocalExperts, kMaxTokensPerRouteChunk, kMaxTopK, 1) <=
               kAssignSharedBytes);
 
-struct RouteExchangeKernels {
-  using Key = OnlyKernel;
-  using Kernel = void (*)(Launched<RouteParams>);
+}  // namespace
 
-  template <typename Add>
-  static void list(Add&& add) {
-    add({}, route_exchange_kernel, kExchangeSharedBytes);
-  }
-};
-
-struct RouteAssignKernels {
-  using Key = OnlyKernel;
-  using Kernel = void (*)(Launched<RouteParams>, int counting_warps);
-
-  template <typename Add>
-  static void list(Add&& add) {
-    add({}, route_assign_kernel, kAssignSharedBytes);
-  }
-};
-
-cudaError_t LaunchAssign(const RouteParams* ranks, cudaStream_t stream) {
-  const RouteParams& params = *ranks;
+cudaError_t MOE_A2A_FORM::LaunchRoute(const RouteParams* ranks, int num_blocks,
+                                      cudaStream_t stream) {
+  const RouteParams& p = *ranks;
+  const size_t histogram_bytes = p.levels() * p.local_experts() * sizeof(int32_t);
+  const cudaError_t error =
+      Launch(route_exchange_kernel, ranks, num_blocks, kRouteThreads, histogram_bytes, stream);
+  if (error != cudaSuccess) return error;
   const auto shared_bytes = [&](int counting_warps) {
-    return assign_shared_bytes(params.local_experts(), params.tokens_per_chunk, params.top_k,
-                               counting_warps);
+    return assign_shared_bytes(p.local_experts(), p.tokens_per_chunk, p.top_k, counting_warps);
   };
   int counting_warps = kRouteWarps;
   while (shared_bytes(counting_warps) > kAssignSharedBytes) counting_warps /= 2;
-  const int num_blocks = params.batch * params.view.num_ranks * params.chunks;
-  return LaunchListed<RouteAssignKernels>({}, ranks, num_blocks, kRouteThreads,
-                                          shared_bytes(counting_warps), stream, counting_warps);
+  return Launch(route_assign_kernel, ranks, p.batch * p.view.num_ranks * p.chunks, kRouteThreads,
+                shared_bytes(counting_warps), stream, counting_warps);
 }
 
-}  // namespace
-
-inline namespace MOE_A2A_FORM {
-
-cudaError_t LaunchRoute(const RouteParams* ranks, int num_blocks, cudaStream_t stream) {
-  const RouteParams& params = *ranks;
-  const size_t shared = params.levels() * params.local_experts() * sizeof(int32_t);
+cudaError_t MOE_A2A_FORM::LoadRoute() {
+  const auto allowed = cudaFuncAttributeMaxDynamicSharedMemorySize;
   const cudaError_t error =
-      LaunchListed<RouteExchangeKernels>({}, ranks, num_blocks, kRouteThreads, shared, stream);
-  return error == cudaSuccess ? LaunchAssign(ranks, stream) : error;
+      cudaFuncSetAttribute(route_exchange_kernel, allowed, kExchangeSharedBytes);
+  if (error != cudaSuccess) return error;
+  return cudaFuncSetAttribute(route_assign_kernel, allowed, kAssignSharedBytes);
 }
-
-cudaError_t LoadRoute() {
-  const cudaError_t error = LoadListed<RouteExchangeKernels>();
-  return error == cudaSuccess ? LoadListed<RouteAssignKernels>() : error;
-}
-
-}  // namespace MOE_A2A_FORM
 
 }  // namespace moe_a2a

@@ -10,7 +10,7 @@
 // every block computes the whole routing in shared memory from the ids of all ranks (plan_rows).
 // Then the block waits for rows, token by token.
 //
-// Waits: as in dispatch, and receivers wait for the ids of every rank. The first block to start
+// Waits: as in dispatch. Receivers also wait for the ids of every rank. The first block to start
 // sends the ids before any rows. A sender receives only if more items remain than the other blocks
 // have teams. With a format, receivers also wait for this rank's tokens, which land in a zone.
 //
@@ -28,16 +28,16 @@
 namespace moe_a2a {
 namespace {
 
-constexpr int kGroupTokens = kWarpThreads;  // tokens of one source whose ranks fit a ballot
+constexpr int kGroupTokens = kWarpThreads;  // tokens of one source for which one ballot is enough
 constexpr int kMaxGroups = kMaxFusedTokens / kGroupTokens;
 static_assert(kMaxFusedTokens % kGroupTokens == 0);
-constexpr int kMaskBits = 64;               // ranks that fit a mask
+constexpr int kMaskBits = 64;               // ranks of a mask
 constexpr int kLoads = Tuning::kPlanLoads;  // loads of a thread in flight
 static_assert(kMaxTeams % kLoads == 0);
-// An id travels in the signature bits of a flag. If all are set, the word has no id.
+// An id travels in the signature bits of a flag. If all these bits are set, the id is -1.
 static_assert(kMaxFusedIds <= kSignatureMask);
 
-// The form in which leaves travel: unchanged, or as numbers of type T in a format.
+// The form in which leaves travel: unchanged, or numbers of type T in a format.
 struct Unencoded {
   static constexpr bool kEncodes = false;
 };
@@ -72,8 +72,9 @@ struct Shared {
   TokenSet sent[kMaxRanks];    // this rank's tokens, by destination
   TokenSet landed[kMaxRanks];  // tokens of other ranks that land here, by source
   int32_t warp_sums[kMaxTeams];
-  int32_t end_of_groups;          // the first row after the last group
-  int32_t all_rows, padded_rows;  // rows of this rank before drops; rows of a trial (drop_rows)
+  int32_t end_of_groups;  // the first row after the last group
+  int32_t all_rows;       // rows of this rank before drops
+  int32_t padded_rows;    // rows of a trial in drop_rows()
 };
 
 // Shared memory in which a warp encodes or decodes a segment, and the destinations of the segment.
@@ -94,17 +95,12 @@ __device__ int local_experts(const RoutedDispatchParams& p) {
   return p.num_experts / p.exchange.view.num_ranks;
 }
 
-__device__ Tables tables_of(const RoutedDispatchParams& p, int32_t* memory) {
-  const int experts = local_experts(p);
-  return {memory, memory + experts, memory + 2 * experts, memory + (2 + kMaxTeams) * experts};
-}
-
 __device__ int choices_per_source(const RoutedDispatchParams& p) {
   return p.exchange.routing.num_tokens * p.exchange.routing.top_k;
 }
 
-// Looks at the tokens of `num_sources` sources from `first_source` on, in groups of 32, which the
-// warps share. For each group, lane l calls store(source, group, named) for token group * 32 + l.
+// Looks at the tokens of `num_sources` sources from `first_source` on. Warps take groups of 32
+// tokens. For each group, lane l calls store(source, group, named) for token group * 32 + l.
 // `named` is the bitwise or of name(id) over the token's ids; name(-1) is 0.
 template <typename Name, typename Store>
 __device__ void find_tokens(const RoutedDispatchParams& p, const Tables& t, int first_source,
@@ -126,12 +122,12 @@ __device__ void find_tokens(const RoutedDispatchParams& p, const Tables& t, int 
   }
 }
 
-// While the block enters, the last warp reads the credits. The epoch is not known yet, so each lane
-// reads the credit of one peer for one ring half.
+// While the first warp enters, the last warp reads the credits. The epoch is not known yet, so each
+// lane reads the credit of one peer for one ring half.
 constexpr int kSeenPeers = kWarpThreads / kRingDepth;
 static_assert(kWarpThreads % kRingDepth == 0);
 constexpr int kCreditWarp = kMaxTeams - 1;
-static_assert(kMaxTeams > 2);  // Neither the first warp nor the last loads ids.
+static_assert(kMaxTeams > 2, "the warps between the first and the last load ids");
 
 __device__ bool is_credit_warp() { return threadIdx.x / kWarpThreads == kCreditWarp; }
 
@@ -141,7 +137,7 @@ __device__ uint64_t see_credit(const RankView& view) {
   return load_acquire_sys(&header(view, view.rank)->credit[lane_index() / kSeenPeers][peer]);
 }
 
-// Returns true if the credits that were seen are enough. The last warp calls it.
+// Returns true if see_credit() has seen all credits. The last warp calls it.
 __device__ bool has_credits(const RankView& view, uint64_t epoch, uint64_t seen) {
   const int peer = lane_index() % kSeenPeers;
   const bool matters = lane_index() / kSeenPeers == ring_half(view, epoch) &&
@@ -160,7 +156,7 @@ __device__ bool plan_sends(const RoutedDispatchParams& p, uint64_t epoch, uint64
                        wait_for_credits(view, warp, epoch);
   // Computes id / local_experts: the added 0.5 is far larger than the rounding error of 16-bit ids.
   const float ranks_per_expert = __frcp_rn(static_cast<float>(local_experts(p)));
-  // The ranks of a token are a mask of 64 bits, so more ranks need another look at the ids.
+  // A mask has 64 ranks, so with more ranks, the warps look at the ids again.
   for (int first = 0; first < view.num_ranks; first += kMaskBits) {
     const auto rank_of = [&](int id) -> uint64_t {
       const int rank = static_cast<int>((id + 0.5f) * ranks_per_expert) - first;
@@ -177,7 +173,7 @@ __device__ bool plan_sends(const RoutedDispatchParams& p, uint64_t epoch, uint64
   return __syncthreads_and(is_free);
 }
 
-// Copies valid ids, and -1 for others. Meanwhile the first warp enters, and the last reads credits.
+// Copies this rank's ids; invalid ids become -1. The first and the last warp have other work.
 __device__ void load_own_ids(const RoutedDispatchParams& p, int32_t* own_ids) {
   if (threadIdx.x < kWarpThreads || is_credit_warp()) return;
 #pragma unroll 4
@@ -188,7 +184,7 @@ __device__ void load_own_ids(const RoutedDispatchParams& p, int32_t* own_ids) {
   }
 }
 
-// Returns where the ids of `source` land at a rank.
+// Returns the address at which the ids of `source` land at a rank.
 __device__ uint64_t* landed_ids(const RoutedDispatchParams& p, int at_rank, uint64_t epoch,
                                 int source) {
   const RankView& view = p.exchange.view;
@@ -206,23 +202,18 @@ __device__ void send_ids(const RoutedDispatchParams& p, uint64_t epoch, const in
   }
 }
 
-// This rank's tokens land in a zone only if they are encoded.
-template <typename Form>
-__device__ bool lands_at(const RankView& view, const Shared& shared, int token, int rank) {
-  return (Form::kEncodes || rank != view.rank) && shared.sent[rank].has(token);
-}
-
 template <typename Form>
 __device__ void raise_token(const RankView& view, const Team& team, uint64_t epoch,
                             const Shared& shared, int token) {
   team.sync();
   for (int rank = team.thread(); rank < view.num_ranks; rank += team.threads()) {
-    if (!lands_at<Form>(view, shared, token, rank)) continue;
-    store_chunk_flag(view, epoch, rank, shared.sent[rank].slot(token));
+    if (!Form::kEncodes && rank == view.rank) continue;  // The token does not land in a zone.
+    const TokenSet& sent = shared.sent[rank];
+    if (sent.has(token)) store_chunk_flag(view, epoch, rank, sent.slot(token));
   }
 }
 
-// Encodes a token's leaves and stores them at all its ranks, from the next rank to this rank.
+// Encodes a token's leaves and stores them at all its ranks, this rank last.
 template <typename Form>
 __device__ void send_leaves(const RoutedDispatchParams& p, const Team& team, uint64_t epoch,
                             const Shared& shared, Workbench& bench, int token) {
@@ -265,7 +256,7 @@ __device__ void send_token(const RoutedDispatchParams& params, const Team& team,
     with_width(array.width, [&](auto word) {
       using W = typename decltype(word)::type;
       read_row<W>(team, array.in + token * array.row_bytes, array.row_bytes, [&](auto&& write) {
-        // Begin with the next rank, so that different ranks send to different ranks first.
+        // Begin with the next rank, so that ranks do not all send to the same rank at first.
         for (int i = 1; i < view.num_ranks + Form::kEncodes; ++i) {
           const int sum = view.rank + i;
           const int rank = sum < view.num_ranks ? sum : sum - view.num_ranks;
@@ -317,10 +308,10 @@ __device__ int padded(const RoutedDispatchParams& p, int rows) {
   return p.alignment == 1 ? rows : static_cast<int>(round_up(rows, p.alignment));
 }
 
-constexpr int kDropped = -2;  // in place of the id of a choice that has no room
+constexpr int kDropped = -2;  // replaces the id of a choice that is dropped
 
-// Overwrites the ids of choices that have no room. Before the call, `rows` counts all choices;
-// afterwards, count_rows() must count again. All threads call it, at most once.
+// Overwrites the ids of choices that are dropped. Before the call, `rows` counts all choices.
+// Afterwards, count_rows() must count again. All threads call it, at most once.
 static __device__ __noinline__ void drop_rows(const RoutedDispatchParams& p, Shared& shared,
                                               const Tables& t) {
   const RoutingView& routing = p.exchange.routing;
@@ -330,17 +321,20 @@ static __device__ __noinline__ void drop_rows(const RoutedDispatchParams& p, Sha
   const int num_tokens = routing.num_tokens, top_k = routing.top_k;
   const int of_choice = num_ranks * num_tokens, all = of_choice * top_k;
   int32_t* trial = t.next_row;
+  // Returns the id of choice i, in the order in which choices are kept.
+  const auto id_of = [&](int i) -> int32_t& {
+    const int source = i % num_ranks, token = i % of_choice / num_ranks, k = i / of_choice;
+    return t.row[(source * num_tokens + token) * top_k + k];
+  };
   for (int e = threadIdx.x; e < experts; e += kThreads) atomicAdd(&shared.all_rows, t.rows[e]);
-  // Returns true if the first `count` choices to keep fit. Writes the rows of experts to `trial`.
+  // Counts the rows of the first `count` choices in `trial`. Returns true if these rows fit.
   const auto fits = [&](int count) {
     __syncthreads();  // The previous `trial` has been read.
     for (int e = threadIdx.x; e < experts; e += kThreads) trial[e] = 0;
     if (threadIdx.x == 0) shared.padded_rows = 0;
     __syncthreads();
     for (int i = threadIdx.x; i < count; i += kThreads) {
-      const int source = i % num_ranks, token = i % of_choice / num_ranks;
-      const int k = i / of_choice;
-      const int expert = t.row[(source * num_tokens + token) * top_k + k] - first_expert;
+      const int expert = id_of(i) - first_expert;
       if (expert >= 0 && expert < experts) atomicAdd(&trial[expert], 1);
     }
     __syncthreads();
@@ -353,18 +347,16 @@ static __device__ __noinline__ void drop_rows(const RoutedDispatchParams& p, Sha
   };
   const int kept = last_that_fits(all, fits);
   for (int i = kept + static_cast<int>(threadIdx.x); i < all; i += kThreads) {
-    const int source = i % num_ranks, token = i % of_choice / num_ranks;
-    const int k = i / of_choice;
-    int32_t& id = t.row[(source * num_tokens + token) * top_k + k];
+    int32_t& id = id_of(i);
     if (id >= first_expert && id < first_expert + experts) id = kDropped;
   }
   for (int i = threadIdx.x; i < kMaxTeams * experts; i += kThreads) t.next_row[i] = 0;
   __syncthreads();
 }
 
-// Counts the rows of each expert from the ids in `row`, and computes where they begin. Each warp's
-// `next_row` must hold zeros, and then gets each expert's rows before the warp's range of choices.
-// Returns where the last group ends. All threads call it.
+// Counts the rows of each expert from the ids in `row`, and computes `rows` and `first_row`.
+// `next_row` must hold zeros. For each warp, it becomes the number of each expert's rows before the
+// warp's range of choices. Returns the row at which the last group ends. All threads call it.
 template <typename IsHere>
 __device__ int count_rows(const RoutedDispatchParams& p, Shared& shared, const Tables& t, int all,
                           int per_warp, IsHere&& is_here) {
@@ -379,7 +371,6 @@ __device__ int count_rows(const RoutedDispatchParams& p, Shared& shared, const T
     if (is_here(id)) atomicAdd(&next_row[id - first_expert], 1);
   }
   __syncthreads();  // The ids have been read, so rows can replace them.
-  // For each expert: the rows before each warp's range, and all rows.
   for (int e = threadIdx.x; e < experts; e += kThreads) {
     int count = 0;
     for (int w = 0; w * per_warp < all; w += kLoads) {
@@ -400,8 +391,8 @@ __device__ int count_rows(const RoutedDispatchParams& p, Shared& shared, const T
 }
 
 // Turns the ids of all ranks into rows, in the order of local expert, source, token and choice.
-// Each warp takes a contiguous range of the choices, 32 at a time. No block receives before its
-// plan is complete, so every instruction (4 ns) matters, and a division is twenty instructions.
+// Each warp takes a contiguous range of the choices, 32 at a time. The code avoids divisions
+// (twenty instructions of 4 ns), because no block receives before its plan is complete.
 __device__ void plan_rows(const RoutedDispatchParams& p, Shared& shared, const Tables& t) {
   const RankView& view = p.exchange.view;
   const int experts = local_experts(p);
@@ -438,8 +429,8 @@ __device__ void plan_rows(const RoutedDispatchParams& p, Shared& shared, const T
   __syncthreads();
 }
 
-// Writes the slots of one of this rank's tokens. Also marks slot number `token` as empty at ranks
-// that receive at most `token` tokens. One warp calls it.
+// Writes the slots of one of this rank's tokens. Also marks slot number `token` as empty at each
+// rank that receives at most `token` tokens. One warp calls it.
 __device__ void write_sent(const RoutedDispatchParams& p, const Shared& shared, int token) {
   const RoutingView& routing = p.exchange.routing;
   const int num_ranks = p.exchange.view.num_ranks;
@@ -459,8 +450,8 @@ __device__ void write_sent(const RoutedDispatchParams& p, const Shared& shared, 
   p.plan.choice_rank[choice] = is_valid ? id / local_experts(p) : -1;
 }
 
-// Writes where the rows of a token of `source` come from. Also marks slot number `token` as empty
-// if at most `token` tokens land. Lane k has the row of choice k.
+// Writes the plan of the rows of a token of `source`. Also marks slot number `token` as empty if at
+// most `token` tokens land. Lane k has the row of choice k.
 __device__ void write_landed(const RoutedDispatchParams& p, const TokenSet& landed, int source,
                              int token, int row) {
   const RoutingView& routing = p.exchange.routing;
@@ -477,19 +468,7 @@ __device__ void write_landed(const RoutedDispatchParams& p, const TokenSet& land
   write_row(p.plan, row, source, slot, lane_index(), token);
 }
 
-// Decodes the landed leaves of one token to its rows, which the lanes of `choices` hold.
-template <typename Form>
-__device__ void decode_leaves(const RoutedDispatchParams& p, const Team& team, Workbench& bench,
-                              int row, uint32_t choices, const char* from_zone, int slot) {
-  PlainSegments segments(bench.segment);
-  for (int leaf = 0; leaf < p.encoding.num_leaves; ++leaf) {
-    decode_leaf<Form::kFormat, typename Form::Type>(p.exchange, p.encoding, leaf, team,
-                                                    bench.destinations, segments, row, choices,
-                                                    from_zone, slot);
-  }
-}
-
-// Copies the values and scales of a landed row together, so that neither waits for the other.
+// Copies the values and the scales of a landed row at the same time.
 __device__ void spread_encoded(const MovedArray& values, const MovedArray& scales, const Team& team,
                                const char* from_values, const char* from_scales, int row,
                                uint32_t choices) {
@@ -530,12 +509,16 @@ __device__ bool receive_token(const RoutedDispatchParams& p, const Team& team, u
   const int slot = landed.slot(token);
   const bool own = !Form::kEncodes && source == view.rank;
   if (!own && !wait_for_chunk(view, team, epoch, source, slot)) return false;
+  const char* from_zone = zone(view, view.rank, epoch, source, exchange.zone_bytes);
   int a = 0;
   if constexpr (Form::kEncodes) {
     if (p.encoding.decode) {
-      decode_leaves<Form>(p, team, *bench, row, choices,
-                          zone(view, view.rank, epoch, source, exchange.zone_bytes), slot);
-      a = 2 * p.encoding.num_leaves;
+      PlainSegments segments(bench->segment);
+      for (; a < 2 * p.encoding.num_leaves; a += 2) {
+        decode_leaf<Form::kFormat, typename Form::Type>(exchange, p.encoding, a / 2, team,
+                                                        bench->destinations, segments, row, choices,
+                                                        from_zone, slot);
+      }
     }
   }
   for (; a < exchange.num_arrays; ++a) {
@@ -546,7 +529,6 @@ __device__ bool receive_token(const RoutedDispatchParams& p, const Team& team, u
       if (has_scales && array.width == kVectorBytes &&
           exchange.arrays[a + 1].width == kVectorBytes) {
         const MovedArray& scales = exchange.arrays[++a];
-        const char* from_zone = zone(view, view.rank, epoch, source, exchange.zone_bytes);
         spread_encoded(
             array, scales, team, from_zone + array.zone_offset + slot * row_stride(array.row_bytes),
             from_zone + scales.zone_offset + slot * row_stride(scales.row_bytes), row, choices);
@@ -554,8 +536,7 @@ __device__ bool receive_token(const RoutedDispatchParams& p, const Team& team, u
       }
     }
     const char* from = own ? array.in + token * array.row_bytes
-                           : zone(view, view.rank, epoch, source, exchange.zone_bytes) +
-                                 array.zone_offset + slot * row_stride(array.row_bytes);
+                           : from_zone + array.zone_offset + slot * row_stride(array.row_bytes);
     if (array.choice_bytes > 0) {
       if (row < 0 || !team.is_first_warp()) continue;
       copy_choice(array.out + row * array.choice_bytes, from + lane_index() * array.choice_bytes,
@@ -596,7 +577,7 @@ __device__ void zero_rows(const RoutedDispatchParams& p, const Team& team, const
   }
 }
 
-// Writes the sizes of the groups, and the numbers of rows and of drops. One warp calls it.
+// Writes the sizes of groups, the number of rows and the number of drops. One warp calls it.
 __device__ void write_sizes(const RoutedDispatchParams& p, const Shared& shared, const Tables& t) {
   const int capacity = p.exchange.routing.capacity;
   int kept = 0, in_all = 0;
@@ -614,24 +595,7 @@ __device__ void write_sizes(const RoutedDispatchParams& p, const Shared& shared,
   *p.plan.num_dropped = max(in_all, shared.all_rows) - kept;
 }
 
-// Writes the plan of a token of `source`, and receives it. Returns false if it did not arrive.
-template <typename Form>
-__device__ bool bring_in(const RoutedDispatchParams& p, const Team& team, uint64_t epoch,
-                         const Shared& shared, Workbench* bench, const Tables& t, int source,
-                         int token) {
-  const RoutingView& routing = p.exchange.routing;
-  const TokenSet& landed =
-      source == p.exchange.view.rank ? shared.sent[source] : shared.landed[source];
-  const int choice = (source * routing.num_tokens + token) * routing.top_k + lane_index();
-  const int row = lane_index() < routing.top_k ? t.row[choice] : -1;
-  if (team.is_first_warp()) {
-    if (source == p.exchange.view.rank) write_sent(p, shared, token);
-    write_landed(p, landed, source, token, row);
-  }
-  return receive_token<Form>(p, team, epoch, bench, landed, source, token, row);
-}
-
-// The items of receivers: own tokens (unless they land), rows to zero, and tokens that land.
+// The items of receivers: this rank's tokens (unless they land), rows to zero, tokens that land.
 struct ReceiveItems {
   int own, zero, all;
   int rows_each;  // rows to zero in one work item
@@ -645,8 +609,8 @@ struct ReceiveItems {
   }
 };
 
-// Returns true if a block that has sent must also receive. If the other blocks have a team for each
-// remaining item, they finish before this block has computed the routing. All threads call it.
+// Returns true if a block that has sent must also receive. Otherwise the other blocks have a team
+// for each remaining item, and end before this block has a plan. All threads call it.
 __device__ bool is_needed(const RoutedDispatchParams& p, const ReceiveItems& items) {
   const Roles& roles = p.exchange.roles;
   const int others = (num_blocks() - roles.send_blocks) * roles.receive_teams;
@@ -654,12 +618,13 @@ __device__ bool is_needed(const RoutedDispatchParams& p, const ReceiveItems& ite
   return __syncthreads_or(threadIdx.x == 0 && taken + others < items.all);
 }
 
-// Takes items until none is left. `asked` is the result of the team's first ask_for_item().
+// Takes items until none is left, or until a token does not arrive. `asked`: the first request.
 template <typename Form>
 __device__ void receive(const RoutedDispatchParams& p, const Team& team, uint64_t epoch,
                         const Shared& shared, Workbench* bench, const Tables& t,
                         const ReceiveItems& items, uint32_t asked) {
   const RankView& view = p.exchange.view;
+  const RoutingView& routing = p.exchange.routing;
   const int sources = view.num_ranks - 1 + Form::kEncodes;
   for (int item = team.broadcast(asked); item < items.all;
        item = take_item(control(view).next_receive, team)) {
@@ -667,16 +632,23 @@ __device__ void receive(const RoutedDispatchParams& p, const Team& team, uint64_
     if (after_own >= 0 && after_own < items.zero) {
       if (after_own == 0 && team.is_first_warp()) write_sizes(p, shared, t);
       const int first = after_own * items.rows_each;
-      zero_rows<Form>(p, team, shared, t, first,
-                      min(items.rows_each, p.exchange.routing.capacity - first));
+      zero_rows<Form>(p, team, shared, t, first, min(items.rows_each, routing.capacity - first));
       continue;
     }
-    // Tokens arrive in this order, because each source sends them in the order of their numbers.
+    // Tokens arrive in the order of their numbers, because each source sends them in this order.
     const int landed_item = after_own - items.zero;
     const int source =
         landed_item < 0 ? view.rank : (view.rank + 1 + landed_item % sources) % view.num_ranks;
     const int token = landed_item < 0 ? item : landed_item / sources;
-    if (!bring_in<Form>(p, team, epoch, shared, bench, t, source, token)) return;
+    const bool own = source == view.rank;
+    const TokenSet& landed = own ? shared.sent[source] : shared.landed[source];
+    const int choice = (source * routing.num_tokens + token) * routing.top_k + lane_index();
+    const int row = lane_index() < routing.top_k ? t.row[choice] : -1;
+    if (team.is_first_warp()) {
+      if (own) write_sent(p, shared, token);
+      write_landed(p, landed, source, token, row);
+    }
+    if (!receive_token<Form>(p, team, epoch, bench, landed, source, token, row)) return;
   }
 }
 
@@ -692,13 +664,16 @@ __global__ void __launch_bounds__(kThreads, 1)
   Workbench* const bench =
       Form::kEncodes ? reinterpret_cast<Workbench*>(dynamic_shared) + threadIdx.x / kWarpThreads
                      : nullptr;
-  const Tables t =
-      tables_of(p, reinterpret_cast<int32_t*>(dynamic_shared + (Form::kEncodes ? kBenchBytes : 0)));
+  auto* const tables =
+      reinterpret_cast<int32_t*>(dynamic_shared + (Form::kEncodes ? kBenchBytes : 0));
+  const int experts = local_experts(p);
+  const Tables t = {tables, tables + experts, tables + 2 * experts,
+                    tables + (2 + kMaxTeams) * experts};
   const Roles& roles = p.exchange.roles;
   const Team senders(roles.send_teams, shared.block.mailboxes);
   const Team receivers(roles.receive_teams, shared.block.mailboxes);
   int32_t* own_ids = t.row + view.rank * choices_per_source(p);
-  // Request, all at the same time, everything that needs no wait.
+  // All these requests are under way at the same time, because none needs a wait.
   uint32_t asked = ask_before_entering(view, roles, senders);
   const uint64_t seen_credit = see_credit(view);
   load_own_ids(p, own_ids);
@@ -720,11 +695,11 @@ __global__ void __launch_bounds__(kThreads, 1)
       send_items(view, senders, epoch, p.exchange.routing.num_tokens, asked,
                  [&](int token) { send_token<Form>(p, senders, epoch, shared, bench, token); });
     }
-    for (int i = threadIdx.x; i < kMaxTeams * local_experts(p); i += kThreads) t.next_row[i] = 0;
+    for (int i = threadIdx.x; i < kMaxTeams * experts; i += kThreads) t.next_row[i] = 0;
     ok = (!sends || is_needed(p, items)) && receive_ids(p, epoch, t.row);
   }
   if (ok) {
-    // A sender plans late. An item that it requested before its plan would have to wait.
+    // Only a receiver requests its first item before it plans, because a sender plans late.
     if (!sends) asked = ask_for_item(control(view).next_receive, receivers);
     delay_for_test(view, Phase::kReceiveChunk);
     plan_rows(p, shared, t);
@@ -777,7 +752,7 @@ cudaError_t MOE_A2A_FORM::LaunchRoutedDispatch(const RoutedDispatchParams* ranks
     return cudaErrorInvalidValue;
   }
   return LaunchListed<RoutedDispatchKernels>(
-      {encoding.format, encodes ? encoding.type : ElementType{}}, ranks, num_blocks, kThreads,
+      {encoding.format, encodes ? encoding.type : ElementType{}}, ranks, num_blocks,
       shared_bytes(experts, choices, encodes), stream);
 }
 

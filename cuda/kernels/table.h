@@ -1,11 +1,11 @@
-// A table of the kernels of a family, from which launches choose. All kernels are loaded when a
-// workspace opens, because a launch that loads a kernel could block forever if a peer already waits
-// for this launch.
+// A launch chooses its kernel from the table of a family. All kernels are loaded when a workspace
+// opens, because a launch that loads a kernel could block forever if a peer already waits for this
+// launch.
 //
 // A family is a struct with
 //
-//   Key        what a launch chooses a kernel by; comparable
-//   Kernel     the type of all its kernels
+//   Key        identifies a kernel; comparable
+//   Kernel     the type of all kernels
 //   list(add)  calls add(key, kernel, shared_bytes) for each kernel; shared_bytes is the most
 //              dynamic shared memory that a launch of the kernel requests
 #pragma once
@@ -18,21 +18,16 @@ namespace moe_a2a {
 
 inline namespace MOE_A2A_FORM {
 
-// The key of a family of one kernel.
-struct OnlyKernel {
-  bool operator==(const OnlyKernel&) const { return true; }
-};
-
 // Launches the kernel of `key`. Returns the error of this launch only.
-template <typename Family, typename Params, typename... More>
+template <typename Family, typename Params>
 cudaError_t LaunchListed(const typename Family::Key& key, const Params* ranks, int num_blocks,
-                         int num_threads, size_t shared_bytes, cudaStream_t stream, More... more) {
+                         size_t shared_bytes, cudaStream_t stream) {
   typename Family::Kernel chosen = nullptr;
   Family::list([&](const typename Family::Key& of, typename Family::Kernel kernel, size_t) {
     if (of == key) chosen = kernel;
   });
   if (chosen == nullptr) return cudaErrorInvalidValue;
-  return Launch(chosen, ranks, num_blocks, num_threads, shared_bytes, stream, more...);
+  return Launch(chosen, ranks, num_blocks, kThreads, shared_bytes, stream);
 }
 
 template <typename Family>

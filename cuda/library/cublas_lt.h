@@ -1,6 +1,5 @@
-// The functions of cuBLASLt that this package calls, looked up at run time in the library that JAX
-// has loaded. These declarations are for version 13; toolkits before CUDA 13.2 lack the grouped
-// functions.
+// The functions of cuBLASLt 13 that this package calls. GetCublasLt() looks them up in the library
+// that JAX has loaded. Toolkits before CUDA 13.2 do not declare the grouped functions.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -20,7 +19,7 @@ struct CublasLt {
   enum Attribute : int { kPointerMode = 2, kTransposeA = 3, kTransposeB = 4, kSms = 15 };
   enum Preference : int { kWorkspace = 1, kMeanReduction = 13, kMeanRows = 14, kMeanColumns = 15 };
 
-  // Descriptions of the library (products, layouts, preferences) need at most 256 bytes.
+  // A description of a product, a layout or a preference. The library needs at most 256 bytes.
   struct Object {
     uint64_t data[64];
   };

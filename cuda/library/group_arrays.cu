@@ -3,7 +3,7 @@
 // Holds afterwards: each group has its sizes, and pointers to its operands and its result. A group
 // without weights has no rows, and the rows of its result are zeros.
 //
-// Launch: the first block writes the arrays; all blocks write zeros.
+// Launch: any number of blocks. The first block writes the arrays. All blocks write zeros.
 #include "library/library_gemm.h"
 
 namespace moe_a2a {

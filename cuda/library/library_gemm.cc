@@ -1,6 +1,6 @@
-// Computes a grouped product by cuBLASLt. The library's matrices are column-major, so it sees the
-// transpose of an array [rows, columns], with `columns` as its first size and its stride. The
-// operands therefore change places: its a is the weights, or operand b of a weight gradient.
+// Computes a grouped product with cuBLASLt. The library's matrices are column-major, so the library
+// sees the transpose of an array [rows, columns], with `columns` as the first size and the stride.
+// The operands therefore change places: the library's a is operand b.
 #include "library/library_gemm.h"
 
 #include <map>
@@ -120,20 +120,13 @@ Problem LaunchLibraryGemm(const LibraryGemm& gemm, int num_sms, cudaStream_t str
   void** const pointers = reinterpret_cast<void**>(data(gemm.counter) + kWorkspaceBytes);
   auto* const dimensions = reinterpret_cast<int32_t*>(pointers + 3 * stride);
   auto* const factors = reinterpret_cast<float*>(dimensions + 3 * stride);
-  const GroupArrays arrays = {
-      gemm.starts,
-      gemm.sizes,
-      gemm.weights,
-      gemm.num_groups,
-      static_cast<int32_t>(gemm.k),
-      static_cast<int32_t>(gemm.n),
-      {is_gradient ? rows(gemm.b, gemm.n) : matrices(gemm.b),
-       rows(gemm.a, is_transposed ? gemm.n : gemm.k),
-       is_gradient ? matrices(gemm.d) : rows(gemm.d, is_transposed ? gemm.k : gemm.n)},
-      stride,
-      pointers,
-      dimensions,
-      factors};
+  const GroupedArray a = is_gradient ? rows(gemm.b, gemm.n) : matrices(gemm.b);
+  const GroupedArray b = rows(gemm.a, is_transposed ? gemm.n : gemm.k);
+  const GroupedArray d =
+      is_gradient ? matrices(gemm.d) : rows(gemm.d, is_transposed ? gemm.k : gemm.n);
+  const auto k = static_cast<int32_t>(gemm.k), n = static_cast<int32_t>(gemm.n);
+  const GroupArrays arrays = {gemm.starts, gemm.sizes, gemm.weights, gemm.num_groups, k,      n,
+                              {a, b, d},   stride,     pointers,     dimensions,      factors};
   cudaError_t error = LaunchGroupArrays(arrays, num_sms, stream);
   int device = 0;
   if (error == cudaSuccess) error = cudaGetDevice(&device);
@@ -157,10 +150,10 @@ Problem LaunchLibraryGemm(const LibraryGemm& gemm, int num_sms, cudaStream_t str
     }
     algorithm = found->second;
   }
-  void** const d = pointers + 2 * stride;
+  void** const of_d = pointers + 2 * stride;
   return Check("Matmul",
                library->multiply(handle, &product.call, factors, pointers, &product.a,
-                                 pointers + stride, &product.b, factors + 1, d, &product.d, d,
+                                 pointers + stride, &product.b, factors + 1, of_d, &product.d, of_d,
                                  &product.d, &algorithm, gemm.counter, kWorkspaceBytes, stream));
 }
 

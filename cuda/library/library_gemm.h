@@ -1,4 +1,4 @@
-// Grouped products by cuBLASLt.
+// Grouped products with cuBLASLt.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -15,21 +15,21 @@ struct LibraryGemm : GroupedGemm {
   int64_t mean_rows;  // mean rows of a group, as the library expects
 };
 
-// Returns how many int32 numbers a product's scratch memory has.
+// Returns the number of int32 numbers of a product's scratch memory.
 int64_t LibraryScratch(int64_t num_groups);
 
 // Computes a product on the current device. The first call with new sizes chooses an algorithm.
 Problem LaunchLibraryGemm(const LibraryGemm& params, int num_sms, cudaStream_t stream);
 
-// An operand or result of all groups: a group has some of its rows, or one of its matrices.
+// An operand or result of all groups. A group has some of its rows, or one of its matrices.
 struct GroupedArray {
   char* data;
   int64_t bytes;          // of a row, or of a matrix
   int64_t num_weights;    // matrices of `data`; -1: rows
-  char* spare = nullptr;  // matrices whose indices follow those of `data`
+  char* spare = nullptr;  // more matrices; their indices follow the indices of `data`
 };
 
-// The arrays in device memory that the library reads for a product, and their inputs.
+// The arrays in device memory that the library reads for a product, and the inputs of these arrays.
 struct GroupArrays {
   const int32_t *starts, *sizes, *weights;  // the table of groups
   int32_t num_groups, num_k, num_n;
@@ -41,7 +41,7 @@ struct GroupArrays {
 };
 
 cudaError_t LoadGroupArrays();
-// Writes these arrays, and zeros to the rows of d whose group has no weights. Launches only.
+// Launches a kernel that writes these arrays, and zeros to the rows of groups without weights.
 cudaError_t LaunchGroupArrays(const GroupArrays& arrays, int num_sms, cudaStream_t stream);
 
 }  // namespace moe_a2a

@@ -1,12 +1,12 @@
 // fill_slots: fills the spare slots of ranks with replicas of popular experts, bit for bit like
 // `fill_loop` in jax_moe_a2a/_src/placement/fill.py.
 //
-// Layout: one warp makes a plan. The latency of four reductions limits each step, and more warps
-// would only add barriers. Lane l holds the rows of ranks l, l + 32, ... in registers. The slots of
-// experts are in shared memory. In the loop, only lane l accesses slots l, l + 32, ... of a rank.
+// Layout: one warp makes a plan, because the latency of four reductions limits each step, and more
+// warps would add barriers. Lane l holds the rows of ranks l, l + 32, ... in registers, and is the
+// only lane that accesses slots l, l + 32, ... of a rank in the loop. Slots are in shared memory.
 //
-// Launch: a block of one warp for each plan. Up to 64 ranks have a separate kernel, because each
-// step looks at all ranks for which a lane has registers.
+// Launch: a block of one warp for each plan. Up to 64 ranks have a separate kernel, because a lane
+// looks in each step at all ranks for which it has registers.
 #include "placement/fill_slots.h"
 
 #include "device/ptx.cuh"

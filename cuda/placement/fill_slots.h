@@ -12,7 +12,7 @@ namespace moe_a2a {
 // The largest number of experts whose slots fit into shared memory.
 constexpr int kMaxPlannedExperts = 4096;
 
-// B plans for R ranks, each with L slots for its own experts and S spare slots.
+// B plans for R ranks. A rank has L slots for its own experts and S spare slots.
 struct FillSlots {
   const int32_t *experts, *rows;        // [B, R, L]
   int32_t *slot_experts, *slot_rows;    // [B, R, L + S]

@@ -1,11 +1,11 @@
-// choose: chooses the experts of each token. The ids are equal to those of `_composition` in
-// jax_moe_a2a/_src/layer/choose.py, bit for bit, because keys are only compared, and the few keys
-// of a group are added in the same order.
+// choose: chooses the experts of each token. The ids are bit for bit the ids of `_composition` in
+// jax_moe_a2a/_src/layer/choose.py, because keys are only compared, and the few keys of a group are
+// added in the same order.
 //
 // Layout: one warp chooses for a token. Each lane holds consecutive keys of one group in registers.
-// Lower lanes have lower experts, and several lanes may share a group. A step takes the largest key
-// of the warp: a reduction, a vote on the lowest lane that holds this key, and a scan of the keys
-// of a lane. Few steps suffice, because K is small; a sort of all keys would need more.
+// Lower lanes have lower experts, and several lanes may share a group. A step finds the largest key
+// of the warp by a scan of each lane's keys, a reduction, and a vote on the lowest lane that holds
+// this key. K steps take less time than a sort of all keys, because K is small.
 //
 // Launch: a warp for each token.
 #include "router/choose.h"
@@ -21,8 +21,8 @@ namespace {
 constexpr int kWarps = 4;          // of a block
 constexpr int kTaken = INT32_MIN;  // in place of a key: less than every key
 
-// Returns an integer with the order of lax.top_k, in which NaN is the highest number. Zeros of both
-// signs are equal. So are the two lowest negative NaNs.
+// Returns an integer. Integers have the order in which lax.top_k sorts numbers: NaN is the highest,
+// and zeros of both signs are equal. The two lowest negative NaNs are also equal.
 __device__ int order_of(float key) {
   const int bits = static_cast<int>(__float_as_uint(key == 0.f ? 0.f : key));
   return max(bits < 0 ? bits ^ INT32_MAX : bits, kTaken + 1);
@@ -56,12 +56,12 @@ struct LaneKeys {
   }
 };
 
-// Returns the lowest of `lanes` whose own value is `value`.
+// Returns the lowest lane of the mask `lanes` whose `own` is `value`.
 __device__ int lowest_lane_with(int value, int own, unsigned lanes) {
   return __ffs(static_cast<int>(__ballot_sync(kAllLanes, own == value) & lanes)) - 1;
 }
 
-// Returns the value of the lane's group: the sum of its `number` highest keys, from high to low.
+// Returns the value of the lane's group: its `number` highest keys, added from high to low.
 template <int kKeys>
 __device__ int value_of_group(LaneKeys<kKeys> keys, int group_lanes, int number) {
   const int lane = lane_index();
@@ -111,9 +111,8 @@ __global__ void __launch_bounds__(kWarps* kWarpThreads) choose_kernel(const Choo
 
   const int group_lanes = LanesOfGroup(p.num_groups), group = lane / group_lanes;
   const int size = p.num_experts / p.num_groups, in_group = lane % group_lanes * kKeys;
-  const int num_keys =
-      group < p.num_groups ? size - in_group : 0;  // may be above kKeys or negative
-  const int first = group * size + in_group;       // the expert of the first key
+  const int num_keys = group < p.num_groups ? size - in_group : 0;  // may be negative, or > kKeys
+  const int first = group * size + in_group;                        // the expert of the first key
   const float* const row = p.keys + token * p.num_experts + first;
   LaneKeys<kKeys> keys;
   if (kKeys % 4 == 0 && size % 4 == 0) {

@@ -10,8 +10,7 @@
 
 namespace moe_a2a {
 
-// The largest number of experts, if the number of groups is a power of two. Other numbers of groups
-// are rounded up to one.
+// The largest number of experts if the number of groups is a power of two; otherwise it is smaller.
 constexpr int kMaxChoiceExperts = 1024;
 
 // Arrays of T tokens, E experts and K choices of each token.
@@ -25,8 +24,8 @@ struct Choose {
   // Groups of consecutive experts. A token chooses from its `top_groups` best groups. The value of
   // a group is the sum of its `top_in_group` highest keys.
   int32_t num_groups, top_groups, top_in_group;
-  // Whether weights are the softmax of chosen values, or of their log-sigmoids; otherwise they are
-  // the values. The weights are then multiplied by `scale`.
+  // If `renormalizes`, weights are the softmax of the chosen values, or of their log-sigmoids if
+  // `is_sigmoid`. Otherwise weights are the values. Then `scale` multiplies all weights.
   bool renormalizes, is_sigmoid;
   float scale;
 };
