@@ -1,4 +1,4 @@
-// The error record that a kernel writes into host memory, the poison word, and their messages.
+// The error record that a kernel writes into host memory, the poison, and the messages of both.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ namespace moe_a2a {
 enum class Operation : uint32_t { kRoute = 1, kDispatch = 2, kCombine = 3, kRoutedDispatch = 4 };
 
 enum class Phase : uint32_t {
-  kStart = 1,        // a block starts or leaves, without a wait
+  kStart = 1,        // a block starts or ends, without a wait
   kSendCredit = 2,   // a source waits until a destination has read the ring half
   kSend = 3,         // a source writes rows
   kReceiveHead = 4,  // a destination waits for the head of a source
@@ -20,17 +20,17 @@ enum class Phase : uint32_t {
 
 enum class ErrorKind : uint32_t {
   kNone = 0,
-  kTimeout = 1,   // expected: the flag or credit; seen: the last value of that word
-  kMismatch = 2,  // ranks make different calls; expected, seen: signatures, their low bits, or runs
+  kTimeout = 1,    // expected: the flag or credit; seen: the last value of this word
+  kMismatch = 2,   // ranks make different calls; expected, seen: (low bits of) signatures, or runs
   kViolation = 3,  // a flag of a later epoch has arrived; expected, seen: flags
   kWrongRank = 4,  // expected: rank in the group's mesh; seen: rank in the program's mesh
   kBounds = 5,     // expected: upper bound; seen: the index that is out of range
-  kOverlap = 6,    // two launches of one rank overlap; expected, seen: their RankView::launch
-  kStopped = 7  // another rank has failed, and that rank's process has the reason; seen: the poison
+  kOverlap = 6,    // two launches of one rank overlap; expected, seen: RankView::launch of each
+  kStopped = 7     // another rank has failed, and its process knows the reason; seen: the poison
 };
 
-// The poison is the word that a failing rank stores to all ranks. It is never 0. Its fields are,
-// from the lowest bit: the failing rank plus 1 (16 bits), kind (8), phase (8), awaited rank (32).
+// The poison is a word that a failing rank stores to all ranks. The poison is never 0. Fields from
+// the lowest bit: the failing rank plus 1 (16 bits), kind (8), phase (8), awaited rank (32).
 static_assert(kMaxRanks < 1 << 16 && static_cast<uint32_t>(ErrorKind::kStopped) < 1 << 8 &&
               static_cast<uint32_t>(Phase::kReceiveChunk) < 1 << 8);
 MOE_A2A_HOST_DEVICE constexpr uint64_t make_poison(int rank, ErrorKind kind, Phase phase,
@@ -42,7 +42,7 @@ MOE_A2A_HOST_DEVICE constexpr int poisoner(uint64_t poison) {
   return static_cast<int>(poison & 0xFFFF) - 1;
 }
 
-// A record in host memory. The device writes `kind` last.
+// The device writes `kind` last.
 struct ErrorRecord {
   uint32_t kind;
   uint32_t operation;
@@ -108,7 +108,7 @@ inline std::string describe(const ErrorRecord& r) {
                              std::to_string(r.seen) + ", epoch " + std::to_string(r.epoch) + ")";
   const std::string seconds =
       " within " + std::to_string(static_cast<double>(r.timeout_ns) * 1e-9) + " s";
-  // A credit is an epoch. In a flag, the epoch begins at bit kSignatureBits.
+  // A credit is an epoch; a flag is an epoch followed by kSignatureBits of the signature.
   const int shift = static_cast<Phase>(r.phase) == Phase::kSendCredit ? 0 : kSignatureBits;
   const std::string flags = " (expected epoch " + std::to_string(r.expected >> shift) +
                             ", saw epoch " + std::to_string(r.seen >> shift) + ")";

@@ -1,9 +1,11 @@
 // All measured numbers. Other values that pass the static_asserts change only times, not results.
-// Exception: the inner products of a weighted dispatch are rounded according to the number of teams.
+// Exception: the inner products of a weighted dispatch are rounded according to the number of
+// teams.
 //
 // To tune the exchange for another GPU, for example of compute capability 10.0:
 //
-// 1. Run `python -m benchmarks.tune` on a host with these GPUs. It measures other values, and prints
+// 1. Run `python -m benchmarks.tune` on a host with these GPUs. It measures other values, and
+// prints
 //    a `struct Sm100 : Sm90` with the values that were faster.
 // 2. Paste the struct below Sm90, and name it in the line of `Measured`.
 // 3. Commit the record, and refer to it in docs/history/speed.md.
@@ -34,8 +36,8 @@ struct Sm90 {
   // ---- Blocks of a launch. A GPU with fewer multiprocessors gets fewer blocks.
 
   static constexpr int kDefaultSms = 64;  // "Blocks"
-  // "Blocks": a launch has kFewSms blocks if a rank has at most kFewTokens tokens, or if the bytes of
-  // these tokens, times the number of ranks, are at most kFewBytes.
+  // "Blocks": a launch has kFewSms blocks if a rank has at most kFewTokens tokens, or if the bytes
+  // of these tokens, times the number of ranks, are at most kFewBytes.
   static constexpr int kFewTokens = 512;
   static constexpr int kFewBytes = 128 << 20;
   static constexpr int kFewSms = 128;
@@ -43,8 +45,8 @@ struct Sm90 {
   static constexpr int kFormatSms = 128;    // "Token formats"
   static constexpr int kSplitSms = 24;      // "During matrix products": a split exchange
 
-  // ---- Chunks of route ("Route"). The number of tokens of a chunk, and both limits on this number,
-  // are powers of two.
+  // ---- Chunks of route ("Route"). The number of tokens of a chunk, and both limits on this
+  // number, are powers of two.
 
   static constexpr int kRouteChunks = 32;
   static constexpr int kRouteLeastTokens = 64, kRouteMostTokens = 256;
