@@ -7,7 +7,7 @@
 
 namespace moe_a2a {
 
-// An object for each device. A thread may find an object while another thread publishes one.
+// An object for each device. A thread may call Find() while another thread calls Publish().
 template <typename T>
 class PerDevice {
  public:
@@ -23,7 +23,7 @@ class PerDevice {
     return node == nullptr ? nullptr : node->object.get();
   }
 
-  // Keeps the device's earlier objects, because other threads may be using them.
+  // Keeps the device's earlier objects, because other threads may use them.
   const T* Publish(int32_t ordinal, std::unique_ptr<const T> object) {
     auto* node = new Node{ordinal, std::move(object), newest_.load(std::memory_order_relaxed)};
     while (!newest_.compare_exchange_weak(node->older, node, std::memory_order_release,

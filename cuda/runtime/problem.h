@@ -13,10 +13,10 @@ struct Problem : std::string {
   Problem(const char* text) : std::string(text) {}
 
   bool lacks_memory = false;  // a device has too little memory; a smaller shape may succeed
-  // The call is well-formed, but no kernel supports it, so the lowering takes another path. Any
-  // other problem of a call is a bug in the code that made the call.
+  // No kernel supports this well-formed call, so the lowering chooses another path. If a call has
+  // another problem, the code that made the call has a bug.
   bool is_unsupported = false;
-  bool is_invalid = false;  // the call of a program has a wrong argument
+  bool is_invalid = false;  // a program's call has a wrong argument
 };
 
 inline Problem Invalid(std::string text) {

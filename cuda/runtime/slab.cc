@@ -3,16 +3,12 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
-#include <utility>
 
 #include "layout.h"
 
 namespace moe_a2a {
 
 constexpr CUmemAllocationHandleType kShared = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
-
-Slab::Slab(std::string name, std::vector<int> readers)
-    : name_(std::move(name)), readers_(std::move(readers)) {}
 
 Slab::~Slab() {
   Release();
@@ -74,7 +70,7 @@ int64_t Slab::mapped_from(int64_t offset, int64_t most) const {
     for (const Mapped& m : mapped_) {
       if (m.offset <= end) end = std::max(end, m.offset + m.bytes);
     }
-  } while (end > before);  // because the allocations are in any order
+  } while (end > before);  // more than one pass, because allocations have no order
   return std::min(end - offset, most);
 }
 

@@ -3,16 +3,13 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <functional>
 #include <map>
-#include <memory>
 #include <thread>
 #include <utility>
 
-#include "kernels/launch.h"
 #include "layout.h"
 #include "runtime/cuda_error.h"
 #include "runtime/driver.h"
@@ -20,7 +17,7 @@
 namespace moe_a2a {
 namespace {
 
-// A request for memory begins with this head. The ids of the devices follow.
+// A request for memory: this head, then the ids of the devices.
 struct RequestHead {
   int64_t version, kind, num_ranks, device, generation, first_allocation, half_bytes;
 };
@@ -30,8 +27,8 @@ Problem Check(cudaError_t error, const std::string& doing) {
   return ProblemOf(error, "workspace: " + doing);
 }
 
-// Runs `work`, which may block forever, in a thread. Returns false if `work` has not ended after
-// `time`. The thread then continues, so `work` must own everything that it uses.
+// Runs `work` in a thread, because `work` may block forever. Returns false if `work` has not ended
+// after `time`. The thread then continues, so `work` must own everything that it uses.
 bool EndsWithin(std::chrono::nanoseconds time, std::function<void()> work) {
   const auto deadline = std::chrono::steady_clock::now() + time;
   auto has_ended = std::make_shared<std::atomic<bool>>(false);
@@ -46,8 +43,9 @@ bool EndsWithin(std::chrono::nanoseconds time, std::function<void()> work) {
   return true;
 }
 
-// Calls work(stream) with a new stream, and waits for it. XLA's streams would not wait for the
-// legacy stream, and no device may be synchronized while another thread captures a graph.
+// Calls work(stream) with a new stream, and waits for this stream. The legacy stream is not used,
+// because XLA's streams do not wait for it. The device is not synchronized, because that fails
+// while another thread captures a graph.
 template <typename Work>
 Problem OnOwnStream(int ordinal, const char* doing, Work&& work) {
   cudaStream_t stream;
@@ -74,7 +72,7 @@ Problem ClearHeader(int ordinal, char* slab) {
 
 Workspace& Workspace::Get(const Topology& topology, WorkspaceKind kind) {
   static std::mutex mutex;
-  // The workspaces are never destroyed, because kernels may run while the process ends.
+  // Never destroyed, because kernels may run while the process ends.
   static auto* all = new std::map<WorkspaceKind, std::map<Topology, std::unique_ptr<Workspace>>>();
   std::lock_guard<std::mutex> lock(mutex);
   std::unique_ptr<Workspace>& workspace = (*all)[kind][topology];
@@ -139,7 +137,7 @@ Problem Workspace::OpenOwn(Device& device) {
     MOE_A2A_TRY(own->Open());
     device.own = std::move(own);
   }
-  // Kernels are loaded now, because loading one while a peer waits can deadlock.
+  // Load the kernels now, because a load during an exchange can deadlock.
   MOE_A2A_TRY(Check(kernels().load(), "loading the kernels"));
   if (errors_ == nullptr) {
     const std::vector<Device*> own = OwnDevices();
@@ -164,8 +162,8 @@ Problem Workspace::ReserveOwn(int64_t half_bytes) {
   DeviceScope scope;
   half_bytes = std::max(half_bytes, own_half_bytes_);
   if (Problem p = OpenOrGrowOwn(half_bytes); !p.empty()) {
-    // If the workspace was closed, nothing uses this memory yet. Memory added to an open workspace
-    // stays until Close(), because unmapping may wait for running kernels.
+    // Free this memory only if the workspace was closed. If it was open, unmapping could wait for
+    // running kernels, so the memory stays until Close().
     for (Device* device : OwnDevices()) {
       if (!own_is_open_ && device->own) device->own->Release();
     }
@@ -181,7 +179,6 @@ Problem Workspace::OpenOrGrowOwn(int64_t half_bytes) {
     if (!own_is_open_) {
       MOE_A2A_TRY(OpenOwn(*device));
     }
-    // All devices grow before any of them uses the new shape.
     MOE_A2A_TRY(device->own->Grow(half_bytes));
   }
   if (!own_is_open_) {
@@ -193,7 +190,7 @@ Problem Workspace::OpenOrGrowOwn(int64_t half_bytes) {
 }
 
 Problem Workspace::Reserve(int64_t half_bytes, int64_t timeout_ns) {
-  // Take no lock, because the holder of the lock may be waiting for a device.
+  // This check needs no lock. The thread that holds the lock may be waiting for a device.
   if (is_open() && half_bytes <= half_bytes_) return {};
   std::lock_guard<std::mutex> lock(mutex_);
   if (is_open() && half_bytes <= half_bytes_) return {};
@@ -204,7 +201,6 @@ Problem Workspace::Reserve(int64_t half_bytes, int64_t timeout_ns) {
     MOE_A2A_TRY(ReserveOwn(half_bytes));
     generation = generation_;
   }
-  // own_half_bytes_ may be larger, because of a shape that did not fit in another process.
   if (spans_processes_) {
     DeviceScope scope;
     for (Device& device : devices_) {
@@ -215,10 +211,6 @@ Problem Workspace::Reserve(int64_t half_bytes, int64_t timeout_ns) {
   half_bytes_ = half_bytes;
   is_open_.store(true, std::memory_order_release);
   return {};
-}
-
-const Kernels& Workspace::kernels() const {
-  return topology_.is_colocated() ? ColocatedKernels() : DirectKernels();
 }
 
 Problem Workspace::ReservePeer(Device& device, int64_t half_bytes, uint64_t generation,
@@ -255,7 +247,7 @@ Problem Workspace::ReservePeer(Device& device, int64_t half_bytes, uint64_t gene
       if (answer.has_ended) SetEnded(device.place.process);
       return amiss(p);
     }
-    // End before the deadline, so that an answer says why the memory was not shared.
+    // Stop asking before the deadline, so that the error has the reason of the last answer.
     constexpr auto kPause = std::chrono::milliseconds(5);
     if (answer.status == Status::kLater && std::chrono::steady_clock::now() + kPause < deadline) {
       std::this_thread::sleep_for(kPause);
@@ -320,7 +312,7 @@ Problem Workspace::WaitUntilIdle(int64_t timeout_ns) {
     if (device->place.ordinal == last) continue;  // ranks that share a device are adjacent
     last = device->place.ordinal;
     MOE_A2A_TRY(Check(cudaSetDevice(device->place.ordinal), "choosing a device"));
-    // A device always gets enough time to show that it is idle.
+    // Even after a long wait for other devices, an idle device has enough time to be found idle.
     constexpr std::chrono::nanoseconds kLeast = std::chrono::milliseconds(100);
     const auto left = std::chrono::nanoseconds(timeout_ns) - (Clock::now() - start);
     auto problem = std::make_shared<Problem>();
@@ -399,8 +391,8 @@ Problem Workspace::Close(const std::vector<Workspace*>& workspaces, int64_t time
     MOE_A2A_TRY(workspaces[i]->LockWithin(&timeout_ns, &locks[i]));
   }
   DeviceScope scope;
-  // No slab is unmapped while a peer of this process may still write to it. This wait does not hold
-  // own_mutex_, which the thread that answers other processes locks.
+  // Wait for all workspaces before any slab is unmapped, because devices of this process may still
+  // write to it. Do not lock own_mutex_ yet, because Serve() needs it.
   for (Workspace* workspace : workspaces) {
     MOE_A2A_TRY(workspace->WaitUntilIdle(timeout_ns));
   }
@@ -418,7 +410,7 @@ Problem Workspace::CloseIdle() {
   if (!own_is_open_ && !is_open()) return {};
   is_open_.store(false, std::memory_order_release);
   own_is_open_ = false;
-  own_half_bytes_ = half_bytes_;  // do not repeat a reservation that failed in another process
+  own_half_bytes_ = half_bytes_;  // forget a larger reservation that failed in another process
   Problem first;
   for (Device& device : devices_) {
     Slab* slab = device.is_own() ? static_cast<Slab*>(device.own.get()) : device.peer.get();
@@ -448,7 +440,7 @@ Problem Workspace::ReadCounters(std::vector<CounterValues>* values) {
     Control control;
     decltype(Header::head) heads;
     decltype(Header::credit) credits;
-    Problem p =
+    MOE_A2A_TRY(
         OnOwnStream(device->place.ordinal, "reading the counters", [&](cudaStream_t stream) {
           const auto read = [&](auto* to, const auto& from) {
             return cudaMemcpyAsync(to, &from, sizeof(from), cudaMemcpyDeviceToHost, stream);
@@ -456,8 +448,7 @@ Problem Workspace::ReadCounters(std::vector<CounterValues>* values) {
           cudaError_t error = read(&control, header->control);
           if (error == cudaSuccess) error = read(&heads, header->head);
           return error == cudaSuccess ? read(&credits, header->credit) : error;
-        });
-    if (!p.empty()) return p;
+        }));
     std::vector<uint64_t> credit_epochs, head_epochs;
     for (int half = 0; half < kRingDepth; ++half) {
       for (int rank = 0; rank < topology_.num_ranks; ++rank) {
@@ -505,9 +496,9 @@ std::string Workspace::Failure() const {
     if (!device.is_own()) continue;
     const uint32_t kind = *const_cast<volatile uint32_t*>(&device.error->kind);
     if (kind == 0) continue;
-    std::atomic_thread_fence(std::memory_order_acquire);  // the record was written before its kind
-    // A rank that detected an error knows more than a rank whose wait timed out, which knows more
-    // than a rank that another rank stopped.
+    std::atomic_thread_fence(std::memory_order_acquire);  // `kind` was written last
+    // The rank that detected an error knows most. A rank whose wait timed out knows less, and a
+    // rank that another rank stopped knows least.
     const int knows = kind == static_cast<uint32_t>(ErrorKind::kStopped)   ? 1
                       : kind == static_cast<uint32_t>(ErrorKind::kTimeout) ? 2
                                                                            : 3;
@@ -527,13 +518,12 @@ Problem Workspace::ReadFailure(std::string* failure) {
   for (const Device* device : OwnDevices()) {
     const Control& control = reinterpret_cast<Header*>(device->base())->control;
     uint64_t poison = 0;
-    Problem p = OnOwnStream(device->place.ordinal, "reading the poison", [&](cudaStream_t stream) {
+    MOE_A2A_TRY(OnOwnStream(device->place.ordinal, "reading the poison", [&](cudaStream_t stream) {
       return cudaMemcpyAsync(&poison, &control.poison, sizeof(poison), cudaMemcpyDeviceToHost,
                              stream);
-    });
-    if (!p.empty()) return p;
+    }));
     if (poison == 0) continue;
-    *failure = Failure();  // a kernel may have written a record meanwhile
+    *failure = Failure();  // a kernel may have written a record since the first call
     if (failure->empty()) {
       *failure = "stopped: rank " + std::to_string(rank(*device)) +
                  " between two exchanges: " + describe_poison(poison);
@@ -581,7 +571,7 @@ Problem Workspace::SetHooks(int64_t index, uint32_t mutation, uint32_t delay_pha
     Store(&control.delay_phase, delay_phase);
     Store(&control.delay_ns, delay_ns);
     Store(&control.depth, depth);
-    // A different depth assigns other ring halves to epochs, so all ring halves count as read.
+    // Mark all ring halves as read, because another depth assigns epochs to other ring halves.
     uint64_t next_epoch;
     cudaMemcpy(&next_epoch, &control.next_epoch, sizeof(next_epoch), cudaMemcpyDeviceToHost);
     StoreCredits(header, next_epoch - 1);
@@ -590,10 +580,8 @@ Problem Workspace::SetHooks(int64_t index, uint32_t mutation, uint32_t delay_pha
 
 Problem Workspace::SetEpoch(int64_t index, uint64_t epoch) {
   return ForEachHooked(index, [&](Header* header) {
-    // Clear existing flags, because no flag may be ahead of its epoch.
-    cudaMemset(header->head, 0, sizeof(header->head));
-    cudaMemset(header->chunk, 0, sizeof(header->chunk));
-    cudaMemset(header->id, 0, sizeof(header->id));
+    // Clear all flags, because no flag may be ahead of its epoch.
+    cudaMemset(header->head, 0, sizeof(Header) - offsetof(Header, head));
     StoreCredits(header, epoch - 1);
     Store(&header->control.next_epoch, epoch);
   });
