@@ -7,6 +7,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <type_traits>
+#include <variant>
 
 #include "calls/products.h"
 #include "calls/why_not.h"
@@ -35,28 +36,19 @@ namespace {
 
 using namespace moe_a2a;
 
-// Reads the attributes of a call at lowering. Returns false if one is missing or has another type.
-class PythonAttributes {
- public:
-  explicit PythonAttributes(nb::dict attributes) : attributes_(std::move(attributes)) {}
-
-  template <typename T>
-  bool operator()(const char* name, T* value) const {
-    // Does not convert, because handlers read the type that the lowering emits.
-    if (!attributes_.contains(name)) return false;
-    if constexpr (std::is_same_v<T, float>) {  // Python has only double
-      double wide;
-      const bool is_float = nb::try_cast(attributes_[name], wide, false);
-      if (is_float) *value = static_cast<float>(wide);
-      return is_float;
-    } else {
-      return nb::try_cast(attributes_[name], *value, false);
-    }
-  }
-
- private:
-  nb::dict attributes_;
-};
+// Reads the attributes of a call at lowering. Converts no types, because handlers do not.
+AttributeReader ReaderOf(nb::dict attributes) {
+  return [attributes](const char* name, AttributePointer value) {
+    const auto read_into = [&](auto* to) {
+      using T = std::remove_pointer_t<decltype(to)>;
+      std::conditional_t<std::is_same_v<T, float>, double, T> read;  // Python has only double
+      const bool has_type = nb::try_cast(attributes[name], read, /*convert=*/false);
+      if (has_type) *to = static_cast<T>(read);
+      return has_type;
+    };
+    return attributes.contains(name) && std::visit(read_into, value);
+  };
+}
 
 // An array of a call in Python: the type's name in XLA, and the axes.
 using ArrayType = std::pair<std::string, std::vector<int64_t>>;
@@ -162,15 +154,13 @@ NB_MODULE(_native, m) {
   m.def("why_not", [](const std::string& target, nb::dict attributes,
                       const std::vector<ArrayType>& operands, const std::vector<ArrayType>& results,
                       int num_ranks, bool is_colocated) {
-    const Verdict verdict =
-        WhyNot(target, PythonAttributes(std::move(attributes)), ToArrays(operands, is_colocated),
-               ToArrays(results, is_colocated), num_ranks, is_colocated);
+    const Verdict verdict = WhyNot(target, ReaderOf(attributes), ToArrays(operands, is_colocated),
+                                   ToArrays(results, is_colocated), num_ranks, is_colocated);
     return nb::make_tuple(std::string(verdict.why), verdict.why.is_unsupported, verdict.half_bytes);
   });
   m.def("why_not_product",
         [](const std::string& target, nb::dict attributes, const std::vector<ArrayType>& operands,
            const std::vector<ArrayType>& results) {
-          const PythonAttributes read(std::move(attributes));
           const auto args = ToArrays(operands), outs = ToArrays(results);
           std::string why = "no kernel has the target '" + target + "'";
           for_each(ProductCalls{}, [&](auto of) {
@@ -178,7 +168,7 @@ NB_MODULE(_native, m) {
             if (target != Call::kTarget) return;
             typename Call::Params params = {};
             int64_t num_sms = 0;
-            why = DescribeProduct<Call>(read, {args.data(), args.size()},
+            why = DescribeProduct<Call>(ReaderOf(attributes), {args.data(), args.size()},
                                         {outs.data(), outs.size()}, &params, &num_sms);
           });
           return why;

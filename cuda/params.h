@@ -97,6 +97,7 @@ struct RouteParams {
   int32_t tokens_per_chunk, chunks;  // chunks of each batch element
   bool may_drop;                     // false: the capacity is enough for every routing
   int32_t parts;                     // consecutive experts that form one group
+  int64_t zone_bytes;                // of one source
   // Scratch between the two launches.
   int32_t* all_ids;  // [num_ranks, batch, num_tokens, top_k]; -1: an id of no expert
   // [batch, num_ranks, chunks, levels * local_experts + 1]; the last number: tokens for this rank

@@ -50,14 +50,11 @@ inline DataType TypeNamed(std::string name) {
 
 // Returns false if the kernels cannot sum this type.
 inline bool ToElementType(const DataType& type, ElementType* element) {
-  for (const auto& [known, result] :
-       {std::pair{&kBFloat16, ElementType::kBFloat16}, std::pair{&kFloat16, ElementType::kFloat16},
-        std::pair{&kFloat32, ElementType::kFloat32}}) {
-    if (type != *known) continue;
-    *element = result;
-    return true;
-  }
-  return false;
+  const bool is_bfloat16 = type == kBFloat16, is_float16 = type == kFloat16;
+  *element = is_bfloat16  ? ElementType::kBFloat16
+             : is_float16 ? ElementType::kFloat16
+                          : ElementType::kFloat32;
+  return is_bfloat16 || is_float16 || type == kFloat32;
 }
 
 struct Array {

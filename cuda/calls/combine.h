@@ -21,8 +21,7 @@ struct CombineCall : ExchangeCall<CombineParams, Operation::kCombine, /*kIsSplit
 
   static constexpr const char* kTarget = "moe_a2a_combine";
 
-  template <typename Reader>
-  bool Read(Reader&& read) {
+  bool Read(const AttributeReader& read) {
     return read("num_choice_arrays", &num_choice_arrays) && read("num_pairs", &num_pairs) &&
            read("num_addends", &num_addends) && read("wire", &wire) &&
            read("global_scale", &global_scale);

@@ -14,10 +14,7 @@ template <typename PayloadOfCall, typename KernelParams, bool kIsSplittable>
 struct DispatchOf : ExchangeCall<KernelParams, Operation::kDispatch, kIsSplittable> {
   PayloadOfCall payload;
 
-  template <typename Reader>
-  bool Read(Reader&& read) {
-    return payload.Read(read);
-  }
+  bool Read(const AttributeReader& read) { return payload.Read(read); }
 
   Problem Describe(const CallContext& context, ArraySlice args, ArraySlice results,
                    KernelParams* params) const {

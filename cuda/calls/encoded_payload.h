@@ -20,8 +20,7 @@ struct EncodedPayload : MovedPayload {
   bool decode, keeps_encoded, has_token_scales;
   float global_scale;
 
-  template <typename Reader>
-  bool Read(Reader&& read) {
+  bool Read(const AttributeReader& read) {
     return MovedPayload::Read(read) && read("format", &format) && read("decode", &decode) &&
            read("keeps_encoded", &keeps_encoded) && read("num_leaves", &num_leaves) &&
            read("global_scale", &global_scale) && read("has_token_scales", &has_token_scales);
@@ -89,23 +88,20 @@ struct EncodedPayload : MovedPayload {
       }
       const int64_t of_values = value_bytes(encoding.format, elements);
       const int64_t of_scales = scale_bytes(encoding.format, elements);
-      int32_t value_width = kVectorBytes, scale_width = kVectorBytes;
-      if (has_encoded()) {
-        const size_t first = first_values() + 2 * i;
-        const Array &values = results[first], &scales = results[first + 1];
-        MOE_A2A_TRY(FirstOf({CheckItems(values, "values of rows", {capacity}, of_values),
-                             CheckItems(scales, "scales of rows", {capacity}, of_scales),
-                             decode ? CheckAlignment(values) : Problem()}));
-        value_width = Width(of_values, {&values});
-        scale_width = Width(of_scales, {&scales});
-      }
-      MovedArray& values = AddArray(of_values, 0, value_width, exchange);
-      MovedArray& scales = AddArray(of_scales, 0, scale_width, exchange);
+      MovedArray& values = AddArray(of_values, 0, kVectorBytes, exchange);
+      MovedArray& scales = AddArray(of_scales, 0, kVectorBytes, exchange);
       context.Bind(&values.in, in);
       if (decode) context.Bind(&encoding.decoded[i], results[i]);
       if (!has_encoded()) continue;
-      context.Bind(&values.out, results[first_values() + 2 * i]);
-      context.Bind(&scales.out, results[first_values() + 2 * i + 1]);
+      const size_t first = (decode ? leaves : 0) + 2 * i;
+      const Array &out = results[first], &out_scales = results[first + 1];
+      MOE_A2A_TRY(FirstOf({CheckItems(out, "values of rows", {capacity}, of_values),
+                           CheckItems(out_scales, "scales of rows", {capacity}, of_scales),
+                           decode ? CheckAlignment(out) : Problem()}));
+      values.width = Width(of_values, {&out});
+      scales.width = Width(of_scales, {&out_scales});
+      context.Bind(&values.out, out);
+      context.Bind(&scales.out, out_scales);
     }
     for (size_t i = 0; i < choice_arrays; ++i) {
       const Array& out = results[results_per_leaf() * leaves + i];
@@ -137,7 +133,6 @@ struct EncodedPayload : MovedPayload {
 
   bool has_encoded() const { return !decode || keeps_encoded; }
   size_t results_per_leaf() const { return decode + 2 * has_encoded(); }
-  size_t first_values() const { return decode ? num_leaves : 0; }
   bool scales_travel() const { return has_token_scales && decode; }
 };
 

@@ -38,8 +38,7 @@ struct MovedPayload {
   int64_t num_choice_arrays;
   bool leaves_tail;
 
-  template <typename Reader>
-  bool Read(Reader&& read) {
+  bool Read(const AttributeReader& read) {
     return read("num_choice_arrays", &num_choice_arrays) && read("leaves_tail", &leaves_tail);
   }
 

@@ -123,8 +123,7 @@ struct GroupedGemmCall : ProductCall<GroupedGemm, LoadGroupedGemm, LaunchGrouped
 
   static constexpr const char* kTarget = "moe_a2a_grouped_gemm";
 
-  template <typename Reader>
-  bool Read(Reader&& read) {
+  bool Read(const AttributeReader& read) {
     return read("product", &product) && read("num_sms", &num_sms);
   }
 
@@ -166,8 +165,7 @@ struct LibraryGemmCall : GroupedGemmCall {
   static constexpr const char* kTarget = "moe_a2a_library_gemm";
   static constexpr bool kRunsOnAllGpus = true;
 
-  template <typename Reader>
-  bool Read(Reader&& read) {
+  bool Read(const AttributeReader& read) {
     return GroupedGemmCall::Read(read) && read("mean_rows", &mean_rows);
   }
 
@@ -189,8 +187,7 @@ struct ActivationCall : ProductCall<KernelParams, kLoad, kLaunch> {
   int64_t activation, gated;
   float alpha, limit;
 
-  template <typename Reader>
-  bool Read(Reader&& read) {
+  bool Read(const AttributeReader& read) {
     return read("num_sms", &this->num_sms) && read("activation", &activation) &&
            read("gated", &gated) && read("alpha", &alpha) && read("limit", &limit);
   }
@@ -243,8 +240,7 @@ struct DotActCall : ActivatedGemmCall {
 
   static constexpr const char* kTarget = "moe_a2a_dot_act";
 
-  template <typename Reader>
-  bool Read(Reader&& read) {
+  bool Read(const AttributeReader& read) {
     return read("product", &product) && ActivatedGemmCall::Read(read);
   }
 
@@ -303,8 +299,7 @@ struct Fp8GemmCall : ProductCall<Fp8Gemm, LoadFp8Gemm, LaunchFp8Gemm> {
 
   static constexpr const char* kTarget = "moe_a2a_fp8_gemm";
 
-  template <typename Reader>
-  bool Read(Reader&& read) {
+  bool Read(const AttributeReader& read) {
     return read("product", &product) && read("num_sms", &num_sms);
   }
 
@@ -414,10 +409,7 @@ struct ActGradCall : EncodeCall<ActGrad, LaunchActGrad> {
 struct EncodeSquaresCall : ProductCall<EncodeSquares, LoadEncodeSquares, LaunchEncodeSquares> {
   static constexpr const char* kTarget = "moe_a2a_encode_squares";
 
-  template <typename Reader>
-  bool Read(Reader&&) {
-    return true;
-  }
+  bool Read(const AttributeReader&) { return true; }
 
   Problem Describe(ArraySlice args, ArraySlice results, EncodeSquares* params) const {
     EncodeSquares& call = *params;
@@ -448,8 +440,7 @@ struct FillSlotsCall : ProductCall<FillSlots, LoadFillSlots, LaunchFillSlots> {
   static constexpr const char* kTarget = "moe_a2a_fill_slots";
   static constexpr bool kRunsOnAllGpus = true;
 
-  template <typename Reader>
-  bool Read(Reader&& read) {
+  bool Read(const AttributeReader& read) {
     return read("most", &most) && read("min_rows", &min_rows);
   }
 
@@ -490,8 +481,7 @@ struct ChooseCall : ProductCall<Choose, LoadChoose, LaunchChoose> {
   static constexpr const char* kTarget = "moe_a2a_choose";
   static constexpr bool kRunsOnAllGpus = true;
 
-  template <typename Reader>
-  bool Read(Reader&& read) {
+  bool Read(const AttributeReader& read) {
     return read("num_groups", &num_groups) && read("top_groups", &top_groups) &&
            read("top_in_group", &top_in_group) && read("renormalizes", &renormalizes) &&
            read("is_sigmoid", &is_sigmoid) && read("scale", &scale);
@@ -543,8 +533,8 @@ using ProductCalls =
 using ProductCalls = Types<FillSlotsCall, ChooseCall>;
 #endif
 
-template <typename Call, typename Reader>
-Problem DescribeProduct(const Reader& read, ArraySlice args, ArraySlice results,
+template <typename Call>
+Problem DescribeProduct(const AttributeReader& read, ArraySlice args, ArraySlice results,
                         typename Call::Params* params, int64_t* num_sms) {
   Call call = {};
   MOE_A2A_TRY(ReadAttributes(read, &call));

@@ -17,8 +17,7 @@ struct RouteCall : ExchangeCall<RouteParams, Operation::kRoute> {
 
   static constexpr const char* kTarget = "moe_a2a_route";
 
-  template <typename Reader>
-  bool Read(Reader&& read) {
+  bool Read(const AttributeReader& read) {
     return read("num_experts", &num_experts) && read("alignment", &alignment) &&
            read("tokens_per_chunk", &tokens_per_chunk) && read("may_drop", &may_drop) &&
            read("parts", &parts);
@@ -59,17 +58,23 @@ struct RouteCall : ExchangeCall<RouteParams, Operation::kRoute> {
              " experts, " + std::to_string(parts) + " parts and " +
              std::to_string(p.view.num_ranks) + " ranks";
     }
+    const int64_t counts = int64_t{p.levels()} * p.local_experts();
     if ((context.is_colocated && blocks > kMaxColocatedBlocks) ||
         int64_t{p.batch} * p.chunks > kMaxChunks || p.local_experts() > kMaxLocalExperts ||
-        int64_t{p.levels()} * p.local_experts() > kMaxRouteCounts ||
-        p.num_experts > kMaxRouteExperts) {
-      return Unsupported(Reason(p));
+        counts > kMaxRouteCounts || p.num_experts > kMaxRouteExperts) {
+      return Unsupported(
+          "route has at most " + std::to_string(kMaxChunks) + " chunks, " +
+          std::to_string(kMaxLocalExperts) + " experts per rank, " +
+          std::to_string(kMaxRouteExperts) + " experts and " + std::to_string(kMaxRouteCounts) +
+          " counts; got " + std::to_string(p.batch) + " batches of " + std::to_string(p.chunks) +
+          " chunks, " + std::to_string(p.local_experts()) + " experts per rank, " +
+          std::to_string(p.num_experts) + " experts and " + std::to_string(counts) + " counts");
     }
     for (int64_t v : {p.batch, p.num_tokens, p.top_k, p.num_experts, p.capacity, p.alignment,
                       int32_t{p.may_drop}, p.parts}) {
       Mix(p.view.signature, v);
     }
-    Mix(p.view.signature, BytesOfIds(p));
+    TakeZone(p.zone_bytes, 1, NumElements(ids, 0) * ids.type.bytes, p.view);
     context.Bind(&p.ids, ids);
     context.Bind(&p.rank, args[1]);
     BindPlan(context, results, &p.plan);
@@ -80,23 +85,8 @@ struct RouteCall : ExchangeCall<RouteParams, Operation::kRoute> {
     return {};
   }
 
-  static int64_t ZoneBytes(const RouteParams& p) { return array_bytes(1, BytesOfIds(p)); }
-
  private:
   static constexpr size_t kNumResults = kNumPlanArrays + 3;
-  static std::string Reason(const RouteParams& p) {
-    return "route has at most " + std::to_string(kMaxChunks) + " chunks, " +
-           std::to_string(kMaxLocalExperts) + " experts per rank, " +
-           std::to_string(kMaxRouteExperts) + " experts and " + std::to_string(kMaxRouteCounts) +
-           " counts; got " + std::to_string(p.batch) + " batches of " + std::to_string(p.chunks) +
-           " chunks, " + std::to_string(p.local_experts()) + " experts per rank, " +
-           std::to_string(p.num_experts) + " experts and " +
-           std::to_string(int64_t{p.levels()} * p.local_experts()) + " counts";
-  }
-
-  static int64_t BytesOfIds(const RouteParams& p) {
-    return int64_t{p.batch} * p.num_tokens * p.top_k * sizeof(int32_t);
-  }
 };
 
 }  // namespace moe_a2a

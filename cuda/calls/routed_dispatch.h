@@ -19,8 +19,7 @@ struct RoutedDispatchCall : ExchangeCall<RoutedDispatchParams, Operation::kRoute
 
   static constexpr const char* kTarget = "moe_a2a_routed_dispatch";
 
-  template <typename Reader>
-  bool Read(Reader&& read) {
+  bool Read(const AttributeReader& read) {
     return read("num_experts", &num_experts) && read("alignment", &alignment) &&
            read("may_drop", &may_drop) && payload.MovedPayload::Read(read) &&
            read("format", &payload.format) && (!has_format() || payload.Read(read));

@@ -7,6 +7,7 @@
 
 #include "calls/array.h"
 #include "calls/call.h"
+#include "calls/payload.h"
 #include "calls/routing.h"
 
 namespace moe_a2a {
@@ -16,8 +17,7 @@ struct WeightedDispatchCall : ExchangeCall<DispatchParams, Operation::kDispatch>
 
   static constexpr const char* kTarget = "moe_a2a_weighted_dispatch";
 
-  template <typename Reader>
-  bool Read(Reader&& read) {
+  bool Read(const AttributeReader& read) {
     return read("num_rows", &num_rows) && read("num_weights", &num_weights);
   }
 
@@ -41,10 +41,8 @@ struct WeightedDispatchCall : ExchangeCall<DispatchParams, Operation::kDispatch>
           std::to_string(num_rows) + " and " + std::to_string(num_weights));
     }
     Mix(p.view.signature, 1 + num_weights + 2 * num_rows);
-    p.num_arrays = 1;
     const bool scaled = num_weights > 0, dotted = num_rows > 0;
     const Array& in = args[0];
-    MovedArray& array = p.arrays[0];
     if (!ToElementType(in.type, &p.weighting.type)) {
       return Unsupported("weighted dispatch needs bfloat16, float16 or float32; got " +
                          ToString(in));
@@ -57,8 +55,8 @@ struct WeightedDispatchCall : ExchangeCall<DispatchParams, Operation::kDispatch>
     }
     const int64_t num_tokens = p.routing.num_tokens, capacity = p.routing.capacity;
     MOE_A2A_TRY(CheckLead(in, "a payload array", {num_tokens}));
-    array.row_bytes = NumElements(in, 1) * in.type.bytes;
-    array.width = Width(array.row_bytes, {&in});
+    const int64_t row_bytes = NumElements(in, 1) * in.type.bytes;
+    MovedArray& array = AddArray(row_bytes, 0, Width(row_bytes, {&in}), p);
     context.Bind(&array.in, in);
     if (dotted) {
       const Array& rows = args[1];
@@ -87,7 +85,6 @@ struct WeightedDispatchCall : ExchangeCall<DispatchParams, Operation::kDispatch>
     if (array.width != kVectorBytes) {
       return Unsupported("weighted dispatch needs rows of 16-byte words");
     }
-    array.zone_offset = TakeZone(p.zone_bytes, num_tokens, array.row_bytes, p.view);
     p.roles = grid_of(p, context.num_sms).roles;
     return {};
   }

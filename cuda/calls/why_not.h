@@ -25,10 +25,9 @@ struct Verdict {
   int64_t half_bytes = 0;  // how many bytes of a ring half the call needs
 };
 
-// Returns the verdict about a call with aligned arrays. `read` reads attributes as in Call::Read.
-template <typename Reader>
-Verdict WhyNot(std::string_view target, const Reader& read, const Arrays& args,
-               const Arrays& results, int num_ranks, bool is_colocated) {
+// Returns the verdict about a call with aligned arrays.
+inline Verdict WhyNot(std::string_view target, const AttributeReader& read, const Arrays& args,
+                      const Arrays& results, int num_ranks, bool is_colocated) {
   Verdict verdict = {"no kernel has the target '" + std::string(target) + "'"};
   for_each(ExchangeCalls{}, [&](auto of) {
     using Call = typename decltype(of)::type;

@@ -65,14 +65,14 @@ class CallState {
  protected:
   explicit CallState(CallAttributes attributes) : attributes_(std::move(attributes)) {}
 
-  const CallAttributes& attributes() const { return attributes_; }
-
   // Sets the view of a device's first rank. Its signature covers the common attributes.
   Problem SetView(const Workspace& workspace, Operation operation, int32_t ordinal,
                   RankView* view) const;
 
   // Sets the blocks of each rank: as many as the call requests and the multiprocessors allow.
   Problem SetBlocksOfRank(const Workspace& workspace, int32_t ordinal, int64_t* num_blocks) const;
+
+  const CallAttributes attributes_;
 
  private:
   virtual Problem MakeDeviceState(const Execution& execution, Workspace& workspace,
@@ -86,7 +86,6 @@ class CallState {
   // otherwise the kernels run, and return NaN at once.
   Problem Prepare(Workspace& workspace) const;
 
-  const CallAttributes attributes_;
   PerDevice<DeviceState> states_;
 };
 

@@ -44,7 +44,7 @@ Problem Run(cudaStream_t stream, int32_t ordinal, const ffi::Dictionary& attribu
   typename Call::Params params = {};
   int64_t limit = 0;
   if (const Problem problem =
-          DescribeProduct<Call>(AttributeReader(attributes), {args.data(), args.size()},
+          DescribeProduct<Call>(ReaderOf(attributes), {args.data(), args.size()},
                                 {results.data(), results.size()}, &params, &limit);
       !problem.empty()) {
     return Invalid(problem);

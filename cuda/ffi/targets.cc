@@ -23,7 +23,7 @@ using NewState = std::unique_ptr<CallState>;
 template <typename Call>
 Problem MakeState(const ffi::Dictionary& attributes, CallAttributes common, NewState* made) {
   Call call = {};
-  if (!call.Read(AttributeReader(attributes))) return LacksAttribute();
+  if (!call.Read(ReaderOf(attributes))) return LacksAttribute();
   *made = std::make_unique<CallStateOf<Call>>(std::move(common), std::move(call));
   return {};
 }
@@ -50,16 +50,13 @@ XLA_FFI_Error* InstantiateHandler(XLA_FFI_CallFrame* frame) {
   return handler->Call(frame);
 }
 
-ffi::Error Initialize(int32_t ordinal, CallState* state) {
-  return ToError(state->Initialize(ordinal));
-}
-
 XLA_FFI_Error* InitializeHandler(XLA_FFI_CallFrame* frame) {
-  static const auto* handler = ffi::Ffi::BindInitialize()
-                                   .Ctx<ffi::DeviceOrdinal>()
-                                   .Ctx<ffi::State<CallState>>()
-                                   .To(Initialize)
-                                   .release();
+  static const auto* handler =
+      ffi::Ffi::BindInitialize()
+          .Ctx<ffi::DeviceOrdinal>()
+          .Ctx<ffi::State<CallState>>()
+          .To([](int32_t ordinal, CallState* state) { return ToError(state->Initialize(ordinal)); })
+          .release();
   return handler->Call(frame);
 }
 
