@@ -168,6 +168,8 @@ Answer AnswerOrRefuse(const Request& request, const std::function<Answer(const R
     return answer(request);
   } catch (const std::exception& error) {
     return {Status::kRefused, std::string("it failed while it answered: ") + error.what(), {}};
+  } catch (...) {
+    return {Status::kRefused, "it failed while it answered", {}};
   }
 }
 

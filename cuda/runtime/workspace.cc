@@ -6,7 +6,9 @@
 #include <chrono>
 #include <cstring>
 #include <functional>
+#include <future>
 #include <map>
+#include <optional>
 #include <thread>
 #include <utility>
 
@@ -27,20 +29,14 @@ Problem Check(cudaError_t error, const std::string& doing) {
   return ProblemOf(error, "workspace: " + doing);
 }
 
-// Runs `work` in a thread, because `work` may block forever. Returns false if `work` has not ended
-// after `time`. The thread then continues, so `work` must own everything that it uses.
-bool EndsWithin(std::chrono::nanoseconds time, std::function<void()> work) {
-  const auto deadline = std::chrono::steady_clock::now() + time;
-  auto has_ended = std::make_shared<std::atomic<bool>>(false);
-  std::thread([has_ended, work = std::move(work)] {
-    work();
-    *has_ended = true;
-  }).detach();
-  while (!*has_ended) {
-    if (std::chrono::steady_clock::now() > deadline) return false;
-    std::this_thread::sleep_for(std::chrono::microseconds(100));
-  }
-  return true;
+// Runs `work` in a thread, because `work` may block forever. Returns nothing if `work` has not
+// ended after `time`. The thread then continues, so `work` must own everything that it uses.
+std::optional<Problem> RunWithin(std::chrono::nanoseconds time, std::function<Problem()> work) {
+  std::packaged_task<Problem()> task(std::move(work));
+  std::future<Problem> result = task.get_future();
+  std::thread(std::move(task)).detach();
+  if (result.wait_for(time) != std::future_status::ready) return {};
+  return result.get();
 }
 
 // Calls work(stream) with a new stream, and waits for this stream. The legacy stream is not used,
@@ -232,15 +228,13 @@ Problem Workspace::ReservePeer(Device& device, int64_t half_bytes, uint64_t gene
     device.peer = std::move(peer);
   }
   while (!device.peer->holds(half_bytes)) {
-    const RequestHead head = {kProtocolVersion,
-                              static_cast<int64_t>(kind_),
-                              topology_.num_ranks,
-                              static_cast<int64_t>(device.index),
-                              static_cast<int64_t>(generation),
-                              static_cast<int64_t>(device.peer->num_allocations()),
-                              half_bytes};
-    Request request(kHeadWords);
-    std::memcpy(request.data(), &head, sizeof(head));
+    Request request = {kProtocolVersion,  // the fields of RequestHead
+                       static_cast<int64_t>(kind_),
+                       topology_.num_ranks,
+                       static_cast<int64_t>(device.index),
+                       static_cast<int64_t>(generation),
+                       static_cast<int64_t>(device.peer->num_allocations()),
+                       half_bytes};
     request.insert(request.end(), topology_.devices.begin(), topology_.devices.end());
     Answer answer;
     if (Problem p = Ask(endpoint, request, deadline, &answer); !p.empty()) {
@@ -315,15 +309,12 @@ Problem Workspace::WaitUntilIdle(int64_t timeout_ns) {
     // Even after a long wait for other devices, an idle device has enough time to be found idle.
     constexpr std::chrono::nanoseconds kLeast = std::chrono::milliseconds(100);
     const auto left = std::chrono::nanoseconds(timeout_ns) - (Clock::now() - start);
-    auto problem = std::make_shared<Problem>();
-    const bool has_ended =
-        EndsWithin(std::max(left, kLeast), [problem, ordinal = device->place.ordinal] {
-          *problem = Check(cudaSetDevice(ordinal), "choosing a device");
-          if (problem->empty()) {
-            *problem = Check(cudaDeviceSynchronize(), "waiting for the device");
-          }
+    const std::optional<Problem> problem =
+        RunWithin(std::max(left, kLeast), [ordinal = device->place.ordinal]() -> Problem {
+          MOE_A2A_TRY(Check(cudaSetDevice(ordinal), "choosing a device"));
+          return Check(cudaDeviceSynchronize(), "waiting for the device");
         });
-    if (!has_ended) return StillBusy(*device, timeout_ns);
+    if (!problem) return StillBusy(*device, timeout_ns);
     if (!problem->empty()) return *problem;
   }
   return {};
@@ -331,18 +322,17 @@ Problem Workspace::WaitUntilIdle(int64_t timeout_ns) {
 
 Problem Workspace::StillBusy(const Device& device, int64_t timeout_ns) const {
   auto control = std::make_shared<Control>();
-  auto problem = std::make_shared<Problem>();
-  const bool is_read = EndsWithin(
-      std::chrono::seconds(1), [control, problem, ordinal = device.place.ordinal,
+  const std::optional<Problem> problem = RunWithin(
+      std::chrono::seconds(1), [control, ordinal = device.place.ordinal,
                                 from = &reinterpret_cast<Header*>(device.base())->control] {
-        *problem = OnOwnStream(ordinal, "reading the counters", [&](cudaStream_t stream) {
+        return OnOwnStream(ordinal, "reading the counters", [&](cudaStream_t stream) {
           return cudaMemcpyAsync(control.get(), from, sizeof(Control), cudaMemcpyDeviceToHost,
                                  stream);
         });
       });
   const std::string stream = is_split(kind_) ? "the side stream" : "XLA's stream";
   std::string what;
-  if (!is_read || !problem->empty()) {
+  if (!problem || !problem->empty()) {
     what = "its counters cannot be read";
   } else if (control->owner != 0 && control->poison == 0) {
     what = "exchange " + std::to_string(control->next_epoch) + " of rank " +
