@@ -1,14 +1,15 @@
-// The calls that run without other ranks: products, the plan of a placement, and the choice of
-// experts. A call is a struct as in calls/call.h, but without state: each execution describes it.
+// Calls that run without other ranks: products, the plan of a placement, and the choice of experts.
+// A call is a struct as in calls/call.h. It has no state, so each execution calls Describe().
 //
-// The arguments of Take() are the arrays of a call: operands args[i] and results results[i], with
-// names, types and axes. C are rows, L are matrices of weights, B is a batch.
+// Take() lists each operand args[i] and each result results[i] with its name, type and axes. C is a
+// number of rows, L a number of weight matrices, and B a batch size.
 //
-// All products except kWeightGradient accept spare weights as one more operand. Their indices
-// follow those of the weights. Biases and scales are of both arrays, in this order.
+// All products except kWeightGradient accept spare weights as one more operand. The indices of
+// spare weights follow the indices of weights. Biases and scales cover weights and then spare
+// weights.
 //
 // The table of groups is int32 [3, groups]: first rows, numbers of rows, and indices of weights.
-// Its values are not checked; the lowering in Python ensures that they are in range.
+// Python ensures that these values are in range, so they are not checked here.
 #pragma once
 
 #include <algorithm>
@@ -30,15 +31,14 @@
 
 namespace moe_a2a {
 
-// The parameters of a call's kernels, and the functions that load and launch them. Kernels are
-// loaded before the first execution on a device, because no launch may load a kernel.
+// The parameters of a call's kernels, and the functions that load and launch the kernels. Kernels
+// are loaded before the first execution on a device, because no launch may load a kernel.
 template <typename KernelParams, auto kLoadKernels, auto kLaunchKernel>
 struct ProductCall {
   using Params = KernelParams;
   static constexpr auto kLoad = kLoadKernels;
   static constexpr auto kLaunch = kLaunchKernel;
-  // Most kernels have code for compute capability 9.0 alone.
-  static constexpr bool kRunsOnAllGpus = false;
+  static constexpr bool kRunsOnAllGpus = false;  // false: only on compute capability 9.0
 
   int64_t num_sms = 0;  // the most blocks to launch; 0: one for each multiprocessor
 };
@@ -57,7 +57,7 @@ Problem Take(const Array& array, const char* name, const DataType& type, Axes ax
   return CheckShape(array, name, type, axes);
 }
 
-// Takes an array of two axes or more, or nothing from the array [0] of a call that leaves it out.
+// Takes an array of two axes or more. A call without this array passes an empty array of one axis.
 template <typename T>
 Problem TakeOptional(const Array& array, const char* name, const DataType& type, Axes axes,
                      T** data) {
@@ -106,7 +106,7 @@ inline Problem DescribeGemm(const Array& rows, const Array& weights, const Array
   gemm->num_weights = weights.dimensions[0];
   gemm->k = weights.dimensions[1];
   gemm->n = weights.dimensions[2];
-  // This check comes first, so that the reason names a dtype that no kernel supports.
+  // Check this first, so that the problem names an unsupported dtype.
   MOE_A2A_TRY(WhyNotGroupedGemm(name, gemm->num_rows, table.dimensions[1], gemm->k, gemm->n));
   const bool is_transposed = gemm->product == GroupedProduct::kTransposed;
   return FirstOf(
@@ -116,8 +116,9 @@ inline Problem DescribeGemm(const Array& rows, const Array& weights, const Array
        TakeGroups(table, counter, gemm)});
 }
 
-// A product of 16-bit numbers. Operands: a, b, the table of groups, and for a kWeightGradient
-// optionally the total (in the memory of d) to which products are added. Results: d, the counter.
+// A product of 16-bit numbers. Operands: a, b, the table of groups, and optionally for a
+// kWeightGradient the total, to which the product is added. Results: d (which shares the memory of
+// the total), and the counter.
 struct GroupedGemmCall : ProductCall<GroupedGemm, LoadGroupedGemm, LaunchGroupedGemm> {
   int64_t product;
 
@@ -154,8 +155,8 @@ struct GroupedGemmCall : ProductCall<GroupedGemm, LoadGroupedGemm, LaunchGrouped
   }
 };
 
-// The product of a GroupedGemmCall by cuBLASLt. The counter is the scratch memory, int32
-// [LibraryScratch(groups)]. The library expects `mean_rows` rows in a group.
+// A GroupedGemmCall that cuBLASLt computes. In place of the counter, the call has scratch memory,
+// int32 [LibraryScratch(groups)]. The library expects `mean_rows` rows in a group.
 struct LibraryGemmCall : GroupedGemmCall {
   int64_t mean_rows;
 
@@ -215,7 +216,7 @@ struct ActivatedGemm : GroupedGemm {
 };
 
 struct ActivatedGemmCall : ActivationCall<ActivatedGemm, LoadGroupedGemm, LaunchGroupedGemm> {
-  // The caller has set `gemm->product`. Returns the columns of pre-activations in `width`.
+  // The caller has set `gemm->product`. Sets `width` to the columns of pre-activations.
   Problem DescribeActivated(ArraySlice args, const Array& counter, ActivatedGemm* gemm,
                             int64_t* width) const {
     gemm->activated = &gemm->epilogue;
@@ -233,8 +234,8 @@ struct ActivatedGemmCall : ActivationCall<ActivatedGemm, LoadGroupedGemm, Launch
   }
 };
 
-// The activated product of rows [C, K] and weights [L, K, P]. Operands: rows, weights, table,
-// biases, router weights. Results: activations [C, I], pre-activations, counter.
+// The activations of the product of rows [C, K] and weights [L, K, P]. Operands: rows, weights,
+// table, biases, router weights. Results: activations [C, I], pre-activations, counter.
 struct DotActCall : ActivatedGemmCall {
   int64_t product;
 
@@ -263,8 +264,9 @@ struct DotActCall : ActivatedGemmCall {
   }
 };
 
-// The gradient of activations times weights [L, I, N]. Operands: gradient [C, N], weights, table,
-// pre-activations, router weights. Results: d_pre, weighted activations, partial dots, counter.
+// The gradients of the product of activations and weights [L, I, N]. Operands: gradient [C, N],
+// weights, table, pre-activations, router weights. Results: the gradient of pre-activations,
+// weighted activations, partial dots, counter.
 struct ActDotGradCall : ActivatedGemmCall {
   static constexpr const char* kTarget = "moe_a2a_act_dot_grad";
 
@@ -286,14 +288,15 @@ struct ActDotGradCall : ActivatedGemmCall {
   }
 };
 
-// Returns the type of an array that may be bfloat16 or float32. CheckShape() refuses other types.
+// Returns the type that an array must have: float32 if it is float32, otherwise bfloat16.
 inline const DataType& WideType(const Array& array, ElementType* type) {
   const bool is_float = array.type == kFloat32;
   *type = is_float ? ElementType::kFloat32 : ElementType::kBFloat16;
   return is_float ? kFloat32 : kBFloat16;
 }
 
-// Operands: rows, weights [L, N, K], table, scales of both. Results: d and the counter.
+// A product in FP8. Operands: rows, weights [L, N, K], table, scales of rows, scales of weights.
+// Results: d and the counter.
 struct Fp8GemmCall : ProductCall<Fp8Gemm, LoadFp8Gemm, LaunchFp8Gemm> {
   int64_t product;
 
@@ -303,51 +306,50 @@ struct Fp8GemmCall : ProductCall<Fp8Gemm, LoadFp8Gemm, LaunchFp8Gemm> {
     return read("product", &product) && read("num_sms", &num_sms);
   }
 
-  Problem Describe(ArraySlice args, ArraySlice results, Fp8Gemm* params) const {
-    Fp8Gemm& gemm = *params;
-    gemm.product = static_cast<Fp8Product>(product);
-    if (gemm.product != Fp8Product::kForward && gemm.product != Fp8Product::kForwardFew) {
+  Problem Describe(ArraySlice args, ArraySlice results, Fp8Gemm* gemm) const {
+    gemm->product = static_cast<Fp8Product>(product);
+    if (gemm->product != Fp8Product::kForward && gemm->product != Fp8Product::kForwardFew) {
       return "grouped_dot in FP8 has no product " + std::to_string(product);
     }
     MOE_A2A_TRY(CheckCounts(args, 5, 6, results, 2));
     const Array &rows = args[0], &weights = args[1], &table = args[2], &d = results[0];
     MOE_A2A_TRY(CheckAxes(rows, weights, table));
-    gemm.num_rows = rows.dimensions[0];
-    gemm.num_weights = weights.dimensions[0];
-    gemm.n = weights.dimensions[1];
-    gemm.k = weights.dimensions[2];
-    MOE_A2A_TRY(WhyNotFp8Gemm(gemm.num_rows, table.dimensions[1], gemm.k, gemm.n));
-    MOE_A2A_TRY(TakeSpare(args.from(5), weights, &gemm));
-    const int64_t blocks_k = gemm.k / kFp8Block, blocks_n = ceil_div(gemm.n, kFp8Block);
-    gemm.row_stride = blocks_k;
-    gemm.block_stride = 1;
-    const DataType& type = WideType(d, &gemm.type);
+    gemm->num_rows = rows.dimensions[0];
+    gemm->num_weights = weights.dimensions[0];
+    gemm->n = weights.dimensions[1];
+    gemm->k = weights.dimensions[2];
+    MOE_A2A_TRY(WhyNotFp8Gemm(gemm->num_rows, table.dimensions[1], gemm->k, gemm->n));
+    MOE_A2A_TRY(TakeSpare(args.from(5), weights, gemm));
+    const int64_t blocks_k = gemm->k / kFp8Block, blocks_n = ceil_div(gemm->n, kFp8Block);
+    gemm->row_stride = blocks_k;
+    gemm->block_stride = 1;
+    const DataType& type = WideType(d, &gemm->type);
     return FirstOf(
-        {Take(rows, "rows", kFp8, {gemm.num_rows, gemm.k}, &gemm.rows),
-         Take(weights, "weights", kFp8, {gemm.num_weights, gemm.n, gemm.k}, &gemm.matrices),
-         Take(args[3], "the scales of rows", kFloat32, {gemm.num_rows, blocks_k}, &gemm.row_scales),
+        {Take(rows, "rows", kFp8, {gemm->num_rows, gemm->k}, &gemm->rows),
+         Take(weights, "weights", kFp8, {gemm->num_weights, gemm->n, gemm->k}, &gemm->matrices),
+         Take(args[3], "the scales of rows", kFloat32, {gemm->num_rows, blocks_k},
+              &gemm->row_scales),
          Take(args[4], "the scales of weights", kFloat32,
-              {gemm.num_weights + gemm.num_spare, blocks_n, blocks_k}, &gemm.matrix_scales),
-         Take(d, "the result", type, {gemm.num_rows, gemm.n}, &gemm.d),
-         TakeGroups(table, results[1], &gemm)});
+              {gemm->num_weights + gemm->num_spare, blocks_n, blocks_k}, &gemm->matrix_scales),
+         Take(d, "the result", type, {gemm->num_rows, gemm->n}, &gemm->d),
+         TakeGroups(table, results[1], gemm)});
   }
 };
 
 template <typename KernelParams, auto kLaunch>
 struct EncodeCall : ActivationCall<KernelParams, LoadActEncode, kLaunch> {
   Problem DescribeEncode(ArraySlice args, ArraySlice results, bool encodes_product,
-                         ActEncode* params) const {
-    ActEncode& call = *params;
+                         ActEncode* call) const {
     const Array &product = args[0], &table = args[1], &row_weights = args[2];
     if (product.dimensions.size() != 3 || table.dimensions.size() != 2) {
       return "act_encode needs a product of three axes and a table of two; got " +
              ToString(product) + " and " + ToString(table);
     }
-    MOE_A2A_TRY(this->DescribeActivation(&call));
-    if (call.function == Activation::kScaledBias) return "act_encode needs an activation";
+    MOE_A2A_TRY(this->DescribeActivation(call));
+    if (call->function == Activation::kScaledBias) return "act_encode needs an activation";
     const int64_t batch = product.dimensions[0], rows = product.dimensions[1],
                   width = product.dimensions[2];
-    const int64_t halves = call.is_gated ? 2 : 1, columns = width / halves;
+    const int64_t halves = call->is_gated ? 2 : 1, columns = width / halves;
     const int64_t num_groups = table.dimensions[1], encoded = encodes_product ? width : columns;
     if (width % (halves * kFp8Block) != 0 || batch < 1 || num_groups < 1 ||
         num_groups % batch != 0) {
@@ -355,27 +357,27 @@ struct EncodeCall : ActivationCall<KernelParams, LoadActEncode, kLaunch> {
              "element of the batch; got a product " +
              ToString(product) + " and a table " + ToString(table);
     }
-    call.num_rows = batch * rows;
-    call.batch = static_cast<int32_t>(batch);
-    call.num_groups = static_cast<int32_t>(num_groups / batch);
-    call.columns = static_cast<int32_t>(columns);
-    const DataType& type = WideType(product, &call.type);
+    call->num_rows = batch * rows;
+    call->batch = static_cast<int32_t>(batch);
+    call->num_groups = static_cast<int32_t>(num_groups / batch);
+    call->columns = static_cast<int32_t>(columns);
+    const DataType& type = WideType(product, &call->type);
     const auto take_weights =
-        encodes_product || call.is_gated ? Take<const float> : TakeOptional<const float>;
+        encodes_product || call->is_gated ? Take<const float> : TakeOptional<const float>;
     const Problem problem = FirstOf(
-        {Take(product, "the product", type, {batch, rows, width}, &call.product),
-         Take(table, "the table of groups", kInt32, {3, num_groups}, &call.starts),
-         take_weights(row_weights, "router weights", kFloat32, {batch, rows}, &call.row_weights),
-         Take(results[0], "the values", kFp8, {batch, rows, encoded}, &call.values),
+        {Take(product, "the product", type, {batch, rows, width}, &call->product),
+         Take(table, "the table of groups", kInt32, {3, num_groups}, &call->starts),
+         take_weights(row_weights, "router weights", kFloat32, {batch, rows}, &call->row_weights),
+         Take(results[0], "the values", kFp8, {batch, rows, encoded}, &call->values),
          Take(results[1], "the scales", kFloat32, {batch, rows, encoded / kFp8Block},
-              &call.scales)});
-    call.sizes = call.starts + num_groups;
+              &call->scales)});
+    call->sizes = call->starts + num_groups;
     return problem;
   }
 };
 
-// The pass between two products in FP8. Operands: product [B, C, P], the table of B times L groups,
-// router weights. Without router weights, the product itself is encoded.
+// The activation between two products in FP8. Operands: product [B, C, P], the table of B * L
+// groups, router weights. Without router weights, the product is encoded without an activation.
 struct ActEncodeCall : EncodeCall<ActEncode, LaunchActEncode> {
   static constexpr const char* kTarget = "moe_a2a_act_encode";
 
@@ -385,7 +387,7 @@ struct ActEncodeCall : EncodeCall<ActEncode, LaunchActEncode> {
   }
 };
 
-// The gradients of ActEncodeCall. The values and scales encode the gradient of the product.
+// The gradients of ActEncodeCall. The values and scales are of the gradient of the product.
 struct ActGradCall : EncodeCall<ActGrad, LaunchActGrad> {
   static constexpr const char* kTarget = "moe_a2a_act_grad";
 
@@ -405,14 +407,13 @@ struct ActGradCall : EncodeCall<ActGrad, LaunchActGrad> {
   }
 };
 
-// The quantization of weights [L, K, N] to values [L, N, K], values [L, K, N] or both.
+// Quantizes weights [L, K, N] to values [L, N, K], values [L, K, N], or both.
 struct EncodeSquaresCall : ProductCall<EncodeSquares, LoadEncodeSquares, LaunchEncodeSquares> {
   static constexpr const char* kTarget = "moe_a2a_encode_squares";
 
   bool Read(const AttributeReader&) { return true; }
 
-  Problem Describe(ArraySlice args, ArraySlice results, EncodeSquares* params) const {
-    EncodeSquares& call = *params;
+  Problem Describe(ArraySlice args, ArraySlice results, EncodeSquares* call) const {
     MOE_A2A_TRY(CheckCounts(args, 1, 1, results, 3));
     const Array& weights = args[0];
     if (weights.dimensions.size() != 3 || weights.dimensions[1] % kFp8Block != 0 ||
@@ -421,16 +422,16 @@ struct EncodeSquaresCall : ProductCall<EncodeSquares, LoadEncodeSquares, LaunchE
              ToString(weights);
     }
     const int64_t num = weights.dimensions[0], k = weights.dimensions[1], n = weights.dimensions[2];
-    call.num_matrices = num;
-    call.k = k;
-    call.n = n;
-    const DataType& type = WideType(weights, &call.type);
+    call->num_matrices = num;
+    call->k = k;
+    call->n = n;
+    const DataType& type = WideType(weights, &call->type);
     return FirstOf(
-        {Take(weights, "weights", type, {num, k, n}, &call.weights),
-         TakeOptional(results[0], "the values", kFp8, {num, n, k}, &call.turned),
-         TakeOptional(results[1], "the transposed values", kFp8, {num, k, n}, &call.plain),
+        {Take(weights, "weights", type, {num, k, n}, &call->weights),
+         TakeOptional(results[0], "the values", kFp8, {num, n, k}, &call->turned),
+         TakeOptional(results[1], "the transposed values", kFp8, {num, k, n}, &call->plain),
          Take(results[2], "the scales", kFloat32, {num, n / kFp8Block, k / kFp8Block},
-              &call.scales)});
+              &call->scales)});
   }
 };
 
@@ -473,7 +474,7 @@ struct FillSlotsCall : ProductCall<FillSlots, LoadFillSlots, LaunchFillSlots> {
   }
 };
 
-// Chooses the experts of T tokens (router/choose.h). The mask is [T], or [0] if all tokens choose.
+// Chooses the experts of T tokens (router/choose.h). The mask is [T], or [0] if there is no mask.
 struct ChooseCall : ProductCall<Choose, LoadChoose, LaunchChoose> {
   int64_t num_groups, top_groups, top_in_group, renormalizes, is_sigmoid;
   float scale;
