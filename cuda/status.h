@@ -5,6 +5,7 @@
 #include <string>
 
 #include "layout.h"
+#include "runtime/problem.h"
 
 namespace moe_a2a {
 
@@ -91,27 +92,25 @@ inline const char* name(ErrorKind kind) {
 }
 
 inline std::string describe_poison(uint64_t poison) {
-  const std::string reporter = "rank " + std::to_string(poisoner(poison));
-  return reporter + " has reported \"" + name(static_cast<ErrorKind>(poison >> 16 & 0xFF)) +
-         "\" about rank " + std::to_string(poison >> 32) + " in the phase \"" +
-         name(static_cast<Phase>(poison >> 24 & 0xFF)) + "\"; see the error of the process of " +
-         reporter;
+  const std::string reporter = Concat("rank ", poisoner(poison));
+  return Concat(reporter, " has reported \"", name(static_cast<ErrorKind>(poison >> 16 & 0xFF)),
+                "\" about rank ", poison >> 32, " in the phase \"",
+                name(static_cast<Phase>(poison >> 24 & 0xFF)),
+                "\"; see the error of the process of ", reporter);
 }
 
 inline std::string describe(const ErrorRecord& r) {
   const auto kind = static_cast<ErrorKind>(r.kind);
-  const std::string what = std::string(name(kind)) + ": " +
-                           name(static_cast<Operation>(r.operation)) + " on rank " +
-                           std::to_string(r.rank) + ", " + name(static_cast<Phase>(r.phase));
-  const std::string peer = "rank " + std::to_string(r.awaited_rank);
-  const std::string values = " (expected " + std::to_string(r.expected) + ", saw " +
-                             std::to_string(r.seen) + ", epoch " + std::to_string(r.epoch) + ")";
-  const std::string seconds =
-      " within " + std::to_string(static_cast<double>(r.timeout_ns) * 1e-9) + " s";
+  const std::string what = Concat(name(kind), ": ", name(static_cast<Operation>(r.operation)),
+                                  " on rank ", r.rank, ", ", name(static_cast<Phase>(r.phase)));
+  const std::string peer = Concat("rank ", r.awaited_rank);
+  const std::string values =
+      Concat(" (expected ", r.expected, ", saw ", r.seen, ", epoch ", r.epoch, ")");
+  const std::string seconds = Concat(" within ", static_cast<double>(r.timeout_ns) * 1e-9, " s");
   // A credit is an epoch; a flag is an epoch followed by kSignatureBits of the signature.
   const int shift = static_cast<Phase>(r.phase) == Phase::kSendCredit ? 0 : kSignatureBits;
-  const std::string flags = " (expected epoch " + std::to_string(r.expected >> shift) +
-                            ", saw epoch " + std::to_string(r.seen >> shift) + ")";
+  const std::string flags =
+      Concat(" (expected epoch ", r.expected >> shift, ", saw epoch ", r.seen >> shift, ")");
   switch (kind) {
     case ErrorKind::kNone: return name(kind);
     case ErrorKind::kTimeout: return what + ": nothing came from " + peer + seconds + flags;
@@ -122,13 +121,12 @@ inline std::string describe(const ErrorRecord& r) {
              values;
     case ErrorKind::kViolation: return what + ": " + peer + " is ahead of this rank" + flags;
     case ErrorKind::kWrongRank:
-      return what + ": this device is rank " + std::to_string(r.expected) +
-             " in the group's mesh, and rank " + std::to_string(r.seen) +
-             " in the program's mesh. Make the group from the program's mesh";
+      return Concat(what, ": this device is rank ", r.expected, " in the group's mesh, and rank ",
+                    r.seen, " in the program's mesh. Make the group from the program's mesh");
     case ErrorKind::kBounds:
-      return what + ": an index or a count of the routing must be at least 0 and less than " +
-             std::to_string(r.expected) + "; got " + std::to_string(static_cast<int64_t>(r.seen)) +
-             ". Use a Routing as ma.route returned it";
+      return Concat(what, ": an index or a count of the routing must be at least 0 and less than ",
+                    r.expected, "; got ", static_cast<int64_t>(r.seen),
+                    ". Use a Routing as ma.route returned it");
     case ErrorKind::kOverlap:
       return what +
              ": another exchange runs on this device at the same time; launch the programs of a "

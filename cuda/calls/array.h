@@ -90,7 +90,7 @@ std::string ToString(const DataType& type, const Sizes& axes) {
   std::string text = type.name + "[";
   const char* separator = "";
   for (int64_t axis : axes) {
-    text += separator + std::to_string(axis);
+    text += Concat(separator, axis);
     separator = ",";
   }
   return text + "]";
@@ -125,8 +125,8 @@ inline Problem CheckItems(const Array& array, const char* name, Axes axes, int64
   MOE_A2A_TRY(CheckLead(array, name, axes));
   const int64_t items = std::accumulate(axes.begin(), axes.end(), int64_t{1}, std::multiplies<>());
   if (array.bytes == items * item_bytes) return {};
-  return std::string(name) + " must have " + std::to_string(item_bytes) + " bytes after the axes " +
-         ToString(array.type, axes) + "; got " + ToString(array);
+  return Concat(name, " must have ", item_bytes, " bytes after the axes ",
+                ToString(array.type, axes), "; got ", ToString(array));
 }
 
 inline Problem FirstOf(std::initializer_list<Problem> problems) {

@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <string>
 
-#include "calls/array.h"
 #include "calls/call.h"
 #include "calls/routing.h"
 #include "tuning.h"
@@ -33,16 +32,15 @@ struct CombineCall : ExchangeCall<CombineParams, Operation::kCombine, /*kIsSplit
     p.view = context.view;
     MOE_A2A_TRY(DescribeRouting(context, args, p.view, &p.routing));
     if (!HasRightSizes(args.size() - kNumRoutingArrays, results.size())) {
-      return "combine needs one result for each operand, or one result of all pairs of rows and "
-             "weights, then an addend for each sum or none; got " +
-             std::to_string(args.size() - kNumRoutingArrays) + " operands, of which " +
-             std::to_string(num_addends) + " are addends, " + std::to_string(num_pairs) +
-             " pairs and " + std::to_string(results.size()) + " results";
+      return Concat(
+          "combine needs one result for each operand, or one result of all pairs of rows and "
+          "weights, then an addend for each sum or none; got ",
+          args.size() - kNumRoutingArrays, " operands, of which ", num_addends, " are addends, ",
+          num_pairs, " pairs and ", results.size(), " results");
     }
     if (results.size() > kMaxArrays || num_pairs > kMaxPairs) {
-      return Unsupported("combine has at most " + std::to_string(kMaxArrays) + " results and " +
-                         std::to_string(kMaxPairs) + " pairs of rows and weights; got " +
-                         std::to_string(results.size()) + " and " + std::to_string(num_pairs));
+      return Unsupported("combine has at most ", kMaxArrays, " results and ", kMaxPairs,
+                         " pairs of rows and weights; got ", results.size(), " and ", num_pairs);
     }
     p.num_pairs = static_cast<int32_t>(num_pairs);
     p.num_moved = static_cast<int32_t>(num_choice_arrays);

@@ -2,7 +2,6 @@
 // payload.
 #pragma once
 
-#include "calls/array.h"
 #include "calls/call.h"
 #include "calls/encoded_payload.h"
 #include "calls/payload.h"

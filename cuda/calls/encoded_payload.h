@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <string>
 
-#include "calls/array.h"
 #include "calls/call.h"
 #include "calls/payload.h"
 
@@ -39,10 +38,9 @@ struct EncodedPayload : MovedPayload {
     if (num_leaves < 0 || num_choice_arrays < 0 ||
         args.size() != leaves + choice_arrays + has_token_scales ||
         results.size() != results_per_leaf() * leaves + choice_arrays) {
-      return "a dispatch with a format needs results for each leaf and choice array; got " +
-             std::to_string(args.size()) + " arrays and " + std::to_string(results.size()) +
-             " results for " + std::to_string(num_leaves) + " leaves and " +
-             std::to_string(num_choice_arrays) + " choice arrays";
+      return Concat("a dispatch with a format needs results for each leaf and choice array; got ",
+                    args.size(), " arrays and ", results.size(), " results for ", num_leaves,
+                    " leaves and ", num_choice_arrays, " choice arrays");
     }
     if (leaves == 0) return Unsupported("a dispatch with a format needs a leaf");
     if (view.num_ranks == 1) {
@@ -51,7 +49,7 @@ struct EncodedPayload : MovedPayload {
           "zone");
     }
     if (2 * leaves + choice_arrays + scales_travel() > kMaxArrays || results.size() > kMaxArrays) {
-      return Unsupported("a dispatch with a format moves at most " + std::to_string(kMaxArrays) +
+      return Unsupported("a dispatch with a format moves at most ", kMaxArrays,
                          " arrays, and has at most as many results: values and scales of a leaf "
                          "are two");
     }
@@ -124,9 +122,8 @@ struct EncodedPayload : MovedPayload {
     const int32_t width = Width(kVectorBytes, {&array});
     if (width == kVectorBytes) return {};
     return Unsupported(
-        "leaves with a format, and their decoded rows, must begin at a multiple of " +
-        std::to_string(kVectorBytes) + " bytes; " + ToString(array) + " begins at a multiple of " +
-        std::to_string(width) +
+        "leaves with a format, and their decoded rows, must begin at a multiple of ", kVectorBytes,
+        " bytes; ", ToString(array), " begins at a multiple of ", width,
         ". Pass a copy of the leaf if it is a slice of a larger array or comes from another "
         "framework");
   }

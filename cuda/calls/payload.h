@@ -3,7 +3,6 @@
 
 #include <cstdint>
 
-#include "calls/array.h"
 #include "calls/call.h"
 
 namespace moe_a2a {
@@ -47,13 +46,13 @@ struct MovedPayload {
                    DispatchParams& p) const {
     if (args.size() != results.size() || num_choice_arrays < 0 ||
         num_choice_arrays > static_cast<int64_t>(results.size())) {
-      return "a dispatch needs one result for each payload array, choice arrays included; got " +
-             std::to_string(args.size()) + " payload arrays, " + std::to_string(results.size()) +
-             " results and " + std::to_string(num_choice_arrays) + " choice arrays";
+      return Concat(
+          "a dispatch needs one result for each payload array, choice arrays included; got ",
+          args.size(), " payload arrays, ", results.size(), " results and ", num_choice_arrays,
+          " choice arrays");
     }
     if (results.size() > kMaxArrays) {
-      return Unsupported("a dispatch moves at most " + std::to_string(kMaxArrays) +
-                         " arrays; got " + std::to_string(results.size()));
+      return Unsupported("a dispatch moves at most ", kMaxArrays, " arrays; got ", results.size());
     }
     p.leaves_tail = leaves_tail;
     const size_t first_choice_array = results.size() - num_choice_arrays;

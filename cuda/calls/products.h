@@ -16,7 +16,6 @@
 #include <cstdint>
 #include <string>
 
-#include "calls/array.h"
 #include "calls/call.h"
 #include "gemm/act_encode.h"
 #include "gemm/encode_squares.h"
@@ -46,9 +45,8 @@ struct ProductCall {
 inline Problem CheckCounts(ArraySlice args, size_t least, size_t most, ArraySlice results,
                            size_t num_results) {
   if (args.size() >= least && args.size() <= most && results.size() == num_results) return {};
-  return "the call needs " + std::to_string(least) + " to " + std::to_string(most) +
-         " operands and " + std::to_string(num_results) + " results; got " +
-         std::to_string(args.size()) + " and " + std::to_string(results.size());
+  return Concat("the call needs ", least, " to ", most, " operands and ", num_results,
+                " results; got ", args.size(), " and ", results.size());
 }
 
 template <typename T>
@@ -130,7 +128,7 @@ struct GroupedGemmCall : ProductCall<GroupedGemm, LoadGroupedGemm, LaunchGrouped
 
   Problem Describe(ArraySlice args, ArraySlice results, GroupedGemm* gemm) const {
     if (product < 0 || product > static_cast<int64_t>(GroupedProduct::kWeightGradient)) {
-      return "grouped_dot has no product " + std::to_string(product);
+      return Concat("grouped_dot has no product ", product);
     }
     gemm->product = static_cast<GroupedProduct>(product);
     const bool is_gradient = gemm->product == GroupedProduct::kWeightGradient,
@@ -206,8 +204,8 @@ struct ActivationCall : ProductCall<KernelParams, kLoad, kLaunch> {
         !(activated->is_gated ? needs_none : needs_gate)) {
       return {};
     }
-    return "no kernel has the activation " + std::to_string(activation) +
-           (activated->is_gated ? ", gated" : ", not gated");
+    return Concat("no kernel has the activation ", activation,
+                  (activated->is_gated ? ", gated" : ", not gated"));
   }
 };
 
@@ -225,8 +223,8 @@ struct ActivatedGemmCall : ActivationCall<ActivatedGemm, LoadGroupedGemm, Launch
     const bool is_gradient = gemm->product == GroupedProduct::kTransposed;
     *width = !is_gradient ? gemm->n : gemm->epilogue.is_gated ? 2 * gemm->k : gemm->k;
     if (gemm->epilogue.is_gated && *width % 16 != 0) {
-      return "a gated activation needs pre-activations in multiples of 16 columns; got " +
-             std::to_string(*width);
+      return Concat("a gated activation needs pre-activations in multiples of 16 columns; got ",
+                    *width);
     }
     return FirstOf(
         {TakeSpare(args.from(5), args[1], gemm),
@@ -248,7 +246,7 @@ struct DotActCall : ActivatedGemmCall {
   Problem Describe(ArraySlice args, ArraySlice results, ActivatedGemm* gemm) const {
     gemm->product = static_cast<GroupedProduct>(product);
     if (gemm->product != GroupedProduct::kForward && gemm->product != GroupedProduct::kForwardFew) {
-      return "an activation has no product " + std::to_string(product);
+      return Concat("an activation has no product ", product);
     }
     MOE_A2A_TRY(CheckCounts(args, 5, 6, results, 3));
     int64_t width;
@@ -309,7 +307,7 @@ struct Fp8GemmCall : ProductCall<Fp8Gemm, LoadFp8Gemm, LaunchFp8Gemm> {
   Problem Describe(ArraySlice args, ArraySlice results, Fp8Gemm* gemm) const {
     gemm->product = static_cast<Fp8Product>(product);
     if (gemm->product != Fp8Product::kForward && gemm->product != Fp8Product::kForwardFew) {
-      return "grouped_dot in FP8 has no product " + std::to_string(product);
+      return Concat("grouped_dot in FP8 has no product ", product);
     }
     MOE_A2A_TRY(CheckCounts(args, 5, 6, results, 2));
     const Array &rows = args[0], &weights = args[1], &table = args[2], &d = results[0];
@@ -456,9 +454,8 @@ struct FillSlotsCall : ProductCall<FillSlots, LoadFillSlots, LaunchFillSlots> {
                   local = experts.dimensions[2], width = slots.dimensions[2];
     if (ranks < 1 || ranks > kMaxRanks || local < 1 || local > kMaxPlannedExperts / ranks ||
         width < local || most < 1 || min_rows < 1) {
-      return "fill_slots cannot fill " + ToString(slots) + " from " + ToString(experts) + " with " +
-             std::to_string(most) + " slots of an expert and " + std::to_string(min_rows) +
-             " rows of a replica";
+      return Concat("fill_slots cannot fill ", ToString(slots), " from ", ToString(experts),
+                    " with ", most, " slots of an expert and ", min_rows, " rows of a replica");
     }
     params->batch = static_cast<int32_t>(batch);
     params->num_ranks = static_cast<int32_t>(ranks);
@@ -499,9 +496,9 @@ struct ChooseCall : ProductCall<Choose, LoadChoose, LaunchChoose> {
     if (!HasRoomForKeys(experts, num_groups) || top_groups < 1 || top_groups > num_groups ||
         top_in_group < 1 || top_in_group > experts / num_groups || choices < 1 ||
         choices > std::min<int64_t>(kMaxTopK, experts / num_groups * top_groups)) {
-      return "choose cannot choose " + ToString(ids) + " from " + ToString(keys) + " in " +
-             std::to_string(num_groups) + " groups, from the best " + std::to_string(top_groups) +
-             " by " + std::to_string(top_in_group) + " keys";
+      return Concat("choose cannot choose ", ToString(ids), " from ", ToString(keys), " in ",
+                    num_groups, " groups, from the best ", top_groups, " by ", top_in_group,
+                    " keys");
     }
     params->num_tokens = tokens;
     params->num_experts = static_cast<int32_t>(experts);
@@ -540,7 +537,7 @@ Problem DescribeProduct(const AttributeReader& read, ArraySlice args, ArraySlice
   Call call = {};
   MOE_A2A_TRY(ReadAttributes(read, &call));
   *num_sms = call.num_sms;
-  if (*num_sms < 0) return "num_sms must be at least 0; got " + std::to_string(*num_sms);
+  if (*num_sms < 0) return Concat("num_sms must be at least 0; got ", *num_sms);
   return call.Describe(args, results, params);
 }
 

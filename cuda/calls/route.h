@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "calls/array.h"
 #include "calls/call.h"
 #include "calls/routing.h"
 
@@ -52,23 +51,20 @@ struct RouteCall : ExchangeCall<RouteParams, Operation::kRoute> {
     const int64_t blocks = int64_t{p.batch} * p.chunks * p.view.num_ranks;
     if (p.tokens_per_chunk > kMaxTokensPerRouteChunk || p.num_experts % p.view.num_ranks != 0 ||
         p.parts < 1 || p.local_experts() % p.parts != 0) {
-      return "route needs chunks of at most " + std::to_string(kMaxTokensPerRouteChunk) +
-             " tokens, and experts of whole ranks and parts; got " +
-             std::to_string(p.tokens_per_chunk) + " tokens, " + std::to_string(num_experts) +
-             " experts, " + std::to_string(parts) + " parts and " +
-             std::to_string(p.view.num_ranks) + " ranks";
+      return Concat("route needs chunks of at most ", kMaxTokensPerRouteChunk,
+                    " tokens, and experts of whole ranks and parts; got ", p.tokens_per_chunk,
+                    " tokens, ", num_experts, " experts, ", parts, " parts and ", p.view.num_ranks,
+                    " ranks");
     }
     const int64_t counts = int64_t{p.levels()} * p.local_experts();
     if ((context.is_colocated && blocks > kMaxColocatedBlocks) ||
         int64_t{p.batch} * p.chunks > kMaxChunks || p.local_experts() > kMaxLocalExperts ||
         counts > kMaxRouteCounts || p.num_experts > kMaxRouteExperts) {
-      return Unsupported(
-          "route has at most " + std::to_string(kMaxChunks) + " chunks, " +
-          std::to_string(kMaxLocalExperts) + " experts per rank, " +
-          std::to_string(kMaxRouteExperts) + " experts and " + std::to_string(kMaxRouteCounts) +
-          " counts; got " + std::to_string(p.batch) + " batches of " + std::to_string(p.chunks) +
-          " chunks, " + std::to_string(p.local_experts()) + " experts per rank, " +
-          std::to_string(p.num_experts) + " experts and " + std::to_string(counts) + " counts");
+      return Unsupported("route has at most ", kMaxChunks, " chunks, ", kMaxLocalExperts,
+                         " experts per rank, ", kMaxRouteExperts, " experts and ", kMaxRouteCounts,
+                         " counts; got ", p.batch, " batches of ", p.chunks, " chunks, ",
+                         p.local_experts(), " experts per rank, ", p.num_experts, " experts and ",
+                         counts, " counts");
     }
     for (int64_t v : {p.batch, p.num_tokens, p.top_k, p.num_experts, p.capacity, p.alignment,
                       int32_t{p.may_drop}, p.parts}) {

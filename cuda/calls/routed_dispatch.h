@@ -4,7 +4,6 @@
 
 #include <cstdint>
 
-#include "calls/array.h"
 #include "calls/call.h"
 #include "calls/encoded_payload.h"
 #include "calls/payload.h"
@@ -51,19 +50,17 @@ struct RoutedDispatchCall : ExchangeCall<RoutedDispatchParams, Operation::kRoute
     Mix(exchange.view.signature, p.may_drop);
     const int num_ranks = exchange.view.num_ranks;
     if (p.num_experts % num_ranks != 0) {
-      return "routed dispatch needs experts of whole ranks; got " + std::to_string(num_experts) +
-             " experts and " + std::to_string(num_ranks) + " ranks";
+      return Concat("routed dispatch needs experts of whole ranks; got ", num_experts,
+                    " experts and ", num_ranks, " ranks");
     }
     if (exchange.routing.top_k > kMaxTopK ||
         !fits_routed_dispatch(num_ranks, exchange.routing.num_tokens, exchange.routing.top_k,
                               p.num_experts)) {
-      return Unsupported("routed dispatch has at most " + std::to_string(kMaxFusedTokens) +
-                         " tokens, " + std::to_string(kMaxFusedChoices) +
-                         " choices of all ranks, " + std::to_string(kMaxFusedExperts) +
-                         " experts per rank and " + std::to_string(kMaxFusedIds) +
-                         " experts; got ids " + ToString(ids) + " of " + std::to_string(num_ranks) +
-                         " ranks with " + std::to_string(p.num_experts / num_ranks) +
-                         " experts each");
+      return Unsupported("routed dispatch has at most ", kMaxFusedTokens, " tokens, ",
+                         kMaxFusedChoices, " choices of all ranks, ", kMaxFusedExperts,
+                         " experts per rank and ", kMaxFusedIds, " experts; got ids ",
+                         ToString(ids), " of ", num_ranks, " ranks with ",
+                         p.num_experts / num_ranks, " experts each");
     }
     constexpr int kFirstCount = 8;  // from this index on, results are counts, before it indices
     for (int i = 0; i < kNumPlanArrays; ++i) {

@@ -6,7 +6,6 @@
 #include <limits>
 #include <string>
 
-#include "calls/array.h"
 #include "calls/call.h"
 #include "params.h"
 
@@ -28,8 +27,8 @@ inline void SignShapes(RankView& view, const RoutingView& routing) {
 inline Problem DescribeRouting(const CallContext& context, ArraySlice args, RankView& view,
                                RoutingView* routing) {
   if (args.size() < kNumRoutingArrays) {
-    return "the last operands must be the " + std::to_string(kNumRoutingArrays) +
-           " routing arrays; got " + std::to_string(args.size()) + " operands";
+    return Concat("the last operands must be the ", kNumRoutingArrays, " routing arrays; got ",
+                  args.size(), " operands");
   }
   const ArraySlice arrays = args.from(args.size() - kNumRoutingArrays);
   const Array &choice_rank = arrays[2], &row_slot = arrays[4];
@@ -46,12 +45,11 @@ inline Problem DescribeRouting(const CallContext& context, ArraySlice args, Rank
                        CheckShape(arrays[3], "slot_rows", kInt32, {num_ranks, num_tokens, top_k}),
                        CheckShape(row_slot, "row_slot", kInt32, {capacity})}));
   if (top_k > kMaxTopK) {
-    return Unsupported("top_k must be at most " + std::to_string(kMaxTopK) + "; got " +
-                       std::to_string(top_k));
+    return Unsupported("top_k must be at most ", kMaxTopK, "; got ", top_k);
   }
   if (std::max(num_tokens, capacity) > std::numeric_limits<int32_t>::max()) {
-    return Unsupported("tokens and rows must be fewer than 2**31; got " +
-                       std::to_string(num_tokens) + " and " + std::to_string(capacity));
+    return Unsupported("tokens and rows must be fewer than 2**31; got ", num_tokens, " and ",
+                       capacity);
   }
   routing->num_tokens = static_cast<int32_t>(num_tokens);
   routing->top_k = static_cast<int32_t>(top_k);

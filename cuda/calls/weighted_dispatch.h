@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "calls/array.h"
 #include "calls/call.h"
 #include "calls/payload.h"
 #include "calls/routing.h"
@@ -29,16 +28,15 @@ struct WeightedDispatchCall : ExchangeCall<DispatchParams, Operation::kDispatch>
     const auto num_results = static_cast<size_t>(num_rows + num_weights);
     if (num_rows < 0 || num_weights < 0 || num_results == 0 || results.size() != num_results ||
         args.size() != 1 + num_results + kNumRoutingArrays) {
-      return "weighted dispatch needs a payload array, and a result for each array of rows or "
-             "weights; got " +
-             std::to_string(args.size() - kNumRoutingArrays) + " operands and " +
-             std::to_string(results.size()) + " results for " + std::to_string(num_rows) +
-             " arrays of rows and " + std::to_string(num_weights) + " of weights";
+      return Concat(
+          "weighted dispatch needs a payload array, and a result for each array of rows or "
+          "weights; got ",
+          args.size() - kNumRoutingArrays, " operands and ", results.size(), " results for ",
+          num_rows, " arrays of rows and ", num_weights, " of weights");
     }
     if (num_rows > 1 || num_weights > 1) {
-      return Unsupported(
-          "weighted dispatch has at most one array of rows and one of weights; got " +
-          std::to_string(num_rows) + " and " + std::to_string(num_weights));
+      return Unsupported("weighted dispatch has at most one array of rows and one of weights; got ",
+                         num_rows, " and ", num_weights);
     }
     Mix(p.view.signature, 1 + num_weights + 2 * num_rows);
     const bool scaled = num_weights > 0, dotted = num_rows > 0;

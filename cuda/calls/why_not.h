@@ -6,7 +6,6 @@
 #include <string>
 #include <string_view>
 
-#include "calls/array.h"
 #include "calls/call.h"
 #include "calls/combine.h"
 #include "calls/dispatch.h"

@@ -64,8 +64,8 @@ inline Problem DecodeAttributes(const ffi::Dictionary& attributes, CallAttribute
     return LacksAttribute();
   }
   if (num_ranks < 1 || num_ranks > kMaxRanks || devices.size() % num_ranks != 0) {
-    return Invalid("num_ranks must divide the devices and be at most " + std::to_string(kMaxRanks) +
-                   "; got " + std::to_string(num_ranks));
+    return Invalid("num_ranks must divide the devices and be at most ", kMaxRanks, "; got ",
+                   num_ranks);
   }
   call->topology.devices.assign(devices.begin(), devices.end());
   call->topology.num_ranks = static_cast<int>(num_ranks);

@@ -48,9 +48,9 @@ Problem DecodeArrays(const Buffers& buffers, size_t first_index, int64_t ranks_o
     auto dimensions = buffer.dimensions();
     if (ranks_of_device > 1) {
       if (dimensions.size() == 0 || dimensions[0] != ranks_of_device) {
-        return Invalid("every array of a call with " + std::to_string(ranks_of_device) +
-                       " ranks on one GPU must have a leading axis of that size; array " +
-                       std::to_string(i) + " has none");
+        return Invalid("every array of a call with ", ranks_of_device,
+                       " ranks on one GPU must have a leading axis of that size; array ", i,
+                       " has none");
       }
       dimensions = {dimensions.begin() + 1, dimensions.size() - 1};
     }

@@ -1,10 +1,7 @@
 #include "ffi/call_state.h"
 
-#include <cuda_runtime_api.h>
-
 #include <algorithm>
 #include <string>
-#include <utility>
 
 #include "calls/call.h"
 #include "kernels/grid.h"
@@ -31,7 +28,7 @@ Problem CallState::FindWorkspace(int32_t ordinal, Workspace** workspace) const {
   if (attributes_.is_on_one_device()) {
     int64_t id;
     if (!FindOwnDevice(ordinal, &id)) {
-      return Invalid("the program runs on GPU " + std::to_string(ordinal) +
+      return Invalid("the program runs on GPU ", ordinal,
                      ", which jax_moe_a2a does not know in this process; read the path of a "
                      "jax_moe_a2a.Group over this GPU before the program");
     }
@@ -105,7 +102,7 @@ Problem CallState::SetBlocksOfRank(const Workspace& workspace, int32_t ordinal,
   int sms = 0;
   MOE_A2A_TRY(ProblemOf(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, ordinal),
                         "asking for the device's multiprocessors"));
-  if (num_sms < 1) return Invalid("num_sms must be at least 1; got " + std::to_string(num_sms));
+  if (num_sms < 1) return Invalid("num_sms must be at least 1; got ", num_sms);
   int64_t most =
       is_shared ? colocated_blocks(num_ranks, sms, is_split) : launch_blocks(num_ranks, sms);
 #ifdef MOE_A2A_TEST_HOOKS
@@ -114,15 +111,15 @@ Problem CallState::SetBlocksOfRank(const Workspace& workspace, int32_t ordinal,
 #endif
   *num_blocks = std::min(most, num_sms);
   if (most > 0) return {};
-  const std::string gpu = "GPU " + std::to_string(ordinal) + " has " + std::to_string(sms);
+  const std::string gpu = Concat("GPU ", ordinal, " has ", sms);
   if (!is_shared) {
     return Invalid("an exchange of several ranks needs two multiprocessors or more; " + gpu +
                    ". Use implementation='portable'");
   }
-  return Invalid(std::to_string(num_ranks) + " ranks on one GPU need " + std::to_string(num_ranks) +
+  return Invalid(num_ranks, " ranks on one GPU need ", num_ranks,
                  (is_split ? " multiprocessors for whole and as many for split exchanges; "
-                           : " multiprocessors; ") +
-                 gpu + ". Use fewer ranks per GPU");
+                           : " multiprocessors; "),
+                 gpu, ". Use fewer ranks per GPU");
 }
 
 }  // namespace moe_a2a

@@ -77,8 +77,8 @@ class CallStateOf final : public CallState {
       return Invalid(p);
     }
     if (const int64_t bytes = HalfBytes<Call>(params); bytes > attributes_.half_bytes) {
-      return "the landing zone needs " + std::to_string(bytes) + " bytes; the lowering reserved " +
-             std::to_string(attributes_.half_bytes);
+      return Concat("the landing zone needs ", bytes, " bytes; the lowering reserved ",
+                    attributes_.half_bytes);
     }
     state->blocks = grid_of(params, num_sms).blocks;
     // Each process numbers its executions independently.

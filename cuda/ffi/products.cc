@@ -71,7 +71,7 @@ Problem CheckCapability(int32_t ordinal) {
     error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, ordinal);
   }
   MOE_A2A_TRY(ProblemOf(error, "asking for the compute capability"));
-  const std::string capability = std::to_string(major) + "." + std::to_string(minor);
+  const std::string capability = Concat(major, ".", minor);
   if (capability == kGemmCapability) return {};
   return Invalid("the kernel of grouped_dot needs compute capability " +
                  std::string(kGemmCapability) + "; got " + capability +

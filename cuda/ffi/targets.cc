@@ -4,9 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include <memory>
-#include <string>
 #include <utility>
-#include <vector>
 
 #include "calls/why_not.h"
 #include "ffi/attributes.h"

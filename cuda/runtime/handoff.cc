@@ -147,14 +147,14 @@ Problem CheckPeer(int socket, int pid) {
     return Failed("asking which process is at the other end");
   }
   if (peer.uid != geteuid()) {
-    return "its socket belongs to user " + std::to_string(peer.uid) +
-           ", and this process to user " + std::to_string(geteuid());
+    return Concat("its socket belongs to user ", peer.uid, ", and this process to user ",
+                  geteuid());
   }
   // Some sandboxes return 0 or the calling process instead of the peer.
   const bool is_known = peer.pid != 0 && peer.pid != getpid();
   if (pid != 0 && is_known && peer.pid != pid) {
-    return "its socket belongs to another process now (process id " + std::to_string(peer.pid) +
-           " instead of " + std::to_string(pid) + ")";
+    return Concat("its socket belongs to another process now (process id ", peer.pid,
+                  " instead of ", pid, ")");
   }
   return {};
 }
@@ -240,8 +240,8 @@ Problem Listen(std::function<Answer(const Request&)> answer, Endpoint* endpoint)
 Problem Ask(const Endpoint& endpoint, const Request& request, Deadline deadline, Answer* answer) {
   *answer = {};
   if (endpoint.secret.size() != kSecretBytes) {
-    return "the secret of its socket must have " + std::to_string(kSecretBytes) + " bytes; got " +
-           std::to_string(endpoint.secret.size()) + ". It may run another version of jax_moe_a2a";
+    return Concat("the secret of its socket must have ", kSecretBytes, " bytes; got ",
+                  endpoint.secret.size(), ". It may run another version of jax_moe_a2a");
   }
   sockaddr_un address;
   const socklen_t size = AddressOf(endpoint.socket, &address);

@@ -1,9 +1,23 @@
 #pragma once
 
 #include <string>
+#include <type_traits>
 #include <utility>
 
 namespace moe_a2a {
+
+// Returns texts and numbers as one text.
+template <typename... Parts>
+std::string Concat(const Parts&... parts) {
+  const auto text = [](const auto& part) {
+    if constexpr (std::is_arithmetic_v<std::decay_t<decltype(part)>>) {
+      return std::to_string(part);
+    } else {
+      return std::string(part);
+    }
+  };
+  return (text(parts) + ...);
+}
 
 // The text of an error; empty on success.
 struct Problem : std::string {
@@ -19,14 +33,16 @@ struct Problem : std::string {
   bool is_invalid = false;  // a program's call has a wrong argument
 };
 
-inline Problem Invalid(std::string text) {
-  Problem problem(std::move(text));
+template <typename... Parts>
+Problem Invalid(const Parts&... parts) {
+  Problem problem(Concat(parts...));
   problem.is_invalid = true;
   return problem;
 }
 
-inline Problem Unsupported(std::string text) {
-  Problem problem(std::move(text));
+template <typename... Parts>
+Problem Unsupported(const Parts&... parts) {
+  Problem problem(Concat(parts...));
   problem.is_unsupported = true;
   return problem;
 }

@@ -75,7 +75,7 @@ int64_t Slab::mapped_from(int64_t offset, int64_t most) const {
 }
 
 OwnSlab::OwnSlab(int ordinal, std::vector<int> readers, bool is_shared)
-    : Slab("on device " + std::to_string(ordinal), std::move(readers)) {
+    : Slab(Concat("on device ", ordinal), std::move(readers)) {
   properties_.type = CU_MEM_ALLOCATION_TYPE_PINNED;
   properties_.location = {CU_MEM_LOCATION_TYPE_DEVICE, ordinal};
   if (is_shared) properties_.requestedHandleTypes = kShared;
@@ -88,15 +88,15 @@ Problem OwnSlab::Open() {
                                                            CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
                     "asking for the allocation granularity"));
   if (kHeaderBytes % granularity_ == 0) return {};
-  return "the driver's allocation granularity must divide the workspace's header; got " +
-         std::to_string(granularity_) + " bytes";
+  return Concat("the driver's allocation granularity must divide the workspace's header; got ",
+                granularity_, " bytes");
 }
 
 Problem OwnSlab::Grow(int64_t half_bytes) {
   const int64_t wanted = round_up(half_bytes, granularity_);
   if (wanted > kHalfStride) {
-    return "landing zones must be at most " + std::to_string(kHalfStride) + " bytes; got " +
-           std::to_string(half_bytes) + ". Use fewer tokens per exchange";
+    return Concat("landing zones must be at most ", kHalfStride, " bytes; got ", half_bytes,
+                  ". Use fewer tokens per exchange");
   }
   MOE_A2A_TRY(BackUpTo(0, kHeaderBytes, kHeaderBytes));
   for (int half = 0; half < kRingDepth; ++half) {
@@ -128,7 +128,7 @@ Problem OwnSlab::BackUpTo(int64_t offset, int64_t range, int64_t wanted) {
   const int64_t bytes = wanted - backed;
   CUmemGenericAllocationHandle handle;
   if (Problem p = Check(driver_->cuMemCreate(&handle, bytes, &properties_, 0),
-                        "allocating " + std::to_string(bytes) + " bytes");
+                        Concat("allocating ", bytes, " bytes"));
       !p.empty()) {
     if (p.lacks_memory) p += FreeMemory();
     return p;
@@ -143,9 +143,9 @@ std::string OwnSlab::FreeMemory() const {
     cudaGetLastError();
     return {};
   }
-  return "; " + std::to_string(free) + " of " + std::to_string(total) +
-         " bytes of the device are free. XLA's pool may hold the rest "
-         "(XLA_PYTHON_CLIENT_MEM_FRACTION)";
+  return Concat("; ", free, " of ", total,
+                " bytes of the device are free. XLA's pool may hold the rest "
+                "(XLA_PYTHON_CLIENT_MEM_FRACTION)");
 }
 
 Problem PeerSlab::Map(const std::vector<Allocation>& allocations) {
@@ -178,8 +178,8 @@ Problem CheckAccess(int ordinal, const std::vector<int>& readers) {
       cudaGetLastError();
     }
     if (!reachable) {
-      return "device " + std::to_string(reader) + " cannot access the memory of device " +
-             std::to_string(ordinal) + " (no peer access between them)";
+      return Concat("device ", reader, " cannot access the memory of device ", ordinal,
+                    " (no peer access between them)");
     }
   }
   return {};

@@ -87,7 +87,7 @@ Workspace::Workspace(Topology topology, WorkspaceKind kind)
       device.index = domain + rank;
       const int64_t id = topology_.devices[device.index];
       if (!FindDevice(id, &device.place)) {
-        unknown_ = "device " + std::to_string(id) + " is unknown in this process";
+        unknown_ = Concat("device ", id, " is unknown in this process");
       }
       is_mine = is_mine || device.is_own();
     }
@@ -213,8 +213,8 @@ Problem Workspace::ReservePeer(Device& device, int64_t half_bytes, uint64_t gene
                                int64_t timeout_ns) {
   const Deadline deadline = std::chrono::steady_clock::now() + std::chrono::nanoseconds(timeout_ns);
   const auto amiss = [&](const Problem& what) -> Problem {
-    return {"opening the workspace: process " + std::to_string(device.place.process) +
-                ", which holds rank " + std::to_string(rank(device)) + ": " + what,
+    return {Concat("opening the workspace: process ", device.place.process, ", which holds rank ",
+                   rank(device), ": ", what),
             what.lacks_memory};
   };
   Endpoint endpoint;
@@ -279,8 +279,8 @@ Answer Workspace::Serve(const Request& request) {
 Answer Workspace::Share(size_t device, uint64_t generation, size_t first_allocation,
                         int64_t half_bytes) {
   std::lock_guard<std::mutex> lock(own_mutex_);
-  const std::string counts = "it has closed the group " + std::to_string(generation_) +
-                             " times, and this process " + std::to_string(generation);
+  const std::string counts =
+      Concat("it has closed the group ", generation_, " times, and this process ", generation);
   if (generation > generation_) return {Status::kLater, counts, {}};
   if (generation < generation_) return {Status::kRefused, counts, {}};
   if (Problem p = ReserveOwn(half_bytes); !p.empty()) {
@@ -335,19 +335,18 @@ Problem Workspace::StillBusy(const Device& device, int64_t timeout_ns) const {
   if (!problem || !problem->empty()) {
     what = "its counters cannot be read";
   } else if (control->owner != 0 && control->poison == 0) {
-    what = "exchange " + std::to_string(control->next_epoch) + " of rank " +
-           std::to_string(rank(device)) + " runs on " + stream;
+    what = Concat("exchange ", control->next_epoch, " of rank ", rank(device), " runs on ", stream);
   } else {
     what = "no exchange of the group runs on " + stream +
            ", so it is other work, such as a collective that another process does not join";
   }
   const std::string failure = Failure();
-  return "closing the group: GPU " + std::to_string(device.place.ordinal) +
-         " is still at work after " + std::to_string(static_cast<double>(timeout_ns) * 1e-9) +
-         " s: " + what + ". " +
-         (failure.empty() ? "" : "Before that, the group has failed: " + failure + ". ") +
-         "The group stays open and keeps its memory. Close it again when that work has ended, or "
-         "end the process";
+  return Concat(
+      "closing the group: GPU ", device.place.ordinal, " is still at work after ",
+      static_cast<double>(timeout_ns) * 1e-9, " s: ", what, ". ",
+      (failure.empty() ? "" : "Before that, the group has failed: " + failure + ". "),
+      "The group stays open and keeps its memory. Close it again when that work has ended, or "
+      "end the process");
 }
 
 Problem Workspace::LockWithin(int64_t* timeout_ns, std::unique_lock<std::mutex>* lock) {
@@ -357,10 +356,11 @@ Problem Workspace::LockWithin(int64_t* timeout_ns, std::unique_lock<std::mutex>*
   if (lock->owns_lock()) return {};
   while (!lock->try_lock()) {
     if (Clock::now() >= end) {
-      return "closing the group: another thread is still opening its workspace after " +
-             std::to_string(static_cast<double>(*timeout_ns) * 1e-9) +
-             " s, because it waits for another process. The group stays as it is. Close it again "
-             "when that thread has finished, or end the process";
+      return Concat(
+          "closing the group: another thread is still opening its workspace after ",
+          static_cast<double>(*timeout_ns) * 1e-9,
+          " s, because it waits for another process. The group stays as it is. Close it again "
+          "when that thread has finished, or end the process");
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
@@ -461,8 +461,7 @@ const Workspace::Device* Workspace::FirstOn(int ordinal) const {
 Problem Workspace::View(int ordinal, RankView* view) const {
   const Device* device = FirstOn(ordinal);
   if (device == nullptr) {
-    return "the program runs on device " + std::to_string(ordinal) +
-           ", which is not in the group's mesh";
+    return Concat("the program runs on device ", ordinal, ", which is not in the group's mesh");
   }
   view->rank = rank(*device);
   view->num_ranks = topology_.num_ranks;
@@ -515,8 +514,8 @@ Problem Workspace::ReadFailure(std::string* failure) {
     if (poison == 0) continue;
     *failure = Failure();  // a kernel may have written a record since the first call
     if (failure->empty()) {
-      *failure = "stopped: rank " + std::to_string(rank(*device)) +
-                 " between two exchanges: " + describe_poison(poison);
+      *failure = Concat("stopped: rank ", rank(*device),
+                        " between two exchanges: ", describe_poison(poison));
     }
     return {};
   }
@@ -554,7 +553,7 @@ Problem Workspace::ForEachHooked(int64_t index, Set&& set) {
 
 Problem Workspace::SetHooks(int64_t index, uint32_t mutation, uint32_t delay_phase,
                             uint64_t delay_ns, uint32_t depth) {
-  if (depth > kRingDepth) return "depth must be at most " + std::to_string(kRingDepth);
+  if (depth > kRingDepth) return Concat("depth must be at most ", kRingDepth);
   return ForEachHooked(index, [&](Header* header) {
     Control& control = header->control;
     Store(&control.mutation, mutation);
