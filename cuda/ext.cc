@@ -204,12 +204,11 @@ NB_MODULE(_native, m) {
     nb::dict targets;
     for (const Target& target : Targets()) {
       nb::dict stages;
-      const auto add = [&](const char* stage, Handler* handler) {
+      for (const auto& [stage, handler] :
+           {std::pair{"instantiate", target.instantiate},
+            std::pair{"initialize", target.initialize}, std::pair{"execute", target.execute}}) {
         if (handler != nullptr) stages[stage] = nb::capsule(reinterpret_cast<void*>(handler));
-      };
-      add("instantiate", target.instantiate);
-      add("initialize", target.initialize);
-      add("execute", target.execute);
+      }
       targets[target.name.c_str()] = stages;
     }
     return targets;

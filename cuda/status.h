@@ -104,8 +104,6 @@ inline std::string describe(const ErrorRecord& r) {
   const std::string what = Concat(name(kind), ": ", name(static_cast<Operation>(r.operation)),
                                   " on rank ", r.rank, ", ", name(static_cast<Phase>(r.phase)));
   const std::string peer = Concat("rank ", r.awaited_rank);
-  const std::string values =
-      Concat(" (expected ", r.expected, ", saw ", r.seen, ", epoch ", r.epoch, ")");
   const std::string seconds = Concat(" within ", static_cast<double>(r.timeout_ns) * 1e-9, " s");
   // A credit is an epoch; a flag is an epoch followed by kSignatureBits of the signature.
   const int shift = static_cast<Phase>(r.phase) == Phase::kSendCredit ? 0 : kSignatureBits;
@@ -115,10 +113,10 @@ inline std::string describe(const ErrorRecord& r) {
     case ErrorKind::kNone: return name(kind);
     case ErrorKind::kTimeout: return what + ": nothing came from " + peer + seconds + flags;
     case ErrorKind::kMismatch:
-      return what + ": " + peer +
-             " made a call with another operation, shape, name scope or execution. All ranks must "
-             "make the same calls in the same order" +
-             values;
+      return Concat(what, ": ", peer,
+                    " made a call with another operation, shape, name scope or execution. All "
+                    "ranks must make the same calls in the same order (expected ",
+                    r.expected, ", saw ", r.seen, ", epoch ", r.epoch, ")");
     case ErrorKind::kViolation: return what + ": " + peer + " is ahead of this rank" + flags;
     case ErrorKind::kWrongRank:
       return Concat(what, ": this device is rank ", r.expected, " in the group's mesh, and rank ",

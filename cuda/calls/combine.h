@@ -29,8 +29,7 @@ struct CombineCall : ExchangeCall<CombineParams, Operation::kCombine, /*kIsSplit
   Problem Describe(const CallContext& context, ArraySlice args, ArraySlice results,
                    CombineParams* params) const {
     CombineParams& p = *params;
-    p.view = context.view;
-    MOE_A2A_TRY(DescribeRouting(context, args, p.view, &p.routing));
+    MOE_A2A_TRY(DescribeRouting(context, args, p));
     if (!HasRightSizes(args.size() - kNumRoutingArrays, results.size())) {
       return Concat(
           "combine needs one result for each operand, or one result of all pairs of rows and "
@@ -69,14 +68,12 @@ struct CombineCall : ExchangeCall<CombineParams, Operation::kCombine, /*kIsSplit
     return p.num_pairs > 0 ? 2 * p.num_pairs : p.num_summed + p.num_moved;
   }
 
-  bool HasRightSizes(size_t payload, size_t num_results) const {
-    if (num_choice_arrays < 0 || static_cast<size_t>(num_choice_arrays) > num_results) return false;
-    const auto num_sums = static_cast<int64_t>(num_results) - num_choice_arrays;
+  bool HasRightSizes(int64_t payload, int64_t num_results) const {
+    const int64_t num_sums = num_results - num_choice_arrays, moved = payload - num_addends;
+    if (num_choice_arrays < 0 || num_sums < 0) return false;
     if (num_addends != 0 && num_addends != num_sums) return false;
-    if (payload < static_cast<size_t>(num_addends)) return false;
-    payload -= static_cast<size_t>(num_addends);
-    if (num_pairs <= 0) return payload == num_results;
-    return payload == 2 * static_cast<size_t>(num_pairs) && num_results == 1 && num_sums == 1;
+    if (num_pairs <= 0) return moved == num_results;
+    return moved - num_pairs == num_pairs && num_results == 1 && num_sums == 1;
   }
 
   Problem DescribeWire(ArraySlice args, CombineParams& p) const {

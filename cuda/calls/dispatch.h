@@ -18,8 +18,7 @@ struct DispatchOf : ExchangeCall<KernelParams, Operation::kDispatch, kIsSplittab
   Problem Describe(const CallContext& context, ArraySlice args, ArraySlice results,
                    KernelParams* params) const {
     DispatchParams& p = exchange_of(*params);
-    p.view = context.view;
-    MOE_A2A_TRY(DescribeRouting(context, args, p.view, &p.routing));
+    MOE_A2A_TRY(DescribeRouting(context, args, p));
     const ArraySlice moved = {args.first, args.size() - kNumRoutingArrays};
     MOE_A2A_TRY(payload.Describe(context, moved, results, *params));
     p.roles = grid_of(*params, context.num_sms).roles;

@@ -23,9 +23,10 @@ inline void SignShapes(RankView& view, const RoutingView& routing) {
   Mix(view.signature, routing.capacity);
 }
 
-// Describes the routing arrays at the end of `args`, and signs their sizes.
-inline Problem DescribeRouting(const CallContext& context, ArraySlice args, RankView& view,
-                               RoutingView* routing) {
+// Describes the view and the routing arrays, which are the last operands.
+template <typename Params>
+Problem DescribeRouting(const CallContext& context, ArraySlice args, Params& params) {
+  params.view = context.view;
   if (args.size() < kNumRoutingArrays) {
     return Concat("the last operands must be the ", kNumRoutingArrays, " routing arrays; got ",
                   args.size(), " operands");
@@ -36,7 +37,7 @@ inline Problem DescribeRouting(const CallContext& context, ArraySlice args, Rank
     return "choice_rank must have two axes and row_slot one; got " + ToString(choice_rank) +
            " and " + ToString(row_slot);
   }
-  const int64_t num_ranks = view.num_ranks;
+  const int64_t num_ranks = context.view.num_ranks;
   const int64_t num_tokens = choice_rank.dimensions[0], top_k = choice_rank.dimensions[1];
   const int64_t capacity = row_slot.dimensions[0];
   MOE_A2A_TRY(FirstOf({CheckShape(arrays[0], "token_slot", kInt32, {num_tokens, num_ranks}),
@@ -51,12 +52,13 @@ inline Problem DescribeRouting(const CallContext& context, ArraySlice args, Rank
     return Unsupported("tokens and rows must be fewer than 2**31; got ", num_tokens, " and ",
                        capacity);
   }
-  routing->num_tokens = static_cast<int32_t>(num_tokens);
-  routing->top_k = static_cast<int32_t>(top_k);
-  routing->capacity = static_cast<int32_t>(capacity);
-  SignShapes(view, *routing);
+  RoutingView& routing = params.routing;
+  routing.num_tokens = static_cast<int32_t>(num_tokens);
+  routing.top_k = static_cast<int32_t>(top_k);
+  routing.capacity = static_cast<int32_t>(capacity);
+  SignShapes(params.view, routing);
   for (size_t i = 0; i < kNumRoutingArrays; ++i) {
-    context.Bind(&(routing->*kRoutingArrays[i]), arrays[i]);
+    context.Bind(&(routing.*kRoutingArrays[i]), arrays[i]);
   }
   return {};
 }

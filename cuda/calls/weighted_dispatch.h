@@ -23,8 +23,7 @@ struct WeightedDispatchCall : ExchangeCall<DispatchParams, Operation::kDispatch>
   Problem Describe(const CallContext& context, ArraySlice args, ArraySlice results,
                    DispatchParams* params) const {
     DispatchParams& p = *params;
-    p.view = context.view;
-    MOE_A2A_TRY(DescribeRouting(context, args, p.view, &p.routing));
+    MOE_A2A_TRY(DescribeRouting(context, args, p));
     const auto num_results = static_cast<size_t>(num_rows + num_weights);
     if (num_rows < 0 || num_weights < 0 || num_results == 0 || results.size() != num_results ||
         args.size() != 1 + num_results + kNumRoutingArrays) {
@@ -65,6 +64,10 @@ struct WeightedDispatchCall : ExchangeCall<DispatchParams, Operation::kDispatch>
       MOE_A2A_TRY(CheckItems(rows, "rows", {capacity}, array.row_bytes));
       array.width = std::min(array.width, Width(array.row_bytes, {&rows}));
       context.Bind(&p.weighting.rows, rows);
+      const Array& products = results[scaled];
+      MOE_A2A_TRY(CheckShape(products, "inner products", kFloat32, {capacity}));
+      context.Bind(&p.weighting.dotted, products);
+      context.BindFill(&p.fills[scaled], products);
     }
     if (scaled) {
       MOE_A2A_TRY(FirstOf({CheckShape(args[1 + dotted], "weights", kFloat32, {capacity}),
@@ -73,12 +76,6 @@ struct WeightedDispatchCall : ExchangeCall<DispatchParams, Operation::kDispatch>
       context.Bind(&p.weighting.weights, args[1 + dotted]);
       context.Bind(&array.out, results[0]);
       context.BindFill(&p.fills[0], results[0]);
-    }
-    if (dotted) {
-      const Array& products = results[scaled];
-      MOE_A2A_TRY(CheckShape(products, "inner products", kFloat32, {capacity}));
-      context.Bind(&p.weighting.dotted, products);
-      context.BindFill(&p.fills[scaled], products);
     }
     if (array.width != kVectorBytes) {
       return Unsupported("weighted dispatch needs rows of 16-byte words");

@@ -15,8 +15,8 @@ const ffi::TypeInfo CallState::info = ffi::MakeTypeInfo<CallState>();
 
 Problem CallState::Load() {
   if (attributes_.is_on_one_device()) return {};
-  Workspace& workspace = Workspace::Get(attributes_.topology, attributes_.workspace_kind);
-  return workspace.Reserve(attributes_.half_bytes, attributes_.timeout_ns);
+  return Workspace::Get(attributes_.topology, attributes_.workspace_kind)
+      .Reserve(attributes_.half_bytes, attributes_.timeout_ns);
 }
 
 Problem CallState::FindWorkspace(int32_t ordinal, Workspace** workspace) const {

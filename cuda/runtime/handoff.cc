@@ -42,9 +42,7 @@ bool SetDeadline(int socket, Deadline deadline) {
   const auto left =
       std::chrono::duration_cast<microseconds>(deadline - std::chrono::steady_clock::now()).count();
   if (left <= 0) return false;
-  timeval time = {};
-  time.tv_sec = left / 1000000;
-  time.tv_usec = left % 1000000;
+  const timeval time = {left / 1000000, left % 1000000};
   return setsockopt(socket, SOL_SOCKET, SO_RCVTIMEO, &time, sizeof(time)) == 0 &&
          setsockopt(socket, SOL_SOCKET, SO_SNDTIMEO, &time, sizeof(time)) == 0;
 }

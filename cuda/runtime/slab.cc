@@ -31,25 +31,23 @@ Problem Slab::Open() {
 }
 
 Problem Slab::MapAt(int64_t offset, int64_t bytes, CUmemGenericAllocationHandle handle) {
-  if (Problem p = Check(driver_->cuMemMap(base_ + offset, bytes, 0, handle, 0), "mapping");
-      !p.empty()) {
-    driver_->cuMemRelease(handle);
-    return p;
-  }
   std::vector<CUmemAccessDesc> access;
   for (int reader : readers_) {
     access.push_back({{CU_MEM_LOCATION_TYPE_DEVICE, reader}, CU_MEM_ACCESS_FLAGS_PROT_READWRITE});
   }
-  if (Problem p =
-          Check(driver_->cuMemSetAccess(base_ + offset, bytes, access.data(), access.size()),
-                "giving the devices of this process access");
-      !p.empty()) {
-    driver_->cuMemUnmap(base_ + offset, bytes);
-    driver_->cuMemRelease(handle);
-    return p;
+  const CUdeviceptr at = base_ + offset;
+  Problem p = Check(driver_->cuMemMap(at, bytes, 0, handle, 0), "mapping");
+  if (p.empty()) {
+    p = Check(driver_->cuMemSetAccess(at, bytes, access.data(), access.size()),
+              "giving the devices of this process access");
+    if (!p.empty()) driver_->cuMemUnmap(at, bytes);
   }
-  mapped_.push_back({offset, bytes, handle});
-  return {};
+  if (p.empty()) {
+    mapped_.push_back({offset, bytes, handle});
+  } else {
+    driver_->cuMemRelease(handle);
+  }
+  return p;
 }
 
 Problem Slab::Release() {

@@ -172,15 +172,9 @@ Problem Workspace::ReserveOwn(int64_t half_bytes) {
 
 Problem Workspace::OpenOrGrowOwn(int64_t half_bytes) {
   for (Device* device : OwnDevices()) {
-    if (!own_is_open_) {
-      MOE_A2A_TRY(OpenOwn(*device));
-    }
+    if (!own_is_open_) MOE_A2A_TRY(OpenOwn(*device));
     MOE_A2A_TRY(device->own->Grow(half_bytes));
-  }
-  if (!own_is_open_) {
-    for (Device* device : OwnDevices()) {
-      MOE_A2A_TRY(ClearHeader(device->place.ordinal, device->base()));
-    }
+    if (!own_is_open_) MOE_A2A_TRY(ClearHeader(device->place.ordinal, device->base()));
   }
   return {};
 }
