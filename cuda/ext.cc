@@ -1,4 +1,4 @@
-// The nanobind module: it exposes names and capsules to Python and has no logic.
+// The nanobind module. It exposes functions and constants to Python, and has no logic.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -22,7 +22,7 @@
 
 namespace nb = nanobind;
 
-// A Problem becomes a tuple in Python: the text ('' on success), and whether a device lacks memory.
+// In Python, a Problem is a tuple: the text, and whether a device has too little memory.
 template <>
 struct nanobind::detail::type_caster<moe_a2a::Problem> {
   static constexpr auto Name = const_name("tuple[str, bool]");
@@ -36,7 +36,7 @@ namespace {
 
 using namespace moe_a2a;
 
-// Reads the attributes of a call at lowering. Converts no types, because handlers do not.
+// Reads the attributes of a call at lowering. Handlers convert no types, so neither does this.
 AttributeReader ReaderOf(nb::dict attributes) {
   return [attributes](const char* name, AttributePointer value) {
     const auto read_into = [&](auto* to) {
@@ -50,10 +50,10 @@ AttributeReader ReaderOf(nb::dict attributes) {
   };
 }
 
-// An array of a call in Python: the type's name in XLA, and the axes.
+// An array of a call in Python: XLA's name of the type, and the axes.
 using ArrayType = std::pair<std::string, std::vector<int64_t>>;
 
-// Returns arrays whose dimensions belong to `types`.
+// Returns arrays without data. `types` owns their dimensions.
 Arrays ToArrays(const std::vector<ArrayType>& types, bool is_colocated = false) {
   Arrays arrays;
   for (const auto& [name, axes] : types) {
@@ -72,7 +72,7 @@ Workspace& WorkspaceOf(Devices devices, int num_ranks, int64_t kind) {
   return Workspace::Get({std::move(devices), num_ranks}, static_cast<WorkspaceKind>(kind));
 }
 
-// Defines a function of a workspace. It may wait for devices or threads, so it releases the GIL.
+// Defines a function of a workspace. Releases the GIL, because the function may wait.
 template <typename Result, typename... Args>
 void Define(nb::module_& m, const char* name, Result (Workspace::*method)(Args...)) {
   m.def(
@@ -83,7 +83,7 @@ void Define(nb::module_& m, const char* name, Result (Workspace::*method)(Args..
       nb::call_guard<nb::gil_scoped_release>());
 }
 
-// Defines a function that returns the problem and the value.
+// Defines a function of a workspace that returns a problem and a value.
 template <typename Value>
 void Define(nb::module_& m, const char* name, Problem (Workspace::*method)(Value*)) {
   m.def(

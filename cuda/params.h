@@ -12,7 +12,6 @@
 
 namespace moe_a2a {
 
-// The parameters that all kernels have.
 struct RankView {
   int32_t rank;
   int32_t num_ranks;
@@ -33,7 +32,7 @@ struct FailureFill {
   uint8_t byte;  // 0xFF or 0x80 for floats, which are then NaN; 0 for integers
 };
 
-// MOE_A2A_...(each) lists the fields of a struct. The struct and the names come from this list.
+// MOE_A2A_...(each) lists the fields of a struct.
 #define MOE_A2A_NAME(name) #name,
 
 // The routing arrays that kernels read, in the order of a call's operands (tests/test_layout.py).

@@ -10,15 +10,15 @@
 // 2. Paste the struct below Sm90, and name it in the line of `Measured`.
 // 3. Commit the record, and refer to it in docs/history/speed.md.
 //
-// Python uses the numbers of kLoweringTuning, so benchmarks.tune varies them without a rebuild. The
-// other numbers are constants of kernels and launches. To vary them, benchmarks.tune --compiled
-// builds a driver for each value.
+// Python uses the numbers of kLoweringTuning. To vary the other numbers, which are constants of
+// kernels and launches, benchmarks.tune --compiled builds a driver for each value.
 //
 // Names in quotation marks are headings or list entries of docs/history/speed.md.
 #pragma once
 
 #include <cstdint>
 #include <type_traits>
+#include <utility>
 
 // The lowest compute capability of the build, times 10 (CMakeLists.txt). All kernels of a build use
 // the numbers of this architecture, because host and device must use equal numbers.
@@ -75,12 +75,10 @@ struct Sm90 {
   // "Senders": with two ranks, half of the blocks send if rows are larger than
   // kSmallCombineRowBytes and a block has more than kFewItemsOfTwo send items.
   static constexpr int64_t kSmallCombineRowBytes = 4096, kFewItemsOfTwo = 4;
-  // "Senders": routed dispatch.
-  static constexpr double kRoutedSenders = 0.25;
+  static constexpr double kRoutedSenders = 0.25;  // "Senders": routed dispatch
   static constexpr int kRoutedLeastSenders = 4;
   static constexpr int kRoutedTeams = 4;
-  // "Few tokens in one launch": a whole block encodes a token, because arithmetic limits encoding.
-  static constexpr int kRoutedEncodedTeams = 1;
+  static constexpr int kRoutedEncodedTeams = 1;  // "Few tokens in one launch"
   // "Senders": work items per block that zero rows (approximate).
   static constexpr int kZeroItemsPerBlock = 4;
 
@@ -104,8 +102,7 @@ struct Sm90 {
   // "Copies and sums": polls of a warp without a pause, and the pause between later polls.
   static constexpr int kPollsWithoutPause = 16;
   static constexpr int kPauseNs = 20;
-  // Rows with several weights are summed through a list if a weight covers at least these bytes.
-  static constexpr int64_t kLeastListedBytes = 1024;
+  static constexpr int64_t kLeastListedBytes = 1024;  // that a weight covers (calls/combine.h)
 
   // ---- The grouped GEMM ("Grouped products").
 
@@ -142,12 +139,8 @@ using Tuning = Candidate;
 using Tuning = Measured;
 #endif
 
-// The numbers that Python reads, with their names in Python (native.tuning).
-struct NamedNumber {
-  const char* name;
-  int value;
-};
-constexpr NamedNumber kLoweringTuning[] = {
+// The numbers that Python reads, by name (native.tuning).
+constexpr std::pair<const char*, int> kLoweringTuning[] = {
     {"DEFAULT_NUM_SMS", Tuning::kDefaultSms},
     {"FEW_TOKENS", Tuning::kFewTokens},
     {"FEW_BYTES", Tuning::kFewBytes},

@@ -99,6 +99,10 @@ inline void Mix(uint64_t& hash, uint64_t value) {
   hash = (hash ^ (hash >> 27)) * 0x94D049BB133111EB;
   hash ^= hash >> 31;
 }
+template <typename... Values>
+void Mix(uint64_t& hash, Values... values) {
+  (Mix(hash, static_cast<uint64_t>(values)), ...);
+}
 
 // Returns the bytes of the landing zones of all sources. A single rank has no zone.
 template <typename Call>

@@ -1,6 +1,6 @@
-// The call `combine`. Operands: rows to sum, choice arrays to move, addends, and the routing; or,
-// if `num_pairs` is not 0, all rows of pairs, all weights of pairs, an addend, and the routing.
-// Results: sums and choice arrays, or the sum of all pairs. Each sum has an addend, or none has.
+// The call `combine`. Operands: rows to sum, choice arrays to move, addends, the routing. Results:
+// sums, choice arrays. With pairs, operands: the rows of all pairs, the weights of all pairs, an
+// addend, the routing. Result: the sum over all pairs. Either all sums have an addend, or none.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@ namespace moe_a2a {
 
 struct CombineCall : ExchangeCall<CombineParams, Operation::kCombine, /*kIsSplittable=*/true> {
   int64_t num_choice_arrays, num_pairs, num_addends;
-  std::string wire;  // how partial sums travel: a type, or the name of a format's class in Python
+  std::string wire;  // type of partial sums that travel, or name of a format's class in Python
   float global_scale;
 
   static constexpr const char* kTarget = "moe_a2a_combine";
@@ -45,9 +45,7 @@ struct CombineCall : ExchangeCall<CombineParams, Operation::kCombine, /*kIsSplit
     p.num_moved = static_cast<int32_t>(num_choice_arrays);
     p.num_summed = static_cast<int32_t>(results.size()) - p.num_moved;
     MOE_A2A_TRY(DescribeWire(args, p));
-    Mix(p.view.signature, num_pairs);
-    Mix(p.view.signature, static_cast<uint64_t>(p.wire));
-    Mix(p.view.signature, static_cast<uint64_t>(p.wire_format));
+    Mix(p.view.signature, num_pairs, p.wire, p.wire_format);
     p.listed = p.wire == WireType::kOfRows && num_pairs <= 1;
     MOE_A2A_TRY(
         FirstOf({DescribeSums(context, args, results, p),
@@ -144,7 +142,7 @@ struct CombineCall : ExchangeCall<CombineParams, Operation::kCombine, /*kIsSplit
     return {};
   }
 
-  // Runs after DescribeSums(), because all pairs belong to the first sum.
+  // Call this after DescribeSums(), because all pairs belong to the first sum.
   Problem DescribePairs(const CallContext& context, ArraySlice args, CombineParams& p) const {
     const int64_t capacity = p.routing.capacity;
     SummedArray& sum = p.summed[0];
@@ -166,7 +164,7 @@ struct CombineCall : ExchangeCall<CombineParams, Operation::kCombine, /*kIsSplit
       const bool aligned = weights_per_row == 1 || p.elements_per_weight % 8 == 0;
       const bool even = Width(sum.elements * item, {&rows}) == kVectorBytes;
       sum.vectorized = sum.vectorized && aligned && even;
-      // A warp goes through its list once per segment, so unencoded segments must not be short.
+      // A warp reads its list once for each segment, so unencoded segments must not be short.
       const int64_t bytes_per_weight = p.elements_per_weight * item;
       p.weights_per_row = static_cast<int32_t>(weights_per_row);
       const bool is_segment = is_encoded(p) ? p.elements_per_weight % group_size(p.wire_format) == 0

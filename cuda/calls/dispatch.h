@@ -1,5 +1,4 @@
-// `dispatch` and `format_dispatch`. Operands: the payload, the routing. Results: rows of the
-// payload.
+// The calls `dispatch` and `format_dispatch`. Operands: payload, routing. Results: the rows.
 #pragma once
 
 #include "calls/call.h"

@@ -1,6 +1,6 @@
 // The payload of a dispatch with a token format. Operands: leaves, choice arrays, and optionally
-// the scale of each token. Results: the decoded rows of each leaf if the call decodes; values and
-// scales of each leaf unless the call only decodes; choice arrays.
+// the scale of each token. Results: the decoded rows of each leaf (if `decode`), values and scales
+// of each leaf (if `keeps_encoded` or not `decode`), choice arrays.
 #pragma once
 
 #include <cstdint>
@@ -11,13 +11,11 @@
 
 namespace moe_a2a {
 
-// `format` names a class in Python. The global scale of NvFp4: an attribute, or an operand
-// [tokens].
 struct EncodedPayload : MovedPayload {
-  std::string format;
+  std::string format;  // the name of a class in Python
   int64_t num_leaves;
   bool decode, keeps_encoded, has_token_scales;
-  float global_scale;
+  float global_scale;  // of NvFp4, if no token has a scale
 
   bool Read(const AttributeReader& read) {
     return MovedPayload::Read(read) && read("format", &format) && read("decode", &decode) &&
@@ -58,10 +56,7 @@ struct EncodedPayload : MovedPayload {
     encoding.decode = decode;
     encoding.num_leaves = static_cast<int32_t>(num_leaves);
     encoding.global_scale = global_scale;
-    for (int64_t v : {static_cast<int64_t>(encoding.format), int64_t{decode}, num_leaves,
-                      int64_t{has_token_scales}}) {
-      Mix(view.signature, v);
-    }
+    Mix(view.signature, encoding.format, decode, num_leaves, has_token_scales);
     const int64_t num_tokens = exchange.routing.num_tokens, capacity = exchange.routing.capacity;
     for (size_t i = 0; i < leaves; ++i) {
       const Array& in = args[i];

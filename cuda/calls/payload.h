@@ -7,7 +7,7 @@
 
 namespace moe_a2a {
 
-// Adds an array that a dispatch moves. `choice_bytes` is 0 if whole rows move.
+// Adds an array that a dispatch moves.
 inline MovedArray& AddArray(int64_t row_bytes, int64_t choice_bytes, int32_t width,
                             DispatchParams& p) {
   MovedArray& array = p.arrays[p.num_arrays++];
@@ -32,7 +32,7 @@ inline Problem AddPlain(const CallContext& context, const Array& in, const Array
   return {};
 }
 
-// Operands and results: arrays of tokens, and then `num_choice_arrays` arrays of choices.
+// Operands and results: payload arrays of tokens, and then `num_choice_arrays` choice arrays.
 struct MovedPayload {
   int64_t num_choice_arrays;
   bool leaves_tail;

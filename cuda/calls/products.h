@@ -4,9 +4,8 @@
 // Take() lists each operand args[i] and each result results[i] with its name, type and axes. C is a
 // number of rows, L a number of weight matrices, and B a batch size.
 //
-// All products except kWeightGradient accept spare weights as one more operand. The indices of
-// spare weights follow the indices of weights. Biases and scales cover weights and then spare
-// weights.
+// All products except kWeightGradient accept spare weights as one more operand. Spare weights have
+// the indices after the weights. Biases and scales are of weights, and then of spare weights.
 //
 // The table of groups is int32 [3, groups]: first rows, numbers of rows, and indices of weights.
 // Python ensures that these values are in range, so they are not checked here.
@@ -114,9 +113,8 @@ inline Problem DescribeGemm(const Array& rows, const Array& weights, const Array
        TakeGroups(table, counter, gemm)});
 }
 
-// A product of 16-bit numbers. Operands: a, b, the table of groups, and optionally for a
-// kWeightGradient the total, to which the product is added. Results: d (which shares the memory of
-// the total), and the counter.
+// A product of 16-bit numbers. Operands: a, b, table, and optionally for kWeightGradient the total.
+// Results: d, counter. With a total, the product is added to the total, and d has its memory.
 struct GroupedGemmCall : ProductCall<GroupedGemm, LoadGroupedGemm, LaunchGroupedGemm> {
   int64_t product;
 
@@ -193,15 +191,13 @@ struct ActivationCall : ProductCall<KernelParams, kLoad, kLaunch> {
 
   template <typename Activated>
   Problem DescribeActivation(Activated* activated) const {
-    const auto last = Activation::kScaledBias;
     activated->function = static_cast<Activation>(activation);
     activated->is_gated = gated != 0;
     activated->alpha = alpha;
     activated->limit = limit;
-    const bool needs_gate = activated->function == Activation::kClampedSwiglu,
-               needs_none = activated->function == last;
-    if (activation >= 0 && activation <= static_cast<int64_t>(last) &&
-        !(activated->is_gated ? needs_none : needs_gate)) {
+    const auto unfit = gated != 0 ? Activation::kScaledBias : Activation::kClampedSwiglu;
+    if (activation >= 0 && activation <= static_cast<int64_t>(Activation::kScaledBias) &&
+        activated->function != unfit) {
       return {};
     }
     return Concat("no kernel has the activation ", activation,
@@ -262,9 +258,8 @@ struct DotActCall : ActivatedGemmCall {
   }
 };
 
-// The gradients of the product of activations and weights [L, I, N]. Operands: gradient [C, N],
-// weights, table, pre-activations, router weights. Results: the gradient of pre-activations,
-// weighted activations, partial dots, counter.
+// The gradients of activations times weights [L, I, N]. Operands: gradient [C, N], weights, table,
+// pre-activations, router weights. Results: d_pre, weighted activations, partial dots, counter.
 struct ActDotGradCall : ActivatedGemmCall {
   static constexpr const char* kTarget = "moe_a2a_act_dot_grad";
 
@@ -293,8 +288,7 @@ inline const DataType& WideType(const Array& array, ElementType* type) {
   return is_float ? kFloat32 : kBFloat16;
 }
 
-// A product in FP8. Operands: rows, weights [L, N, K], table, scales of rows, scales of weights.
-// Results: d and the counter.
+// Operands: rows, weights [L, N, K], table, scales of rows, scales of weights. Results: d, counter.
 struct Fp8GemmCall : ProductCall<Fp8Gemm, LoadFp8Gemm, LaunchFp8Gemm> {
   int64_t product;
 

@@ -1,4 +1,4 @@
-// `route`. Operands: ids, this device's rank. Results: the plan, and scratch for launch 2.
+// The call `route`. Operands: ids, this device's rank. Results: plan, and scratch for launch 2.
 #pragma once
 
 #include <algorithm>
@@ -25,7 +25,8 @@ struct RouteCall : ExchangeCall<RouteParams, Operation::kRoute> {
   Problem Describe(const CallContext& context, ArraySlice args, ArraySlice results,
                    RouteParams* params) const {
     RouteParams& p = *params;
-    if (args.size() != 2 || results.size() != kNumResults || results[4].dimensions.size() == 0) {
+    if (args.size() != 2 || results.size() != kNumPlanArrays + 3 ||
+        results[4].dimensions.size() == 0) {
       return "route needs ids and rank, and returns 14 arrays";
     }
     const Array& ids = args[0];
@@ -66,10 +67,8 @@ struct RouteCall : ExchangeCall<RouteParams, Operation::kRoute> {
                          p.local_experts(), " experts per rank, ", p.num_experts, " experts and ",
                          counts, " counts");
     }
-    for (int64_t v : {p.batch, p.num_tokens, p.top_k, p.num_experts, p.capacity, p.alignment,
-                      int32_t{p.may_drop}, p.parts}) {
-      Mix(p.view.signature, v);
-    }
+    Mix(p.view.signature, p.batch, p.num_tokens, p.top_k, p.num_experts, p.capacity, p.alignment,
+        p.may_drop, p.parts);
     TakeZone(p.zone_bytes, 1, NumElements(ids, 0) * ids.type.bytes, p.view);
     context.Bind(&p.ids, ids);
     context.Bind(&p.rank, args[1]);
@@ -80,9 +79,6 @@ struct RouteCall : ExchangeCall<RouteParams, Operation::kRoute> {
     context.Bind(&p.rank_counts, scratch[2]);
     return {};
   }
-
- private:
-  static constexpr size_t kNumResults = kNumPlanArrays + 3;
 };
 
 }  // namespace moe_a2a

@@ -1,5 +1,4 @@
-// `routed_dispatch`. Operands: ids, this device's rank, payload. Results: plan, rows of the
-// payload.
+// The call `routed_dispatch`. Operands: ids, rank, payload. Results: plan, rows of the payload.
 #pragma once
 
 #include <cstdint>
@@ -45,9 +44,7 @@ struct RoutedDispatchCall : ExchangeCall<RoutedDispatchParams, Operation::kRoute
     p.num_experts = static_cast<int32_t>(num_experts);
     p.alignment = static_cast<int32_t>(alignment);
     p.may_drop = may_drop;
-    Mix(exchange.view.signature, p.num_experts);
-    Mix(exchange.view.signature, p.alignment);
-    Mix(exchange.view.signature, p.may_drop);
+    Mix(exchange.view.signature, p.num_experts, p.alignment, p.may_drop);
     const int num_ranks = exchange.view.num_ranks;
     if (p.num_experts % num_ranks != 0) {
       return Concat("routed dispatch needs experts of whole ranks; got ", num_experts,
@@ -62,7 +59,7 @@ struct RoutedDispatchCall : ExchangeCall<RoutedDispatchParams, Operation::kRoute
                          ToString(ids), " of ", num_ranks, " ranks with ",
                          p.num_experts / num_ranks, " experts each");
     }
-    constexpr int kFirstCount = 8;  // from this index on, results are counts, before it indices
+    constexpr int kFirstCount = 8;  // arrays of the plan are first indices, and then counts
     for (int i = 0; i < kNumPlanArrays; ++i) {
       context.BindFill(&p.plan_fills[i], results[i]);
       p.plan_fills[i].byte = i >= kFirstCount ? 0 : 0xFF;

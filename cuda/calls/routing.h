@@ -18,9 +18,7 @@ constexpr const int32_t* RoutingView::* kRoutingArrays[] = {
 constexpr size_t kNumRoutingArrays = sizeof(kRoutingArrays) / sizeof(*kRoutingArrays);
 
 inline void SignShapes(RankView& view, const RoutingView& routing) {
-  Mix(view.signature, routing.num_tokens);
-  Mix(view.signature, routing.top_k);
-  Mix(view.signature, routing.capacity);
+  Mix(view.signature, routing.num_tokens, routing.top_k, routing.capacity);
 }
 
 // Describes the view and the routing arrays, which are the last operands.

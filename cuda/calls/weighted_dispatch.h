@@ -1,5 +1,5 @@
 // The call `weighted_dispatch`. Operands: a payload array, rows for inner products (optional),
-// weights for scaling (optional), and the routing. Results: scaled rows, and inner products.
+// weights for scaling (optional), the routing. Results: scaled rows, inner products.
 #pragma once
 
 #include <algorithm>
@@ -44,7 +44,6 @@ struct WeightedDispatchCall : ExchangeCall<DispatchParams, Operation::kDispatch>
       return Unsupported("weighted dispatch needs bfloat16, float16 or float32; got " +
                          ToString(in));
     }
-    // The weights of a row, or its inner products.
     const Array& numbers = scaled ? args[1 + dotted] : results[0];
     if ((scaled && numbers.type != kFloat32) || numbers.dimensions.size() > 1) {
       return Unsupported("weighted dispatch has one weight of float32 for each row; got " +

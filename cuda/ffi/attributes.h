@@ -52,10 +52,8 @@ inline Problem LacksAttribute() {
 inline Problem DecodeAttributes(const ffi::Dictionary& attributes, CallAttributes* call) {
   ffi::Span<const int64_t> devices;
   int64_t num_ranks, workspace_kind;
-  const auto read = [&](const char* name, auto* value) {
-    return ReadAttribute(attributes, name, value);
-  };
-  if (!read("devices", &devices) || !read("num_ranks", &num_ranks) ||
+  const AttributeReader read = ReaderOf(attributes);
+  if (!ReadAttribute(attributes, "devices", &devices) || !read("num_ranks", &num_ranks) ||
       !read("workspace_kind", &workspace_kind) || !read("num_sms", &call->num_sms) ||
       !read("timeout_ns", &call->timeout_ns) ||
       !read("first_timeout_ns", &call->first_timeout_ns) ||

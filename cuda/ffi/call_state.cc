@@ -58,8 +58,8 @@ Problem CallState::Execute(const Execution& execution) {
   Problem problem = Prepare(*workspace);
   if (problem.empty()) problem = ExecuteIn(*workspace, execution);
   if (problem.empty()) return {};
-  // After an error, XLA reuses the memory of the execution in the order of its stream, which must
-  // therefore wait for all work of the side stream.
+  // After an error, XLA reuses memory of this execution for later work of its stream. The stream
+  // must therefore wait for all work of the side stream.
   if (SideStream* side = workspace->Side(execution.ordinal)) side->JoinAll(execution.stream);
   return problem;
 }
@@ -67,7 +67,7 @@ Problem CallState::Execute(const Execution& execution) {
 Problem CallState::ExecuteIn(Workspace& workspace, const Execution& execution) {
   const DeviceState* state = states_.Find(execution.ordinal);
 #ifdef MOE_A2A_TEST_HOOKS
-  // The state depends on the limit on the number of blocks, which a test may have switched.
+  // A test may have changed the limit on the blocks, which is part of the state.
   if (state != nullptr && state->is_uncapped != workspace.is_uncapped()) state = nullptr;
 #endif
   if (state == nullptr) {
@@ -84,13 +84,10 @@ Problem CallState::SetView(const Workspace& workspace, Operation operation, int3
   view->timeout_ns = attributes_.timeout_ns;
   view->first_timeout_ns = attributes_.first_timeout_ns;
   view->operation = operation;
-  uint64_t& signature = view->signature;
-  Mix(signature, kProtocolVersion);
-  for (int64_t device : workspace.topology().devices) Mix(signature, device);
-  Mix(signature, static_cast<uint64_t>(attributes_.workspace_kind));
-  Mix(signature, static_cast<uint64_t>(operation));
-  Mix(signature, attributes_.half_bytes);
-  Mix(signature, attributes_.scopes);
+  Mix(view->signature, kProtocolVersion);
+  for (int64_t device : workspace.topology().devices) Mix(view->signature, device);
+  Mix(view->signature, attributes_.workspace_kind, operation, attributes_.half_bytes,
+      attributes_.scopes);
   return {};
 }
 
@@ -106,7 +103,6 @@ Problem CallState::SetBlocksOfRank(const Workspace& workspace, int32_t ordinal,
   int64_t most =
       is_shared ? colocated_blocks(num_ranks, sms, is_split) : launch_blocks(num_ranks, sms);
 #ifdef MOE_A2A_TEST_HOOKS
-  // is_uncapped: a test launches more blocks than fit.
   if (!is_shared || workspace.is_uncapped()) most = num_sms;
 #endif
   *num_blocks = std::min(most, num_sms);

@@ -1,4 +1,4 @@
-// The handlers of calls/products.h: they decode a call, describe it and launch it.
+// The handlers of the calls in calls/products.h.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -20,7 +20,7 @@
 namespace moe_a2a {
 namespace {
 
-// Kernels with one block for each work item have no limit on their blocks.
+// Kernels that have one block for each work item do not accept a limit on their blocks.
 template <typename Call, typename Params>
 Problem Launch(Params& params, int num_sms, cudaStream_t stream) {
   if constexpr (std::is_invocable_v<decltype(Call::kLaunch), Params&, int, cudaStream_t>) {
@@ -78,7 +78,8 @@ Problem CheckCapability(int32_t ordinal) {
                  ". The program was lowered for another GPU; lower it again");
 }
 
-// Loads the kernels, once for each device, because they cannot be loaded while a graph is captured.
+// Loads the kernels once for each device, because no kernel can be loaded while a graph is
+// captured.
 template <typename Call>
 ffi::Error Load(int32_t ordinal, ffi::Dictionary) {
   static std::atomic<uint64_t> loaded{0};
@@ -94,7 +95,7 @@ ffi::Error Load(int32_t ordinal, ffi::Dictionary) {
 
 template <typename Call>
 XLA_FFI_Error* ExecuteHandler(XLA_FFI_CallFrame* frame) {
-  // A graph must not capture cuBLASLt, which loads a kernel when it first launches this kernel.
+  // A graph must not capture cuBLASLt, because it loads a kernel when it first launches the kernel.
   constexpr bool kMayBeCaptured = !std::is_same_v<Call, LibraryGemmCall>;
   static const auto* handler =
       MakeHandler<kMayBeCaptured>(ffi::Ffi::Bind()

@@ -19,9 +19,8 @@ struct Registry {
 Registry* all = nullptr;  // set before the handlers of fork() are registered
 
 // fork() calls these functions in its thread. The mutex is held during the fork, so the list in the
-// child is complete. The child may only make calls that are safe in a signal handler, so it calls
-// close(), and clear(), which frees nothing. If another thread has just received a descriptor and
-// not registered it yet, the descriptor stays open in the child.
+// child is complete. The child may only make calls that are safe in a signal handler: close(), and
+// clear(), which frees nothing. A descriptor that is not registered yet stays open in the child.
 void BeforeFork() { all->mutex.lock(); }
 void InParent() { all->mutex.unlock(); }
 void InChild() {

@@ -11,8 +11,6 @@ namespace moe_a2a {
 template <typename T>
 class PerDevice {
  public:
-  PerDevice() = default;
-  PerDevice(const PerDevice&) = delete;
   ~PerDevice() {
     for (const Node* node = newest_; node != nullptr;) delete std::exchange(node, node->older);
   }

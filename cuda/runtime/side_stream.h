@@ -19,16 +19,14 @@ class SideStream {
   // Creates the stream on the current device.
   Problem Open();
 
-  // Makes the side stream wait for `stream`, and returns the side stream in `side`. `run` is the id
-  // of the execution.
+  // Makes the side stream wait for `stream`, and sets `side` to the side stream.
   Problem Fork(cudaStream_t stream, int64_t run, cudaStream_t* side);
 
   // Adds a launched exchange to the table. `arrays`: the operands, then the results. The last array
   // identifies the exchange.
   Problem Started(int64_t run, Addresses arrays);
 
-  // Makes `stream` wait for the exchange that this execution has started on these arrays, and
-  // removes the exchange from the table.
+  // Makes `stream` wait for the exchange with these arrays, and removes it from the table.
   Problem Join(cudaStream_t stream, int64_t run, Addresses arrays);
 
   // Makes `stream` wait for all started exchanges. Ignores errors, because the caller reports one.

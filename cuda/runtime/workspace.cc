@@ -39,9 +39,8 @@ std::optional<Problem> RunWithin(std::chrono::nanoseconds time, std::function<Pr
   return result.get();
 }
 
-// Calls work(stream) with a new stream, and waits for this stream. The legacy stream is not used,
-// because XLA's streams do not wait for it. The device is not synchronized, because that fails
-// while another thread captures a graph.
+// Calls work(stream) with a new stream, and waits for this stream. XLA's streams do not wait for
+// the legacy stream, and a device cannot be synchronized while another thread captures a graph.
 template <typename Work>
 Problem OnOwnStream(int ordinal, const char* doing, Work&& work) {
   cudaStream_t stream;
@@ -158,8 +157,7 @@ Problem Workspace::ReserveOwn(int64_t half_bytes) {
   DeviceScope scope;
   half_bytes = std::max(half_bytes, own_half_bytes_);
   if (Problem p = OpenOrGrowOwn(half_bytes); !p.empty()) {
-    // Free this memory only if the workspace was closed. If it was open, unmapping could wait for
-    // running kernels, so the memory stays until Close().
+    // Memory of an open workspace stays until Close(), because unmapping may wait for kernels.
     for (Device* device : OwnDevices()) {
       if (!own_is_open_ && device->own) device->own->Release();
     }
@@ -180,7 +178,7 @@ Problem Workspace::OpenOrGrowOwn(int64_t half_bytes) {
 }
 
 Problem Workspace::Reserve(int64_t half_bytes, int64_t timeout_ns) {
-  // This check needs no lock. The thread that holds the lock may be waiting for a device.
+  // Without a lock, because the thread that holds the lock may be waiting for a device.
   if (is_open() && half_bytes <= half_bytes_) return {};
   std::lock_guard<std::mutex> lock(mutex_);
   if (is_open() && half_bytes <= half_bytes_) return {};
@@ -300,7 +298,7 @@ Problem Workspace::WaitUntilIdle(int64_t timeout_ns) {
     if (device->place.ordinal == last) continue;  // ranks that share a device are adjacent
     last = device->place.ordinal;
     MOE_A2A_TRY(Check(cudaSetDevice(device->place.ordinal), "choosing a device"));
-    // Even after a long wait for other devices, an idle device has enough time to be found idle.
+    // After a long wait for other devices, an idle device still has time to be found idle.
     constexpr std::chrono::nanoseconds kLeast = std::chrono::milliseconds(100);
     const auto left = std::chrono::nanoseconds(timeout_ns) - (Clock::now() - start);
     const std::optional<Problem> problem =

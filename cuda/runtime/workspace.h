@@ -47,8 +47,7 @@ class Workspace {
   Problem CheckAccess() const;
 
   // Opens or grows the workspace. Every ring half then holds `half_bytes` bytes, or as many as
-  // before Close(). Addresses never move. Other processes allocate the memory of their devices on
-  // request, and have `timeout_ns` to answer.
+  // before Close(). Addresses never move. Other processes have `timeout_ns` to share memory.
   //
   // If a device has too little memory, a smaller size can still be reserved. If the workspace was
   // closed, its memory in this process is freed. Otherwise new memory stays until Close().
@@ -71,8 +70,8 @@ class Workspace {
     return topology_.is_colocated() ? ColocatedKernels() : DirectKernels();
   }
 
-  // Returns the view of the first rank of device `ordinal`, without operation, signature and
-  // timeouts. If ranks share the device, their error records are adjacent.
+  // Returns the view of the first rank of device `ordinal`, without the attributes of a call. If
+  // ranks share the device, their error records are adjacent.
   Problem View(int ordinal, RankView* view) const;
 
   // Returns the side stream of device `ordinal`; null for whole exchanges, or if never opened.
@@ -128,11 +127,6 @@ class Workspace {
   std::vector<Device*> OwnDevices();
   // Returns the first rank on a device of this process, or null.
   const Device* FirstOn(int ordinal) const;
-#ifdef MOE_A2A_TEST_HOOKS
-  // Waits until the devices are idle. Then calls set(header) for the ranks of `index`.
-  template <typename Set>
-  Problem ForEachHooked(int64_t index, Set&& set);
-#endif
   // Returns the ordinals of this process's devices in the domain of `device`.
   std::vector<int> ReadersOf(const Device& device) const;
   int rank(const Device& device) const {
@@ -143,8 +137,7 @@ class Workspace {
   Problem ReserveOwn(int64_t half_bytes);
   Problem OpenOrGrowOwn(int64_t half_bytes);
   Problem OpenOwn(Device& device);
-  // Locks mutex_, and reduces the timeout by the time that this took. Another thread may hold
-  // mutex_ while it waits for another process.
+  // Locks mutex_ before the timeout ends, and reduces the timeout by the time that this took.
   Problem LockWithin(int64_t* timeout_ns, std::unique_lock<std::mutex>* lock);
   // The callers of the next four functions hold mutex_.
   Problem WaitUntilIdle(int64_t timeout_ns);
@@ -159,14 +152,16 @@ class Workspace {
   ErrorRecord* errors_ = nullptr;  // of this process's ranks, in host memory
   bool spans_processes_ = false;
   std::vector<Device> devices_;  // in the order of the topology
-  // There are two mutexes, because another process may request memory while this process waits for
-  // memory of the other process. mutex_ is locked first.
-  std::mutex mutex_;
+  // The second mutex lets another process request memory while this process waits for that process.
+  std::mutex mutex_;      // locked before own_mutex_
   std::mutex own_mutex_;  // guards this process's devices and the next three members
   bool own_is_open_ = false;
   int64_t own_half_bytes_ = 0;  // more than half_bytes_ if a process has requested more
   uint64_t generation_ = 0;     // number of Close() calls; eventually equal in all processes
 #ifdef MOE_A2A_TEST_HOOKS
+  // Waits until the devices are idle. Then calls set(header) for the ranks of `index`.
+  template <typename Set>
+  Problem ForEachHooked(int64_t index, Set&& set);
   std::atomic<bool> is_uncapped_{false};
 #endif
   std::atomic<bool> is_open_{false};
