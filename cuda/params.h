@@ -59,8 +59,7 @@ constexpr const char* kRoutingArrayNames[] = {MOE_A2A_ROUTING_ARRAYS(MOE_A2A_NAM
 constexpr int32_t kPaddingRow = -1;
 constexpr int32_t kTailRow = -2;
 
-// The results of route, in the order of RoutePlan in jax_moe_a2a/_src/plan/plan.py. plan_shapes()
-// in that file has the shapes; here, each array also has a leading batch axis.
+// The results of route, as in jax_moe_a2a/_src/plan/plan.py, but with a leading batch axis.
 // clang-format off
 #define MOE_A2A_PLAN_ARRAYS(each) \
   each(token_slot)                \
@@ -138,8 +137,7 @@ struct Encoding {
   bool decode;
   int32_t num_leaves;
   char* decoded[kMaxArrays / 2];  // the decoded rows of each leaf if the destination decodes
-  // NvFp4 only: a scale for all tokens, or a scale for each token. If the destination decodes, the
-  // tokens' scales move as the last array.
+  // NvFp4: a scale for all tokens, or for each token. If `decode`, token scales are the last array.
   float global_scale;
   const float* token_scales;  // [num_tokens], or null
 };

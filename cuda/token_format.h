@@ -76,7 +76,7 @@ constexpr double rows_per_encoded(TokenFormat format) {
   return value_bits(format) == 8 ? Tuning::kRowsPerEncodedFp8 : Tuning::kRowsPerEncodedFp4;
 }
 
-// The bytes of the values, and of the scales, of a row of `elements` numbers.
+// Return the bytes of values, and of scales, in a row of `elements` numbers.
 MOE_A2A_HOST_DEVICE constexpr int64_t value_bytes(TokenFormat format, int64_t elements) {
   return elements * value_bits(format) / 8;
 }

@@ -45,8 +45,7 @@ struct Sm90 {
   static constexpr int kFormatSms = 128;    // "Token formats"
   static constexpr int kSplitSms = 24;      // "During matrix products": a split exchange
 
-  // ---- Chunks of route ("Route"). The number of tokens of a chunk, and both limits on this
-  // number, are powers of two.
+  // ---- Chunks of route ("Route"). The numbers of tokens of a chunk are powers of two.
 
   static constexpr int kRouteChunks = 32;
   static constexpr int kRouteLeastTokens = 64, kRouteMostTokens = 256;
@@ -64,8 +63,7 @@ struct Sm90 {
   static constexpr int64_t kFewItemsCombine = 8;  // "Senders"
   // "Senders": sending one row takes as long as writing this number of rows.
   static constexpr double kRowsPerSent = 3;
-  // Replaces kRowsPerSent if a launch has kFewSms blocks or more, and a rank's tokens have at most
-  // kManySendersBytes.
+  // Replaces kRowsPerSent in launches of kFewSms blocks for tokens of at most kManySendersBytes.
   static constexpr double kRowsPerSentOfMany = 8;
   static constexpr int64_t kManySendersBytes = 32 << 20;
   // "Token formats": encoding a token takes as long as writing this number of rows.
@@ -88,8 +86,7 @@ struct Sm90 {
   static constexpr int kStages = 3;
   static constexpr int kLoadsAhead = 2;
   static constexpr int kSegmentBytes = 3584;
-  // "Token formats": the most bytes of values in an encoded segment, and of any segment that a warp
-  // makes (device/encode.cuh).
+  // "Token formats": the most bytes of values in an encoded segment, and of any segment.
   static constexpr int kEncodedValueBytes = 3584;
   static constexpr int kMadeBytes = 4096;
   // Loads that a thread keeps in flight.
@@ -120,8 +117,7 @@ struct Sm90 {
   // Python chooses kForwardFew up to this number of rows per group. With 96 and 256 rows per group,
   // kForwardFew takes 0.77 and 0.99 times as long as kForward (H200, "Between few and many rows").
   static constexpr int kGemmFewRows = 128;
-  // The same limit in FP8. With 32 groups of 64 and 128 rows, kForwardFew takes 149 and 187 us, and
-  // kForward takes 150 and 160 us.
+  // FP8: 32 groups of 64 and 128 rows take 149 and 187 us, or 150 and 160 us with kForward.
   static constexpr int kFp8FewRows = 64;
 };
 

@@ -24,7 +24,7 @@ struct WeightedDispatchCall : ExchangeCall<DispatchParams, Operation::kDispatch>
                    DispatchParams* params) const {
     DispatchParams& p = *params;
     MOE_A2A_TRY(DescribeRouting(context, args, p));
-    const auto num_results = static_cast<size_t>(num_rows + num_weights);
+    const size_t num_results = num_rows + num_weights;
     if (num_rows < 0 || num_weights < 0 || num_results == 0 || results.size() != num_results ||
         args.size() != 1 + num_results + kNumRoutingArrays) {
       return Concat(

@@ -56,8 +56,8 @@ class CallState {
   // The replay of a CUDA graph calls only this, and not Execute().
   Problem Initialize(int32_t ordinal);
 
-  // Launches the exchange, or joins a split exchange. Later executions on a device allocate nothing
-  // and take no process-wide lock.
+  // Launches the exchange, or joins a split exchange. Only the first execution on a device
+  // allocates memory or takes a process-wide lock.
   Problem Execute(const Execution& execution);
 
  protected:

@@ -109,8 +109,8 @@ class CallStateOf final : public CallState {
       view.rank += i;
       view.error += i;
       view.run = run;
-      // Launches that overlap have different results, so the address of a result identifies a
-      // launch.
+      // The address of a result identifies the launch, because overlapping launches share no
+      // result.
       view.launch =
           state.name < arrays.size() ? reinterpret_cast<uint64_t>(address_of(state.name)) : 1;
     }
@@ -121,8 +121,7 @@ class CallStateOf final : public CallState {
     return state.side == nullptr ? Problem() : state.side->Started(execution.run, arrays);
   }
 
-  // A captured call has no id of its execution, because each replay has the arguments of the
-  // capture (docs/protocol.md, section 9).
+  // A captured call has no id, because all its replays would have this id (docs/protocol.md, 9).
   static bool IsCaptured(const Execution& execution) {
     if (!execution.may_be_captured) return false;
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;

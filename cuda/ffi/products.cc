@@ -78,8 +78,7 @@ Problem CheckCapability(int32_t ordinal) {
                  ". The program was lowered for another GPU; lower it again");
 }
 
-// Loads the kernels once for each device, because no kernel can be loaded while a graph is
-// captured.
+// Loads the kernels once for each device, because no load is possible while a graph is captured.
 template <typename Call>
 ffi::Error Load(int32_t ordinal, ffi::Dictionary) {
   static std::atomic<uint64_t> loaded{0};

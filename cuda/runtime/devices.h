@@ -24,9 +24,8 @@ bool FindDevice(int64_t id, DevicePlace* place);
 bool FindOwnDevice(int ordinal, int64_t* id);  // of this process
 bool FindProcess(int process, Endpoint* endpoint);
 
-// SetEnded() marks a process that no longer exists. The process may have been restarted with
-// another socket. If HasEnded(), Python therefore reads the process's notice again and calls
-// AddProcess().
+// SetEnded() marks a process that no longer exists. If the process was restarted, it has another
+// socket, so Python reads the notices of processes that HasEnded(), and calls AddProcess().
 void SetEnded(int process);
 bool HasEnded(int process);
 

@@ -1,5 +1,4 @@
-// The functions of the CUDA driver that this package calls. They are looked up at run time, so the
-// package loads without a driver.
+// The functions of the CUDA driver, looked up at run time, so the package loads without a driver.
 #pragma once
 
 #include <cuda.h>

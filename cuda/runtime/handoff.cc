@@ -243,8 +243,7 @@ Problem Ask(const Endpoint& endpoint, const Request& request, Deadline deadline,
   }
   sockaddr_un address;
   const socklen_t size = AddressOf(endpoint.socket, &address);
-  // connect() on a unix socket can be repeated after a signal, because the interrupted call has
-  // either succeeded or failed.
+  // connect() can be repeated after a signal, because the first call has succeeded or failed.
   const auto join = [&](const Descriptor& socket) {
     return Try(socket.get(), deadline,
                [&] { return connect(socket.get(), reinterpret_cast<sockaddr*>(&address), size); });
@@ -253,8 +252,7 @@ Problem Ask(const Endpoint& endpoint, const Request& request, Deadline deadline,
     answer->has_ended = true;
     return "it has ended";
   };
-  // If the process has ended, or its forked child has closed the last copy of its socket, a second
-  // connection is refused.
+  // If a second connection is refused, no process has the socket any more.
   const auto hung_up = [&]() -> Problem {
     const Descriptor again(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
     if (again && join(again) != 0 && errno == ECONNREFUSED) return ended();

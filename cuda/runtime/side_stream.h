@@ -22,8 +22,7 @@ class SideStream {
   // Makes the side stream wait for `stream`, and sets `side` to the side stream.
   Problem Fork(cudaStream_t stream, int64_t run, cudaStream_t* side);
 
-  // Adds a launched exchange to the table. `arrays`: the operands, then the results. The last array
-  // identifies the exchange.
+  // Adds an exchange to the table. The last of its operands and results identifies the exchange.
   Problem Started(int64_t run, Addresses arrays);
 
   // Makes `stream` wait for the exchange with these arrays, and removes it from the table.

@@ -42,11 +42,8 @@ Problem Slab::MapAt(int64_t offset, int64_t bytes, CUmemGenericAllocationHandle 
               "giving the devices of this process access");
     if (!p.empty()) driver_->cuMemUnmap(at, bytes);
   }
-  if (p.empty()) {
-    mapped_.push_back({offset, bytes, handle});
-  } else {
-    driver_->cuMemRelease(handle);
-  }
+  if (p.empty()) mapped_.push_back({offset, bytes, handle});
+  if (!p.empty()) driver_->cuMemRelease(handle);
   return p;
 }
 

@@ -478,8 +478,7 @@ std::string Workspace::Failure() const {
     const uint32_t kind = *const_cast<volatile uint32_t*>(&device.error->kind);
     if (kind == 0) continue;
     std::atomic_thread_fence(std::memory_order_acquire);  // `kind` was written last
-    // The rank that detected an error knows most. A rank whose wait timed out knows less, and a
-    // rank that another rank stopped knows least.
+    // A rank that detected an error knows more than a rank that timed out or was stopped.
     const int knows = kind == static_cast<uint32_t>(ErrorKind::kStopped)   ? 1
                       : kind == static_cast<uint32_t>(ErrorKind::kTimeout) ? 2
                                                                            : 3;
