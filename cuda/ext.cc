@@ -36,7 +36,7 @@ namespace {
 
 using namespace moe_a2a;
 
-// Reads the attributes of a call at lowering. Handlers convert no types, so neither does this.
+// Reads the attributes of a call at lowering. Converts no types, because handlers convert none.
 AttributeReader ReaderOf(nb::dict attributes) {
   return [attributes](const char* name, AttributePointer value) {
     const auto read_into = [&](auto* to) {

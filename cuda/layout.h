@@ -42,7 +42,7 @@ constexpr bool is_split(WorkspaceKind kind) { return kind == WorkspaceKind::kSpl
 constexpr int kMaxFusedTokens = 512;     // per rank
 constexpr int kMaxFusedChoices = 16384;  // of all ranks together
 constexpr int kMaxFusedExperts = 1000;   // per rank
-constexpr int kMaxFusedIds = 0xFFFF;     // experts of all ranks; an id has kSignatureBits
+constexpr int kMaxFusedIds = 0xFFFF;     // experts of all ranks; ids fit in kSignatureBits
 
 constexpr bool fits_routed_dispatch(int64_t num_ranks, int64_t num_tokens, int64_t top_k,
                                     int64_t num_experts) {

@@ -130,7 +130,7 @@ struct Weighting {
 };
 
 // How the source quantizes the leaves of a dispatch. Each leaf has two MovedArrays: values, then
-// scales. `in` of the values is the leaf. If the destination only decodes, `out` is null.
+// scales. `in` of the first array is the leaf. If the destination only decodes, `out` is null.
 struct Encoding {
   TokenFormat format;
   ElementType type;

@@ -55,7 +55,8 @@ struct Sm90 {
   // "Teams": parameters of teams_for().
   static constexpr int kTeamItems = 5, kTeamsPerItems = 7;
   static constexpr int64_t kBytesPerTeam = 2048;
-  // The least teams of a block, for rows of at most kSmallRowBytes, and for larger rows.
+  // The smallest number of teams of a block: for rows of kSmallRowBytes or less, and for larger
+  // rows.
   static constexpr int64_t kSmallRowBytes = 16 << 10;
   static constexpr int kLeastTeamsSmallRows = 4, kLeastTeamsLargeRows = 2;
   // All blocks send first if each block has at most this number of send items.
@@ -63,7 +64,7 @@ struct Sm90 {
   static constexpr int64_t kFewItemsCombine = 8;  // "Senders"
   // "Senders": sending one row takes as long as writing this number of rows.
   static constexpr double kRowsPerSent = 3;
-  // Replaces kRowsPerSent in launches of kFewSms blocks for tokens of at most kManySendersBytes.
+  // Replaces kRowsPerSent in launches of kFewSms blocks or more, for kManySendersBytes or less.
   static constexpr double kRowsPerSentOfMany = 8;
   static constexpr int64_t kManySendersBytes = 32 << 20;
   // "Token formats": encoding a token takes as long as writing this number of rows.
@@ -117,7 +118,7 @@ struct Sm90 {
   // Python chooses kForwardFew up to this number of rows per group. With 96 and 256 rows per group,
   // kForwardFew takes 0.77 and 0.99 times as long as kForward (H200, "Between few and many rows").
   static constexpr int kGemmFewRows = 128;
-  // FP8: 32 groups of 64 and 128 rows take 149 and 187 us, or 150 and 160 us with kForward.
+  // In FP8, 32 groups of 64 and 128 rows take 149 and 187 us, and 150 and 160 us with kForward.
   static constexpr int kFp8FewRows = 64;
 };
 

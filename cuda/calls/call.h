@@ -33,7 +33,7 @@ using AttributePointer = std::variant<int64_t*, bool*, float*, std::string*>;
 using AttributeReader = std::function<bool(const char* name, AttributePointer value)>;
 
 struct Binding {
-  const void* member;  // of the parameters; the address of an array
+  const void* member;  // a pointer among the parameters
   size_t array;        // Array::index
 };
 

@@ -1,6 +1,6 @@
 // The payload of a dispatch with a token format. Operands: leaves, choice arrays, and optionally
 // the scale of each token. Results: the decoded rows of each leaf (if `decode`), values and scales
-// of each leaf (if `keeps_encoded` or not `decode`), choice arrays.
+// of each leaf (unless the call only decodes), choice arrays.
 #pragma once
 
 #include <cstdint>

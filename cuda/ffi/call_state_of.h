@@ -42,7 +42,7 @@ class CallStateOf final : public CallState {
     int blocks;
     bool has_run;                   // true: RankView::run is the id of the execution
     std::vector<int64_t> bytes;     // of each array of a rank
-    std::vector<Binding> bindings;  // addresses among `params`
+    std::vector<Binding> bindings;  // pointers among `params`
     size_t name;                    // index of the first result that has bytes, or number of arrays
   };
 

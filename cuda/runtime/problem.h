@@ -47,7 +47,7 @@ Problem Unsupported(const Parts&... parts) {
   return problem;
 }
 
-// Returns the expression's problem from the enclosing function, unless the problem is empty.
+// If the expression is a problem, returns the problem from the enclosing function.
 #define MOE_A2A_TRY(...) \
   if (Problem problem = (__VA_ARGS__); !problem.empty()) return problem
 

@@ -156,7 +156,7 @@ class Workspace {
   std::mutex mutex_;      // locked before own_mutex_
   std::mutex own_mutex_;  // guards this process's devices and the next three members
   bool own_is_open_ = false;
-  int64_t own_half_bytes_ = 0;  // more than half_bytes_ if a process has requested more
+  int64_t own_half_bytes_ = 0;  // more than half_bytes_ after a larger request of another process
   uint64_t generation_ = 0;     // number of Close() calls; eventually equal in all processes
 #ifdef MOE_A2A_TEST_HOOKS
   // Waits until the devices are idle. Then calls set(header) for the ranks of `index`.
