@@ -81,7 +81,7 @@ struct Head {
 struct Control {
   uint64_t next_epoch;    // epoch of the next exchange; the last block out of a launch adds 1
   uint64_t poison;        // not 0: a rank of the domain has failed; set until the workspace closes
-  uint64_t owner;         // RankView::launch of the running launch; two launches are an error
+  uint64_t owner;         // RankView::launch of the running launch; a second one is an error
   uint32_t claimed;       // not 0: a block of this rank has begun to write the error record
   uint32_t admitted;      // blocks of this launch that have started; wraps to 0
   uint32_t arrived;       // blocks of this launch that have finished; wraps to 0

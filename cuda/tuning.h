@@ -55,8 +55,7 @@ struct Sm90 {
   // "Teams": parameters of teams_for().
   static constexpr int kTeamItems = 5, kTeamsPerItems = 7;
   static constexpr int64_t kBytesPerTeam = 2048;
-  // The smallest number of teams of a block: for rows of kSmallRowBytes or less, and for larger
-  // rows.
+  // The fewest teams of a block, for rows of kSmallRowBytes or less, and for larger rows.
   static constexpr int64_t kSmallRowBytes = 16 << 10;
   static constexpr int kLeastTeamsSmallRows = 4, kLeastTeamsLargeRows = 2;
   // All blocks send first if each block has at most this number of send items.

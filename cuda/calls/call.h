@@ -77,7 +77,6 @@ struct ExchangeCall {
   static constexpr Operation kOperation = kName;     // in error messages
   static constexpr bool kHasHalves = kIsSplittable;  // the call also has a start and a done
 
-  // Returns the bytes of the landing zone of one source.
   static int64_t ZoneBytes(const Params& p) { return exchange_of(p).zone_bytes; }
 };
 

@@ -1,4 +1,5 @@
-// The calls `dispatch` and `format_dispatch`. Operands: payload, routing. Results: the rows.
+// The calls `dispatch` and `format_dispatch`. Operands: payload, routing. Results: the rows of the
+// payload.
 #pragma once
 
 #include "calls/call.h"
