@@ -14,12 +14,16 @@ struct Type {
   using type = T;
 };
 template <typename... T>
-struct Types {};
+struct Types {
+  static constexpr int kCount = sizeof...(T);
+};
 
 template <auto kValue>
 using Constant = std::integral_constant<decltype(kValue), kValue>;
 template <auto... kValues>
-struct Constants {};
+struct Constants {
+  static constexpr int kCount = sizeof...(kValues);
+};
 
 // Calls body(Type<T>) or body(Constant<value>) for each element of the list, in order.
 template <typename... T, typename Body>

@@ -32,7 +32,6 @@ struct FailureFill {
   uint8_t byte;  // 0xFF or 0x80 for floats, which are then NaN; 0 for integers
 };
 
-// MOE_A2A_...(each) lists the fields of a struct.
 #define MOE_A2A_NAME(name) #name,
 
 // The routing arrays that kernels read, in the order of a call's operands (tests/test_layout.py).

@@ -1,5 +1,4 @@
-// The calls `dispatch` and `format_dispatch`. Operands: payload, routing. Results: the rows of the
-// payload.
+// The calls `dispatch` and `format_dispatch`. Operands: payload, routing. Results: rows.
 #pragma once
 
 #include "calls/call.h"

@@ -23,7 +23,6 @@ const std::vector<Target>& Targets();
 // Adds the targets of ffi/products.cc. A CUDA graph may capture their calls.
 void AddProductTargets(std::vector<Target>& targets);
 
-// The type of the state that `instantiate` makes.
 struct StateType {
   const char* name;
   void* id;

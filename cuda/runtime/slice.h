@@ -17,7 +17,6 @@ struct Slice {
   Slice from(size_t start) const { return {first + start, count - start}; }
 };
 
-// Addresses of operands or results of a call.
 using Addresses = Slice<char* const>;
 
 }  // namespace moe_a2a
