@@ -1,4 +1,4 @@
-// The nanobind module: it exposes names and capsules to Python and has no logic.
+// The nanobind module. It exposes functions and constants to Python, and has no logic.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -7,6 +7,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <type_traits>
+#include <variant>
 
 #include "calls/products.h"
 #include "calls/why_not.h"
@@ -21,7 +22,7 @@
 
 namespace nb = nanobind;
 
-// A Problem becomes a tuple in Python: the text ('' on success), and whether a device lacks memory.
+// In Python, a Problem is a tuple: the text, and whether a device has too little memory.
 template <>
 struct nanobind::detail::type_caster<moe_a2a::Problem> {
   static constexpr auto Name = const_name("tuple[str, bool]");
@@ -35,33 +36,24 @@ namespace {
 
 using namespace moe_a2a;
 
-// Reads the attributes of a call at lowering. Returns false if one is missing or has another type.
-class PythonAttributes {
- public:
-  explicit PythonAttributes(nb::dict attributes) : attributes_(std::move(attributes)) {}
+// Reads the attributes of a call at lowering. Converts no types, because handlers convert none.
+AttributeReader ReaderOf(nb::dict attributes) {
+  return [attributes](const char* name, AttributePointer value) {
+    const auto read_into = [&](auto* to) {
+      using T = std::remove_pointer_t<decltype(to)>;
+      std::conditional_t<std::is_same_v<T, float>, double, T> read;  // Python has only double
+      const bool has_type = nb::try_cast(attributes[name], read, /*convert=*/false);
+      if (has_type) *to = static_cast<T>(read);
+      return has_type;
+    };
+    return attributes.contains(name) && std::visit(read_into, value);
+  };
+}
 
-  template <typename T>
-  bool operator()(const char* name, T* value) const {
-    // Does not convert, because handlers read the type that the lowering emits.
-    if (!attributes_.contains(name)) return false;
-    if constexpr (std::is_same_v<T, float>) {  // Python has only double
-      double wide;
-      const bool is_float = nb::try_cast(attributes_[name], wide, false);
-      if (is_float) *value = static_cast<float>(wide);
-      return is_float;
-    } else {
-      return nb::try_cast(attributes_[name], *value, false);
-    }
-  }
-
- private:
-  nb::dict attributes_;
-};
-
-// An array of a call in Python: the type's name in XLA, and the axes.
+// An array of a call in Python: XLA's name of the type, and the axes.
 using ArrayType = std::pair<std::string, std::vector<int64_t>>;
 
-// Returns arrays whose dimensions belong to `types`.
+// Returns arrays without data. `types` owns their dimensions.
 Arrays ToArrays(const std::vector<ArrayType>& types, bool is_colocated = false) {
   Arrays arrays;
   for (const auto& [name, axes] : types) {
@@ -80,7 +72,7 @@ Workspace& WorkspaceOf(Devices devices, int num_ranks, int64_t kind) {
   return Workspace::Get({std::move(devices), num_ranks}, static_cast<WorkspaceKind>(kind));
 }
 
-// Defines a function of a workspace. It may wait for devices or threads, so it releases the GIL.
+// Defines a function of a workspace. Releases the GIL, because the function may wait.
 template <typename Result, typename... Args>
 void Define(nb::module_& m, const char* name, Result (Workspace::*method)(Args...)) {
   m.def(
@@ -91,7 +83,7 @@ void Define(nb::module_& m, const char* name, Result (Workspace::*method)(Args..
       nb::call_guard<nb::gil_scoped_release>());
 }
 
-// Defines a function that returns the problem and the value.
+// Defines a function of a workspace that returns a problem and a value.
 template <typename Value>
 void Define(nb::module_& m, const char* name, Problem (Workspace::*method)(Value*)) {
   m.def(
@@ -162,15 +154,13 @@ NB_MODULE(_native, m) {
   m.def("why_not", [](const std::string& target, nb::dict attributes,
                       const std::vector<ArrayType>& operands, const std::vector<ArrayType>& results,
                       int num_ranks, bool is_colocated) {
-    const Verdict verdict =
-        WhyNot(target, PythonAttributes(std::move(attributes)), ToArrays(operands, is_colocated),
-               ToArrays(results, is_colocated), num_ranks, is_colocated);
+    const Verdict verdict = WhyNot(target, ReaderOf(attributes), ToArrays(operands, is_colocated),
+                                   ToArrays(results, is_colocated), num_ranks, is_colocated);
     return nb::make_tuple(std::string(verdict.why), verdict.why.is_unsupported, verdict.half_bytes);
   });
   m.def("why_not_product",
         [](const std::string& target, nb::dict attributes, const std::vector<ArrayType>& operands,
            const std::vector<ArrayType>& results) {
-          const PythonAttributes read(std::move(attributes));
           const auto args = ToArrays(operands), outs = ToArrays(results);
           std::string why = "no kernel has the target '" + target + "'";
           for_each(ProductCalls{}, [&](auto of) {
@@ -178,7 +168,7 @@ NB_MODULE(_native, m) {
             if (target != Call::kTarget) return;
             typename Call::Params params = {};
             int64_t num_sms = 0;
-            why = DescribeProduct<Call>(read, {args.data(), args.size()},
+            why = DescribeProduct<Call>(ReaderOf(attributes), {args.data(), args.size()},
                                         {outs.data(), outs.size()}, &params, &num_sms);
           });
           return why;
@@ -214,12 +204,11 @@ NB_MODULE(_native, m) {
     nb::dict targets;
     for (const Target& target : Targets()) {
       nb::dict stages;
-      const auto add = [&](const char* stage, Handler* handler) {
+      for (const auto& [stage, handler] :
+           {std::pair{"instantiate", target.instantiate},
+            std::pair{"initialize", target.initialize}, std::pair{"execute", target.execute}}) {
         if (handler != nullptr) stages[stage] = nb::capsule(reinterpret_cast<void*>(handler));
-      };
-      add("instantiate", target.instantiate);
-      add("initialize", target.initialize);
-      add("execute", target.execute);
+      }
       targets[target.name.c_str()] = stages;
     }
     return targets;

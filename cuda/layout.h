@@ -4,8 +4,8 @@
 //   ring half  = | zone of source 0 | zone of source 1 | ... |        (one exchange lands here)
 //   zone       = | payload array 0: [num_slots, stride] | payload array 1 | ... |
 //
-// The distance between ring halves does not depend on shapes. Otherwise a launch could overwrite
-// data of the previous launch, which has another shape and which a slow rank still reads.
+// The distance between ring halves does not depend on shapes. Otherwise a launch of another shape
+// could overwrite data of the previous launch that a slow rank still reads.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@
 
 namespace moe_a2a {
 
-// The emulator (tests/emulation) sets smaller numbers, so that even a few tokens share flags.
+// The emulator (tests/emulation) sets smaller numbers, so that a few tokens already share flags.
 #ifndef MOE_A2A_BLOCK_THREADS
 #define MOE_A2A_BLOCK_THREADS 512
 #endif
@@ -27,14 +27,14 @@ namespace moe_a2a {
 #endif
 
 constexpr int kProtocolVersion = 3;
-constexpr int kRingDepth = 2;                   // exchanges that may be under way between two ranks
+constexpr int kRingDepth = 2;                   // exchanges that may run between two ranks
 constexpr int kMaxRanks = 128;                  // in a domain
 constexpr int kMaxChunks = MOE_A2A_MAX_CHUNKS;  // flags per (ring half, source)
 constexpr int kMaxTopK = 32;                    // a choice per lane of a warp
 constexpr int kMaxArrays = 16;                  // payload arrays of one exchange
 constexpr int kMaxPairs = 8;                    // (rows, weights) pairs of one weighted combine
 
-// Whole and split exchanges have separate workspaces, because both may run at the same time.
+// Whole and split exchanges have separate workspaces, because they may run at the same time.
 enum class WorkspaceKind : int64_t { kWhole = 0, kSplit = 1 };
 constexpr bool is_split(WorkspaceKind kind) { return kind == WorkspaceKind::kSplit; }
 
@@ -42,7 +42,7 @@ constexpr bool is_split(WorkspaceKind kind) { return kind == WorkspaceKind::kSpl
 constexpr int kMaxFusedTokens = 512;     // per rank
 constexpr int kMaxFusedChoices = 16384;  // of all ranks together
 constexpr int kMaxFusedExperts = 1000;   // per rank
-constexpr int kMaxFusedIds = 0xFFFF;     // experts of all ranks; any id fits into kSignatureBits
+constexpr int kMaxFusedIds = 0xFFFF;     // experts of all ranks; ids fit in kSignatureBits
 
 constexpr bool fits_routed_dispatch(int64_t num_ranks, int64_t num_tokens, int64_t top_k,
                                     int64_t num_experts) {
@@ -65,30 +65,30 @@ MOE_A2A_HOST_DEVICE constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a
 MOE_A2A_HOST_DEVICE constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 static_assert(kMaxTopK <= kWarpThreads, "a warp's lanes hold the choices of a token");
-// A team of several warps needs a named barrier. A block has 16; barrier 0 is for the whole block.
+// Teams of several warps need named barriers. A block has 16 barriers; all its warps use barrier 0.
 static_assert(kThreads % kWarpThreads == 0 && (kMaxTeams & (kMaxTeams - 1)) == 0);
 static_assert(1 + kMaxTeams / 2 <= 16);
 static_assert(kZoneAlignment % kVectorBytes == 0);
 
-// Announces a call of a source to a destination.
+// A source writes this struct to a destination to announce a call.
 struct Head {
   uint64_t signature;
   uint64_t run;  // RankView::run
   uint64_t flag;
 };
 
-// State of a rank's launches. Peers write only `poison`.
+// The state of a rank's launches. Peers write only `poison`.
 struct Control {
   uint64_t next_epoch;    // epoch of the next exchange; the last block out of a launch adds 1
   uint64_t poison;        // not 0: a rank of the domain has failed; set until the workspace closes
-  uint64_t owner;         // RankView::launch of the launch under way; two at a time are an error
-  uint32_t claimed;       // not 0: a block of this rank writes, or has written, the error record
+  uint64_t owner;         // RankView::launch of the running launch; a second one is an error
+  uint32_t claimed;       // not 0: a block of this rank has begun to write the error record
   uint32_t admitted;      // blocks of this launch that have started; wraps to 0
   uint32_t arrived;       // blocks of this launch that have finished; wraps to 0
-  uint32_t next_send;     // the next send item that a team may take; reset at the end of a launch
-  uint32_t next_receive;  // the same for receive items
+  uint32_t next_send;     // the next send item for a team; reset at the end of a launch
+  uint32_t next_receive;  // the next receive item for a team; reset at the end of a launch
 #ifdef MOE_A2A_TEST_HOOKS
-  uint32_t mutation;     // the rule of the protocol that a test breaks (Mutation)
+  uint32_t mutation;     // the protocol rule that a test breaks (Mutation)
   uint32_t delay_phase;  // Phase in which this rank is slow
   uint64_t delay_ns;
   uint32_t depth;  // ring halves in use; 0: all
@@ -112,7 +112,7 @@ MOE_A2A_HOST_DEVICE constexpr int64_t half_offset(int ring_half) {
   return kHeaderBytes + ring_half * kHalfStride;
 }
 
-// Returns the bytes from one row of a payload array to the next in a zone.
+// Returns the distance in bytes between rows of a payload array in a zone.
 MOE_A2A_HOST_DEVICE constexpr int64_t row_stride(int64_t row_bytes) {
   return round_up(row_bytes, kVectorBytes);
 }
@@ -121,15 +121,15 @@ MOE_A2A_HOST_DEVICE constexpr int64_t array_bytes(int64_t num_slots, int64_t row
   return round_up(num_slots * row_stride(row_bytes), kZoneAlignment);
 }
 
-// Returns how many slots share a flag. With fewer slots, less work remains after the last flag.
+// Returns how many slots share a flag: few, so that little work remains after the last flag.
 MOE_A2A_HOST_DEVICE constexpr int64_t slots_per_chunk(int64_t num_slots) {
   return num_slots > kMaxChunks ? ceil_div(num_slots, kMaxChunks) : 1;
 }
 MOE_A2A_HOST_DEVICE constexpr int64_t num_chunks_of(int64_t num_slots) {
   return ceil_div(num_slots, slots_per_chunk(num_slots));
 }
-// If each slot has its own flag, a send item of a format dispatch is a token for all its ranks.
-// Otherwise it is a chunk of the slots at one rank, which may be this rank.
+// Returns the number of send items of a format dispatch. If each slot has its own flag, an item is
+// a token for all its ranks. Otherwise an item is a chunk of the slots at one rank.
 MOE_A2A_HOST_DEVICE constexpr int64_t num_format_items(int64_t num_tokens, int64_t num_ranks) {
   return slots_per_chunk(num_tokens) == 1 ? num_tokens : num_chunks_of(num_tokens) * num_ranks;
 }

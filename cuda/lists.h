@@ -35,7 +35,7 @@ constexpr void for_each(Constants<kValues...>, Body&& body) {
   (body(Constant<kValues>{}), ...);
 }
 
-// Ends the program. No kernel gets here, because the host has chosen the value from the list.
+// Ends the program. Kernels never call this function, because the host checks all values.
 [[noreturn]] MOE_A2A_HOST_DEVICE inline void reject_value() {
 #ifdef __CUDA_ARCH__
   __builtin_unreachable();
@@ -43,18 +43,6 @@ constexpr void for_each(Constants<kValues...>, Body&& body) {
   std::fputs("jax_moe_a2a: an enumeration has an unknown value\n", stderr);
   std::abort();
 #endif
-}
-
-// Returns Traits<value>::kNumbers.*kMember for a value of the list.
-template <template <auto> class Traits, auto kMember, auto kFirst, auto... kRest, typename Value>
-MOE_A2A_HOST_DEVICE constexpr auto look_up(Constants<kFirst, kRest...>, Value value) {
-  constexpr auto kNumber = Traits<kFirst>::kNumbers.*kMember;
-  if constexpr (sizeof...(kRest) > 0) {
-    return value == kFirst ? kNumber : look_up<Traits, kMember>(Constants<kRest...>{}, value);
-  } else {
-    if (value != kFirst) reject_value();
-    return kNumber;
-  }
 }
 
 }  // namespace moe_a2a

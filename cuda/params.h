@@ -12,28 +12,26 @@
 
 namespace moe_a2a {
 
-// The parameters that all kernels have: the description of the rank, its domain and the call.
 struct RankView {
   int32_t rank;
   int32_t num_ranks;
   char* slab[kMaxRanks];  // the slabs of all ranks, including this rank
   ErrorRecord* error;     // in host memory
   uint64_t timeout_ns;
-  uint64_t first_timeout_ns;  // for a peer that this workspace has never seen; at least timeout_ns
+  uint64_t first_timeout_ns;  // replaces timeout_ns for a peer that has never sent; not smaller
   uint64_t signature;         // of this call; equal on all ranks
   uint64_t run;     // id of the execution; equal on all ranks, or 0 (docs/protocol.md, section 9)
-  uint64_t launch;  // not 0; identifies a launch among those that overlap on this rank
+  uint64_t launch;  // not 0; two launches that overlap on this rank have different numbers
   Operation operation;
 };
 
-// An output that is overwritten with NaN or zeros if the exchange fails.
+// An output, and the byte with which a failed exchange fills it.
 struct FailureFill {
   void* data;
   int64_t bytes;
-  uint8_t byte;  // 0xFF or 0x80 (NaN in the array's dtype) for floats, 0 for integers
+  uint8_t byte;  // 0xFF or 0x80 for floats, which are then NaN; 0 for integers
 };
 
-// MOE_A2A_...(each) defines a list of fields, from which a struct and the names follow.
 #define MOE_A2A_NAME(name) #name,
 
 // The routing arrays that kernels read, in the order of a call's operands (tests/test_layout.py).
@@ -56,12 +54,11 @@ struct RoutingView {
 };
 constexpr const char* kRoutingArrayNames[] = {MOE_A2A_ROUTING_ARRAYS(MOE_A2A_NAME)};
 
-// `row_slot` of rows without a token: padding of a group, and rows after the last group.
+// `row_slot` of rows without a token: padding after a group, and rows after the last group.
 constexpr int32_t kPaddingRow = -1;
 constexpr int32_t kTailRow = -2;
 
-// The results of route, in the order of RoutePlan in jax_moe_a2a/_src/plan/plan.py, where
-// plan_shapes() has their shapes. In this struct, each array also has a leading batch axis.
+// The results of route, as in jax_moe_a2a/_src/plan/plan.py, but with a leading batch axis.
 // clang-format off
 #define MOE_A2A_PLAN_ARRAYS(each) \
   each(token_slot)                \
@@ -95,13 +92,14 @@ struct RouteParams {
   const int32_t* rank;  // [1]: the rank of this device in the mesh of the running program
   int32_t batch, num_tokens, top_k, num_experts, capacity, alignment;
   int32_t tokens_per_chunk, chunks;  // chunks of each batch element
-  bool may_drop;                     // false: the capacity holds the worst case
+  bool may_drop;                     // false: the capacity is enough for every routing
   int32_t parts;                     // consecutive experts that form one group
+  int64_t zone_bytes;                // of one source
   // Scratch between the two launches.
-  int32_t* all_ids;  // [num_ranks, batch, num_tokens, top_k]; -1 for an id of no expert
+  int32_t* all_ids;  // [num_ranks, batch, num_tokens, top_k]; -1: an id of no expert
   // [batch, num_ranks, chunks, levels * local_experts + 1]; the last number: tokens for this rank
   int32_t* expert_counts;
-  int32_t* rank_counts;  // [batch, chunks, num_ranks]: own tokens per destination
+  int32_t* rank_counts;  // [batch, chunks, num_ranks]: this rank's tokens per destination
   RoutePlan plan;
 
   MOE_A2A_HOST_DEVICE int32_t local_experts() const { return num_experts / view.num_ranks; }
@@ -109,18 +107,18 @@ struct RouteParams {
   MOE_A2A_HOST_DEVICE int32_t levels() const { return may_drop ? top_k : 1; }
 };
 
-// A payload array that is moved as bytes.
+// A payload array that moves as bytes.
 struct MovedArray {
   const char* in;
   char* out;
-  int64_t row_bytes;     // bytes of a token, and of its slot
-  int64_t choice_bytes;  // of a choice: row_bytes / top_k; 0 if whole rows move
+  int64_t row_bytes;     // of a token, and of its slot
+  int64_t choice_bytes;  // of a choice (row_bytes / top_k); 0 if whole rows move
   int64_t zone_offset;
   int32_t width;  // bytes per access: 16, 4, 2 or 1
 };
 
-// A weighted dispatch moves one array. For each row it returns weight * row, the inner product of
-// the row and the corresponding row of `rows`, or both.
+// A weighted dispatch moves one array. It returns each row times a weight, the inner product of
+// each row with the same row of `rows`, or both.
 struct Weighting {
   ElementType type;
   const float* weights;  // [capacity]; null: no scaled rows
@@ -130,28 +128,27 @@ struct Weighting {
   MOE_A2A_HOST_DEVICE bool is_used() const { return weights != nullptr || rows != nullptr; }
 };
 
-// How the source quantizes the leaves of a dispatch. A leaf has two arrays: values, then scales.
-// `in` of the values is the operand. If the destination only decodes, `out` of both is null.
+// How the source quantizes the leaves of a dispatch. Each leaf has two MovedArrays: values, then
+// scales. `in` of the first array is the leaf. If the destination only decodes, `out` is null.
 struct Encoding {
   TokenFormat format;
   ElementType type;
   bool decode;
   int32_t num_leaves;
   char* decoded[kMaxArrays / 2];  // the decoded rows of each leaf if the destination decodes
-  // NvFp4 only: a scale for all tokens, or a scale for each token. If the destination decodes, the
-  // scales of tokens travel as the last array.
+  // NvFp4: a scale for all tokens, or for each token. If `decode`, token scales are the last array.
   float global_scale;
   const float* token_scales;  // [num_tokens], or null
 };
 
-// Returns the bytes of the decoded form of a row with `value_bytes` of values.
+// Returns the decoded bytes of a row that has `value_bytes` bytes of values.
 MOE_A2A_HOST_DEVICE constexpr int64_t decoded_bytes(const Encoding& encoding, int64_t value_bytes) {
   const int item_bytes = element_bytes(encoding.type);
   return value_bytes * (8 / value_bits(encoding.format)) * item_bytes;
 }
 
-// The first `send_blocks` blocks to start send, in `send_teams` teams each. Then all blocks
-// receive, in `receive_teams` teams each.
+// The first `send_blocks` blocks that start are senders, with `send_teams` teams each. After that,
+// all blocks receive, with `receive_teams` teams each.
 struct Roles {
   int32_t send_blocks, send_teams, receive_teams;
 };
@@ -167,7 +164,7 @@ struct DispatchParams {
   RoutingView routing;
   int32_t num_arrays;
   Roles roles;
-  bool leaves_tail;    // rows after the last group are not written; otherwise they become zeros
+  bool leaves_tail;    // true: rows after the last group are not written; false: they become zeros
   int64_t zone_bytes;  // of one source
   MovedArray arrays[kMaxArrays];
   FailureFill fills[kMaxArrays];
@@ -181,7 +178,7 @@ struct FormatDispatchParams {
 };
 
 struct RoutedDispatchParams {
-  DispatchParams exchange;  // without weighting; its routing has numbers and no arrays
+  DispatchParams exchange;  // without weighting; its routing has sizes and no arrays
   const int32_t* ids;       // [num_tokens, top_k]
   const int32_t* rank;      // as in RouteParams
   int32_t num_experts, alignment;
@@ -192,7 +189,7 @@ struct RoutedDispatchParams {
   int32_t num_results;  // of the payload
 };
 
-// The type of partial sums while they travel: `type` of the rows, or float32.
+// The wire dtype of partial sums: the dtype of the rows, or float32.
 enum class WireType : uint8_t { kOfRows, kFloat32 };
 
 struct SummedArray {
@@ -201,7 +198,7 @@ struct SummedArray {
   const void* addend;  // [num_tokens, elements], added to the sums before they are rounded; or null
   int64_t elements;
   int64_t zone_offset;
-  bool vectorized;  // rows, outputs and addends consist of whole, aligned 16-byte words
+  bool vectorized;  // rows, outputs and addends are multiples of 16 bytes and aligned to 16 bytes
 };
 
 struct CombineParams {
@@ -211,19 +208,19 @@ struct CombineParams {
   WireType wire;     // of partial sums without a format
   bool listed;       // all sums go through a warp's list (device/sum.cuh)
   int32_t num_summed;
-  int32_t num_moved;  // choice arrays: `in` is [capacity], `out` is [num_tokens, top_k]
+  int32_t num_moved;  // number of choice arrays: `in` is [capacity], `out` is [num_tokens, top_k]
   Roles roles;
   int64_t zone_bytes;
   SummedArray summed[kMaxArrays];
   MovedArray moved[kMaxArrays];
   FailureFill fills[2 * kMaxArrays];
-  // Weighted combine: summed[0] is the sum over pairs of weights * rows.
+  // In a weighted combine, summed[0] is the sum of weights * rows over all pairs.
   int32_t num_pairs;
   int32_t weights_per_row;  // 0 without pairs
   int64_t elements_per_weight;
   const void* pair_rows[kMaxPairs];
   const float* pair_weights[kMaxPairs];  // [capacity, elements / elements_per_weight]
-  TokenFormat wire_format;  // of partial sums; with a format, `listed` is true, and `wire` kOfRows
+  TokenFormat wire_format;  // of partial sums; a format needs `listed`, and `wire` is kOfRows
   float wire_global_scale;  // of NvFp4
 };
 
@@ -243,8 +240,8 @@ MOE_A2A_HOST_DEVICE const RankView& view_of(const Params& p) {
   return exchange_of(p).view;
 }
 
-// The parameters of a kernel have at most 4096 bytes. A launch for ranks that share a device passes
-// two structs (device/ranks.cuh), which CUDA 12.1 and later allow.
+// Parameters have at most 4096 bytes. A launch for ranks that share a device passes two structs
+// (device/ranks.cuh), which needs CUDA 12.1 or newer.
 static_assert(sizeof(RouteParams) <= 4096 && sizeof(DispatchParams) <= 4096 &&
               sizeof(RoutedDispatchParams) <= 4096 && sizeof(FormatDispatchParams) <= 4096 &&
               sizeof(CombineParams) <= 4096);

@@ -1,17 +1,18 @@
-// The error record that a kernel writes into host memory, the poison word, and their messages.
+// The error record that a kernel writes into host memory, the poison, and the messages of both.
 #pragma once
 
 #include <cstdint>
 #include <string>
 
 #include "layout.h"
+#include "runtime/problem.h"
 
 namespace moe_a2a {
 
 enum class Operation : uint32_t { kRoute = 1, kDispatch = 2, kCombine = 3, kRoutedDispatch = 4 };
 
 enum class Phase : uint32_t {
-  kStart = 1,        // a block starts or leaves, without a wait
+  kStart = 1,        // a block starts or ends, without a wait
   kSendCredit = 2,   // a source waits until a destination has read the ring half
   kSend = 3,         // a source writes rows
   kReceiveHead = 4,  // a destination waits for the head of a source
@@ -20,17 +21,17 @@ enum class Phase : uint32_t {
 
 enum class ErrorKind : uint32_t {
   kNone = 0,
-  kTimeout = 1,   // expected: the flag or credit; seen: the last value of that word
-  kMismatch = 2,  // ranks make different calls; expected, seen: signatures, their low bits, or runs
+  kTimeout = 1,    // expected: the flag or credit; seen: the last value of this word
+  kMismatch = 2,   // ranks make different calls; expected, seen: (low bits of) signatures, or runs
   kViolation = 3,  // a flag of a later epoch has arrived; expected, seen: flags
   kWrongRank = 4,  // expected: rank in the group's mesh; seen: rank in the program's mesh
   kBounds = 5,     // expected: upper bound; seen: the index that is out of range
-  kOverlap = 6,    // two launches of one rank overlap; expected, seen: their RankView::launch
-  kStopped = 7  // another rank has failed, and that rank's process has the reason; seen: the poison
+  kOverlap = 6,    // two launches of one rank overlap; expected, seen: RankView::launch of each
+  kStopped = 7     // another rank has failed, and its process knows the reason; seen: the poison
 };
 
-// The poison is the word that a failing rank stores to all ranks. It is never 0. Its fields are,
-// from the lowest bit: the failing rank plus 1 (16 bits), kind (8), phase (8), awaited rank (32).
+// The poison is a word that a failing rank stores to all ranks. The poison is never 0. Fields from
+// the lowest bit: the failing rank plus 1 (16 bits), kind (8), phase (8), awaited rank (32).
 static_assert(kMaxRanks < 1 << 16 && static_cast<uint32_t>(ErrorKind::kStopped) < 1 << 8 &&
               static_cast<uint32_t>(Phase::kReceiveChunk) < 1 << 8);
 MOE_A2A_HOST_DEVICE constexpr uint64_t make_poison(int rank, ErrorKind kind, Phase phase,
@@ -42,7 +43,7 @@ MOE_A2A_HOST_DEVICE constexpr int poisoner(uint64_t poison) {
   return static_cast<int>(poison & 0xFFFF) - 1;
 }
 
-// A record in host memory. The device writes `kind` last.
+// The device writes `kind` last.
 struct ErrorRecord {
   uint32_t kind;
   uint32_t operation;
@@ -91,44 +92,39 @@ inline const char* name(ErrorKind kind) {
 }
 
 inline std::string describe_poison(uint64_t poison) {
-  const std::string reporter = "rank " + std::to_string(poisoner(poison));
-  return reporter + " has reported \"" + name(static_cast<ErrorKind>(poison >> 16 & 0xFF)) +
-         "\" about rank " + std::to_string(poison >> 32) + " in the phase \"" +
-         name(static_cast<Phase>(poison >> 24 & 0xFF)) + "\"; see the error of the process of " +
-         reporter;
+  const std::string reporter = Concat("rank ", poisoner(poison));
+  return Concat(reporter, " has reported \"", name(static_cast<ErrorKind>(poison >> 16 & 0xFF)),
+                "\" about rank ", poison >> 32, " in the phase \"",
+                name(static_cast<Phase>(poison >> 24 & 0xFF)),
+                "\"; see the error of the process of ", reporter);
 }
 
 inline std::string describe(const ErrorRecord& r) {
   const auto kind = static_cast<ErrorKind>(r.kind);
-  const std::string what = std::string(name(kind)) + ": " +
-                           name(static_cast<Operation>(r.operation)) + " on rank " +
-                           std::to_string(r.rank) + ", " + name(static_cast<Phase>(r.phase));
-  const std::string peer = "rank " + std::to_string(r.awaited_rank);
-  const std::string values = " (expected " + std::to_string(r.expected) + ", saw " +
-                             std::to_string(r.seen) + ", epoch " + std::to_string(r.epoch) + ")";
-  const std::string seconds =
-      " within " + std::to_string(static_cast<double>(r.timeout_ns) * 1e-9) + " s";
-  // A credit is an epoch. In a flag, the epoch begins at bit kSignatureBits.
+  const std::string what = Concat(name(kind), ": ", name(static_cast<Operation>(r.operation)),
+                                  " on rank ", r.rank, ", ", name(static_cast<Phase>(r.phase)));
+  const std::string peer = Concat("rank ", r.awaited_rank);
+  const std::string seconds = Concat(" within ", static_cast<double>(r.timeout_ns) * 1e-9, " s");
+  // A credit is an epoch; a flag is an epoch followed by kSignatureBits of the signature.
   const int shift = static_cast<Phase>(r.phase) == Phase::kSendCredit ? 0 : kSignatureBits;
-  const std::string flags = " (expected epoch " + std::to_string(r.expected >> shift) +
-                            ", saw epoch " + std::to_string(r.seen >> shift) + ")";
+  const std::string flags =
+      Concat(" (expected epoch ", r.expected >> shift, ", saw epoch ", r.seen >> shift, ")");
   switch (kind) {
     case ErrorKind::kNone: return name(kind);
     case ErrorKind::kTimeout: return what + ": nothing came from " + peer + seconds + flags;
     case ErrorKind::kMismatch:
-      return what + ": " + peer +
-             " made a call with another operation, shape, name scope or execution. All ranks must "
-             "make the same calls in the same order" +
-             values;
+      return Concat(what, ": ", peer,
+                    " made a call with another operation, shape, name scope or execution. All "
+                    "ranks must make the same calls in the same order (expected ",
+                    r.expected, ", saw ", r.seen, ", epoch ", r.epoch, ")");
     case ErrorKind::kViolation: return what + ": " + peer + " is ahead of this rank" + flags;
     case ErrorKind::kWrongRank:
-      return what + ": this device is rank " + std::to_string(r.expected) +
-             " in the group's mesh, and rank " + std::to_string(r.seen) +
-             " in the program's mesh. Make the group from the program's mesh";
+      return Concat(what, ": this device is rank ", r.expected, " in the group's mesh, and rank ",
+                    r.seen, " in the program's mesh. Make the group from the program's mesh");
     case ErrorKind::kBounds:
-      return what + ": an index or a count of the routing must be at least 0 and less than " +
-             std::to_string(r.expected) + "; got " + std::to_string(static_cast<int64_t>(r.seen)) +
-             ". Use a Routing as ma.route returned it";
+      return Concat(what, ": an index or a count of the routing must be at least 0 and less than ",
+                    r.expected, "; got ", static_cast<int64_t>(r.seen),
+                    ". Use a Routing as ma.route returned it");
     case ErrorKind::kOverlap:
       return what +
              ": another exchange runs on this device at the same time; launch the programs of a "

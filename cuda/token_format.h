@@ -21,7 +21,6 @@ struct Format<TokenFormat::kBlockwiseFp8> {
   static constexpr const char* kName = "BlockwiseFp8";  // in Python
   using Scale = uint32_t;                               // bits of the scale of a group
   static constexpr int kGroup = 128, kValueBits = 8;
-  static constexpr double kRowsPerEncoded = Tuning::kRowsPerEncodedFp8;
 };
 
 template <>
@@ -29,7 +28,6 @@ struct Format<TokenFormat::kMxFp8> {
   static constexpr const char* kName = "MxFp8";
   using Scale = uint8_t;
   static constexpr int kGroup = 32, kValueBits = 8;
-  static constexpr double kRowsPerEncoded = Tuning::kRowsPerEncodedFp8;
 };
 
 template <>
@@ -37,14 +35,13 @@ struct Format<TokenFormat::kNvFp4> {
   static constexpr const char* kName = "NvFp4";
   using Scale = uint8_t;
   static constexpr int kGroup = 16, kValueBits = 4;
-  static constexpr double kRowsPerEncoded = Tuning::kRowsPerEncodedFp4;
 };
 
-// A kernel compares a value with all elements except the last.
+// To find the format of a value, a kernel compares with all elements except the last.
 using TokenFormats =
     Constants<TokenFormat::kNvFp4, TokenFormat::kMxFp8, TokenFormat::kBlockwiseFp8>;
 
-// Returns the format of a Python class, or kNoFormat if no format has that name.
+// Returns the format of the Python class `name`, or kNoFormat if none exists.
 inline TokenFormat format_named(std::string_view name) {
   TokenFormat found = kNoFormat;
   for_each(TokenFormats{}, [&](auto format) {
@@ -56,34 +53,37 @@ inline TokenFormat format_named(std::string_view name) {
 // The numbers of a format that is known only at run time.
 struct FormatNumbers {
   int group, value_bits, scale_bytes;
-  double rows_per_encoded;
 };
-template <auto F>
-struct FormatRow {
-  static constexpr FormatNumbers kNumbers = {Format<F>::kGroup, Format<F>::kValueBits,
-                                             sizeof(typename Format<F>::Scale),
-                                             Format<F>::kRowsPerEncoded};
-};
+template <TokenFormat kFirst, TokenFormat... kRest>
+MOE_A2A_HOST_DEVICE constexpr FormatNumbers numbers_of(TokenFormat format,
+                                                       Constants<kFirst, kRest...>) {
+  if constexpr (sizeof...(kRest) > 0) {
+    if (format != kFirst) return numbers_of(format, Constants<kRest...>{});
+  } else {
+    if (format != kFirst) reject_value();
+  }
+  using F = Format<kFirst>;
+  return {F::kGroup, F::kValueBits, sizeof(typename F::Scale)};
+}
 
 MOE_A2A_HOST_DEVICE constexpr int group_size(TokenFormat format) {
-  return look_up<FormatRow, &FormatNumbers::group>(TokenFormats{}, format);
+  return numbers_of(format, TokenFormats{}).group;
 }
 MOE_A2A_HOST_DEVICE constexpr int value_bits(TokenFormat format) {
-  return look_up<FormatRow, &FormatNumbers::value_bits>(TokenFormats{}, format);
+  return numbers_of(format, TokenFormats{}).value_bits;
 }
 constexpr double rows_per_encoded(TokenFormat format) {
-  return look_up<FormatRow, &FormatNumbers::rows_per_encoded>(TokenFormats{}, format);
+  return value_bits(format) == 8 ? Tuning::kRowsPerEncodedFp8 : Tuning::kRowsPerEncodedFp4;
 }
 
-// Return the bytes of the values, and of the scales, of a row of `elements` numbers.
+// Return the bytes of values, and of scales, in a row of `elements` numbers.
 MOE_A2A_HOST_DEVICE constexpr int64_t value_bytes(TokenFormat format, int64_t elements) {
   return elements * value_bits(format) / 8;
 }
 MOE_A2A_HOST_DEVICE constexpr int64_t scale_bytes(TokenFormat format, int64_t elements) {
-  return elements / group_size(format) *
-         look_up<FormatRow, &FormatNumbers::scale_bytes>(TokenFormats{}, format);
+  return elements / group_size(format) * numbers_of(format, TokenFormats{}).scale_bytes;
 }
-// A slot of combine holds the values of a row and then, at scales_offset(), its scales.
+// A slot of combine holds the values of a row. The scales of the row begin at scales_offset().
 MOE_A2A_HOST_DEVICE constexpr int64_t scales_offset(TokenFormat format, int64_t elements) {
   return row_stride(value_bytes(format, elements));
 }

@@ -1,5 +1,5 @@
-// The operands and results of a call, and their checks. The kernels index an array by sizes that
-// come from other arrays, and an exported program can pass any arrays.
+// The operands and results of a call, and their checks. The checks are necessary because an
+// exported program can pass any arrays, and kernels index an array by sizes of other arrays.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +23,7 @@ namespace moe_a2a {
 struct DataType {
   std::string name;  // XLA's name of the type
   int64_t bytes;     // of an element; 0: several elements share a byte
-  uint8_t nan;       // an element of only this byte is NaN; 0: the type has no NaN
+  uint8_t nan;       // an element whose bytes all have this value is NaN; 0: the type has no NaN
 
   bool operator==(const DataType& other) const { return name == other.name; }
   bool operator!=(const DataType& other) const { return name != other.name; }
@@ -36,9 +36,9 @@ inline const DataType kFloat16 = {"F16", 2, 0xFF};
 inline const DataType kBFloat16 = {"BF16", 2, 0xFF};
 inline const DataType kFp8 = {"F8E4M3FN", 1, 0xFF};
 
-// The first number in a name is the number of bits. A type whose name has no number, such as PRED,
-// has one byte. F, BF and C begin the names of floating-point types. In a type whose name ends with
-// FNUZ, the only NaN has the bits of a negative zero.
+// The first number in XLA's name of a type is the number of bits; PRED has 8. Names of
+// floating-point types begin with F, BF or C. In a type whose name ends with FNUZ, only 0x80 is
+// NaN.
 inline DataType TypeNamed(std::string name) {
   const size_t digits = name.find_first_of("0123456789");
   const int64_t bits = digits == std::string::npos ? 8 : std::atoi(&name[digits]);
@@ -50,14 +50,11 @@ inline DataType TypeNamed(std::string name) {
 
 // Returns false if the kernels cannot sum this type.
 inline bool ToElementType(const DataType& type, ElementType* element) {
-  for (const auto& [known, result] :
-       {std::pair{&kBFloat16, ElementType::kBFloat16}, std::pair{&kFloat16, ElementType::kFloat16},
-        std::pair{&kFloat32, ElementType::kFloat32}}) {
-    if (type != *known) continue;
-    *element = result;
-    return true;
-  }
-  return false;
+  const bool is_bfloat16 = type == kBFloat16, is_float16 = type == kFloat16;
+  *element = is_bfloat16  ? ElementType::kBFloat16
+             : is_float16 ? ElementType::kFloat16
+                          : ElementType::kFloat32;
+  return is_bfloat16 || is_float16 || type == kFloat32;
 }
 
 struct Array {
@@ -65,7 +62,7 @@ struct Array {
   Slice<const int64_t> dimensions;
   int64_t bytes;
   void* data = nullptr;  // on the first rank; null while a program is lowered
-  // The or of the array's addresses on all ranks; its lowest bit is the alignment (0: 16 or more).
+  // The bitwise or of the array's addresses on all ranks, or 0 if all are aligned to 16 bytes.
   uintptr_t address_bits = 0;
   size_t index = 0;  // among the operands and then the results of the call
 };
@@ -79,7 +76,7 @@ inline int64_t NumElements(const Array& array, size_t first_axis) {
   return elements;
 }
 
-// Returns the bytes of the widest access that is aligned in every row of these arrays.
+// Returns the widest number of bytes that kernels can access at once in all rows of these arrays.
 inline int32_t Width(int64_t row_bytes, std::initializer_list<const Array*> arrays) {
   uintptr_t bits = static_cast<uintptr_t>(row_bytes);
   for (const Array* array : arrays) bits |= array->address_bits;
@@ -93,7 +90,7 @@ std::string ToString(const DataType& type, const Sizes& axes) {
   std::string text = type.name + "[";
   const char* separator = "";
   for (int64_t axis : axes) {
-    text += separator + std::to_string(axis);
+    text += Concat(separator, axis);
     separator = ",";
   }
   return text + "]";
@@ -109,7 +106,7 @@ inline Problem CheckShape(const Array& array, const char* name, const DataType& 
   return std::string(name) + " must be " + ToString(type, axes) + "; got " + ToString(array);
 }
 
-// Checks the leading axes of an array, and that its elements are bytes.
+// Checks the leading axes of an array, and that an element has whole bytes.
 inline Problem CheckLead(const Array& array, const char* name, Axes axes) {
   if (array.type.bytes == 0) {
     return Unsupported(std::string(name) + " must have elements of whole bytes; got " +
@@ -123,13 +120,13 @@ inline Problem CheckLead(const Array& array, const char* name, Axes axes) {
          "; got " + ToString(array);
 }
 
-// Checks the leading axes of an array, and the bytes that the other axes span.
+// Checks the leading axes of an array, and the bytes of the other axes.
 inline Problem CheckItems(const Array& array, const char* name, Axes axes, int64_t item_bytes) {
   MOE_A2A_TRY(CheckLead(array, name, axes));
   const int64_t items = std::accumulate(axes.begin(), axes.end(), int64_t{1}, std::multiplies<>());
   if (array.bytes == items * item_bytes) return {};
-  return std::string(name) + " must have " + std::to_string(item_bytes) + " bytes after the axes " +
-         ToString(array.type, axes) + "; got " + ToString(array);
+  return Concat(name, " must have ", item_bytes, " bytes after the axes ",
+                ToString(array.type, axes), "; got ", ToString(array));
 }
 
 inline Problem FirstOf(std::initializer_list<Problem> problems) {

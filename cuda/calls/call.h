@@ -1,24 +1,23 @@
-// Calls of exchanges. Each call is a struct that is derived from ExchangeCall. Its members are the
-// attributes, in the order in which Read() names them. It has
+// Calls of exchanges. A call is a struct that is derived from ExchangeCall. The members of the
+// struct are the call's attributes. The struct also has:
 //
-//   kTarget                        the target of its custom calls
-//   Read(read)                     calls read(name, &member) for each attribute; returns false if
-//                                  one is missing
+//   kTarget       the target of its custom calls
+//   Read(read)    calls read(name, &member) for each attribute; returns false if one is missing
 //   Describe(context, args, results, &params)
-//                                  returns a problem, or sets all parameters; `params` are zeros
-//                                  before. The problem is Unsupported() if it is a limit of the
-//                                  kernels. Otherwise the arrays do not fit each other or the
-//                                  attributes.
-//   ZoneBytes(params)              returns the bytes of one source's landing zone
+//                 sets all parameters, which are zeros before. Returns Unsupported() if the call
+//                 exceeds a limit of the kernels. Returns another problem if the arrays do not fit
+//                 each other or the attributes.
 //
 // Describe() runs when a program is lowered (calls/why_not.h), and once for each call when the
-// program runs. It lists the addresses among the parameters (CallContext::Bind), which a handler
-// replaces at each execution. One Describe() serves all ranks that share a GPU.
+// program runs. It binds each address among the parameters (CallContext::Bind), because a handler
+// replaces the addresses at each execution. For ranks that share a GPU, Describe() runs once.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <string>
+#include <variant>
 #include <vector>
 
 #include "calls/array.h"
@@ -29,17 +28,21 @@
 
 namespace moe_a2a {
 
+using AttributePointer = std::variant<int64_t*, bool*, float*, std::string*>;
+// Stores the attribute `name` in `value`. Returns false if it is missing or has another type.
+using AttributeReader = std::function<bool(const char* name, AttributePointer value)>;
+
 struct Binding {
-  const void* member;  // of the parameters, with the address of an array
+  const void* member;  // a pointer among the parameters
   size_t array;        // Array::index
 };
 
-// The call as its first rank on the device sees it.
+// A call on a device. If ranks share the device, the view is the first rank's.
 struct CallContext {
-  RankView view;      // its signature covers all that does not depend on the call's arrays
-  bool is_colocated;  // true: all ranks share the device and the launch
-  int64_t num_sms;    // blocks that a launch may have for each rank
-  std::vector<Binding>* bindings = nullptr;  // the list of Bind(), or null
+  RankView view;                             // its signature does not cover the call's arrays yet
+  bool is_colocated;                         // true: all ranks share the device and the launch
+  int64_t num_sms;                           // limits the blocks of each rank
+  std::vector<Binding>* bindings = nullptr;  // Bind() appends to this list unless it is null
 
   // Sets a member of the parameters to the address of an array, and lists the member.
   template <typename T>
@@ -55,7 +58,7 @@ struct CallContext {
   }
 };
 
-// Copies parameters of Describe(), with the address address_of(i) for the array with index i.
+// Copies the parameters. Each bound member of the copy becomes address_of(index of its array).
 template <typename Params, typename AddressOf>
 void CopyParams(const Params& from, const std::vector<Binding>& bindings,
                 const AddressOf& address_of, Params* to) {
@@ -68,20 +71,19 @@ void CopyParams(const Params& from, const std::vector<Binding>& bindings,
   }
 }
 
-// `kOperation`: the name in error messages. `kHasHalves`: the call also has a start and a done.
 template <typename KernelParams, Operation kName, bool kIsSplittable = false>
 struct ExchangeCall {
   using Params = KernelParams;
-  static constexpr Operation kOperation = kName;
-  static constexpr bool kHasHalves = kIsSplittable;
+  static constexpr Operation kOperation = kName;     // in error messages
+  static constexpr bool kHasHalves = kIsSplittable;  // the call also has a start and a done
 
   static int64_t ZoneBytes(const Params& p) { return exchange_of(p).zone_bytes; }
 };
 
-template <typename Call, typename Reader>
-Problem ReadAttributes(const Reader& read, Call* call) {
+template <typename Call>
+Problem ReadAttributes(const AttributeReader& read, Call* call) {
   const char* last = "";
-  const auto read_next = [&](const char* name, auto* value) {
+  const auto read_next = [&](const char* name, AttributePointer value) {
     last = name;
     return read(name, value);
   };
@@ -96,15 +98,19 @@ inline void Mix(uint64_t& hash, uint64_t value) {
   hash = (hash ^ (hash >> 27)) * 0x94D049BB133111EB;
   hash ^= hash >> 31;
 }
+template <typename... Values>
+void Mix(uint64_t& hash, Values... values) {
+  (Mix(hash, static_cast<uint64_t>(values)), ...);
+}
 
-// Returns the bytes of a ring half: the zones of all sources. A single rank uses no zone.
+// Returns the bytes of the landing zones of all sources. A single rank has no zone.
 template <typename Call>
 int64_t HalfBytes(const typename Call::Params& params) {
   const int64_t num_ranks = view_of(params).num_ranks;
   return num_ranks > 1 ? num_ranks * Call::ZoneBytes(params) : 0;
 }
 
-// Adds an array to a zone, and its row size to the signature. Returns the array's offset.
+// Appends an array to a zone, and its row size to the signature. Returns the array's offset.
 inline int64_t TakeZone(int64_t& zone_bytes, int64_t num_slots, int64_t row_bytes, RankView& view) {
   Mix(view.signature, row_bytes);
   const int64_t offset = zone_bytes;

@@ -1,13 +1,12 @@
-// The call `combine`. Operands: rows to sum, choice arrays to move, addends, and the routing; or,
-// if `num_pairs` is not 0, all rows of pairs, all weights of pairs, an addend, and the routing.
-// Results: sums and choice arrays, or the sum of all pairs. Each sum has an addend, or none has.
+// The call `combine`. Operands: rows to sum, choice arrays to move, addends, the routing. Results:
+// sums, choice arrays. With pairs, operands: the rows of all pairs, the weights of all pairs, an
+// addend, the routing. Result: the sum over all pairs. Either all sums have an addend, or none.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <string>
 
-#include "calls/array.h"
 #include "calls/call.h"
 #include "calls/routing.h"
 #include "tuning.h"
@@ -16,13 +15,12 @@ namespace moe_a2a {
 
 struct CombineCall : ExchangeCall<CombineParams, Operation::kCombine, /*kIsSplittable=*/true> {
   int64_t num_choice_arrays, num_pairs, num_addends;
-  std::string wire;  // how partial sums travel: a type, or the name of a format's class in Python
+  std::string wire;  // type of partial sums that travel, or name of a format's class in Python
   float global_scale;
 
   static constexpr const char* kTarget = "moe_a2a_combine";
 
-  template <typename Reader>
-  bool Read(Reader&& read) {
+  bool Read(const AttributeReader& read) {
     return read("num_choice_arrays", &num_choice_arrays) && read("num_pairs", &num_pairs) &&
            read("num_addends", &num_addends) && read("wire", &wire) &&
            read("global_scale", &global_scale);
@@ -31,27 +29,23 @@ struct CombineCall : ExchangeCall<CombineParams, Operation::kCombine, /*kIsSplit
   Problem Describe(const CallContext& context, ArraySlice args, ArraySlice results,
                    CombineParams* params) const {
     CombineParams& p = *params;
-    p.view = context.view;
-    MOE_A2A_TRY(DescribeRouting(context, args, p.view, &p.routing));
+    MOE_A2A_TRY(DescribeRouting(context, args, p));
     if (!HasRightSizes(args.size() - kNumRoutingArrays, results.size())) {
-      return "combine needs one result for each operand, or one result of all pairs of rows and "
-             "weights, then an addend for each sum or none; got " +
-             std::to_string(args.size() - kNumRoutingArrays) + " operands, of which " +
-             std::to_string(num_addends) + " are addends, " + std::to_string(num_pairs) +
-             " pairs and " + std::to_string(results.size()) + " results";
+      return Concat(
+          "combine needs one result for each operand, or one result of all pairs of rows and "
+          "weights, then an addend for each sum or none; got ",
+          args.size() - kNumRoutingArrays, " operands, of which ", num_addends, " are addends, ",
+          num_pairs, " pairs and ", results.size(), " results");
     }
     if (results.size() > kMaxArrays || num_pairs > kMaxPairs) {
-      return Unsupported("combine has at most " + std::to_string(kMaxArrays) + " results and " +
-                         std::to_string(kMaxPairs) + " pairs of rows and weights; got " +
-                         std::to_string(results.size()) + " and " + std::to_string(num_pairs));
+      return Unsupported("combine has at most ", kMaxArrays, " results and ", kMaxPairs,
+                         " pairs of rows and weights; got ", results.size(), " and ", num_pairs);
     }
     p.num_pairs = static_cast<int32_t>(num_pairs);
     p.num_moved = static_cast<int32_t>(num_choice_arrays);
     p.num_summed = static_cast<int32_t>(results.size()) - p.num_moved;
     MOE_A2A_TRY(DescribeWire(args, p));
-    Mix(p.view.signature, num_pairs);
-    Mix(p.view.signature, static_cast<uint64_t>(p.wire));
-    Mix(p.view.signature, static_cast<uint64_t>(p.wire_format));
+    Mix(p.view.signature, num_pairs, p.wire, p.wire_format);
     p.listed = p.wire == WireType::kOfRows && num_pairs <= 1;
     MOE_A2A_TRY(
         FirstOf({DescribeSums(context, args, results, p),
@@ -72,14 +66,12 @@ struct CombineCall : ExchangeCall<CombineParams, Operation::kCombine, /*kIsSplit
     return p.num_pairs > 0 ? 2 * p.num_pairs : p.num_summed + p.num_moved;
   }
 
-  bool HasRightSizes(size_t payload, size_t num_results) const {
-    if (num_choice_arrays < 0 || static_cast<size_t>(num_choice_arrays) > num_results) return false;
-    const auto num_sums = static_cast<int64_t>(num_results) - num_choice_arrays;
+  bool HasRightSizes(int64_t payload, int64_t num_results) const {
+    const int64_t num_sums = num_results - num_choice_arrays, moved = payload - num_addends;
+    if (num_choice_arrays < 0 || num_sums < 0) return false;
     if (num_addends != 0 && num_addends != num_sums) return false;
-    if (payload < static_cast<size_t>(num_addends)) return false;
-    payload -= static_cast<size_t>(num_addends);
-    if (num_pairs <= 0) return payload == num_results;
-    return payload == 2 * static_cast<size_t>(num_pairs) && num_results == 1 && num_sums == 1;
+    if (num_pairs <= 0) return moved == num_results;
+    return moved - num_pairs == num_pairs && num_results == 1 && num_sums == 1;
   }
 
   Problem DescribeWire(ArraySlice args, CombineParams& p) const {
@@ -150,7 +142,7 @@ struct CombineCall : ExchangeCall<CombineParams, Operation::kCombine, /*kIsSplit
     return {};
   }
 
-  // Runs after DescribeSums(), because all pairs belong to the first sum.
+  // Call this after DescribeSums(), because all pairs belong to the first sum.
   Problem DescribePairs(const CallContext& context, ArraySlice args, CombineParams& p) const {
     const int64_t capacity = p.routing.capacity;
     SummedArray& sum = p.summed[0];
@@ -172,7 +164,7 @@ struct CombineCall : ExchangeCall<CombineParams, Operation::kCombine, /*kIsSplit
       const bool aligned = weights_per_row == 1 || p.elements_per_weight % 8 == 0;
       const bool even = Width(sum.elements * item, {&rows}) == kVectorBytes;
       sum.vectorized = sum.vectorized && aligned && even;
-      // A warp goes through its list once per segment, so unencoded segments must not be short.
+      // A warp reads its list once for each segment, so unencoded segments must not be short.
       const int64_t bytes_per_weight = p.elements_per_weight * item;
       p.weights_per_row = static_cast<int32_t>(weights_per_row);
       const bool is_segment = is_encoded(p) ? p.elements_per_weight % group_size(p.wire_format) == 0

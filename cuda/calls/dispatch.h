@@ -1,8 +1,6 @@
-// `dispatch` and `format_dispatch`. Operands: the payload, the routing. Results: rows of the
-// payload.
+// The calls `dispatch` and `format_dispatch`. Operands: payload, routing. Results: rows.
 #pragma once
 
-#include "calls/array.h"
 #include "calls/call.h"
 #include "calls/encoded_payload.h"
 #include "calls/payload.h"
@@ -14,16 +12,12 @@ template <typename PayloadOfCall, typename KernelParams, bool kIsSplittable>
 struct DispatchOf : ExchangeCall<KernelParams, Operation::kDispatch, kIsSplittable> {
   PayloadOfCall payload;
 
-  template <typename Reader>
-  bool Read(Reader&& read) {
-    return payload.Read(read);
-  }
+  bool Read(const AttributeReader& read) { return payload.Read(read); }
 
   Problem Describe(const CallContext& context, ArraySlice args, ArraySlice results,
                    KernelParams* params) const {
     DispatchParams& p = exchange_of(*params);
-    p.view = context.view;
-    MOE_A2A_TRY(DescribeRouting(context, args, p.view, &p.routing));
+    MOE_A2A_TRY(DescribeRouting(context, args, p));
     const ArraySlice moved = {args.first, args.size() - kNumRoutingArrays};
     MOE_A2A_TRY(payload.Describe(context, moved, results, *params));
     p.roles = grid_of(*params, context.num_sms).roles;

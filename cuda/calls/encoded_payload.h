@@ -1,27 +1,23 @@
 // The payload of a dispatch with a token format. Operands: leaves, choice arrays, and optionally
-// the scale of each token. Results: the decoded rows of each leaf if the call decodes; values and
-// scales of each leaf unless the call only decodes; choice arrays.
+// the scale of each token. Results: the decoded rows of each leaf (if `decode`), values and scales
+// of each leaf (unless the call only decodes), choice arrays.
 #pragma once
 
 #include <cstdint>
 #include <string>
 
-#include "calls/array.h"
 #include "calls/call.h"
 #include "calls/payload.h"
 
 namespace moe_a2a {
 
-// `format` names a class in Python. The global scale of NvFp4: an attribute, or an operand
-// [tokens].
 struct EncodedPayload : MovedPayload {
-  std::string format;
+  std::string format;  // the name of a class in Python
   int64_t num_leaves;
   bool decode, keeps_encoded, has_token_scales;
-  float global_scale;
+  float global_scale;  // of NvFp4, if no token has a scale
 
-  template <typename Reader>
-  bool Read(Reader&& read) {
+  bool Read(const AttributeReader& read) {
     return MovedPayload::Read(read) && read("format", &format) && read("decode", &decode) &&
            read("keeps_encoded", &keeps_encoded) && read("num_leaves", &num_leaves) &&
            read("global_scale", &global_scale) && read("has_token_scales", &has_token_scales);
@@ -40,10 +36,9 @@ struct EncodedPayload : MovedPayload {
     if (num_leaves < 0 || num_choice_arrays < 0 ||
         args.size() != leaves + choice_arrays + has_token_scales ||
         results.size() != results_per_leaf() * leaves + choice_arrays) {
-      return "a dispatch with a format needs results for each leaf and choice array; got " +
-             std::to_string(args.size()) + " arrays and " + std::to_string(results.size()) +
-             " results for " + std::to_string(num_leaves) + " leaves and " +
-             std::to_string(num_choice_arrays) + " choice arrays";
+      return Concat("a dispatch with a format needs results for each leaf and choice array; got ",
+                    args.size(), " arrays and ", results.size(), " results for ", num_leaves,
+                    " leaves and ", num_choice_arrays, " choice arrays");
     }
     if (leaves == 0) return Unsupported("a dispatch with a format needs a leaf");
     if (view.num_ranks == 1) {
@@ -52,7 +47,7 @@ struct EncodedPayload : MovedPayload {
           "zone");
     }
     if (2 * leaves + choice_arrays + scales_travel() > kMaxArrays || results.size() > kMaxArrays) {
-      return Unsupported("a dispatch with a format moves at most " + std::to_string(kMaxArrays) +
+      return Unsupported("a dispatch with a format moves at most ", kMaxArrays,
                          " arrays, and has at most as many results: values and scales of a leaf "
                          "are two");
     }
@@ -61,10 +56,7 @@ struct EncodedPayload : MovedPayload {
     encoding.decode = decode;
     encoding.num_leaves = static_cast<int32_t>(num_leaves);
     encoding.global_scale = global_scale;
-    for (int64_t v : {static_cast<int64_t>(encoding.format), int64_t{decode}, num_leaves,
-                      int64_t{has_token_scales}}) {
-      Mix(view.signature, v);
-    }
+    Mix(view.signature, encoding.format, decode, num_leaves, has_token_scales);
     const int64_t num_tokens = exchange.routing.num_tokens, capacity = exchange.routing.capacity;
     for (size_t i = 0; i < leaves; ++i) {
       const Array& in = args[i];
@@ -89,23 +81,20 @@ struct EncodedPayload : MovedPayload {
       }
       const int64_t of_values = value_bytes(encoding.format, elements);
       const int64_t of_scales = scale_bytes(encoding.format, elements);
-      int32_t value_width = kVectorBytes, scale_width = kVectorBytes;
-      if (has_encoded()) {
-        const size_t first = first_values() + 2 * i;
-        const Array &values = results[first], &scales = results[first + 1];
-        MOE_A2A_TRY(FirstOf({CheckItems(values, "values of rows", {capacity}, of_values),
-                             CheckItems(scales, "scales of rows", {capacity}, of_scales),
-                             decode ? CheckAlignment(values) : Problem()}));
-        value_width = Width(of_values, {&values});
-        scale_width = Width(of_scales, {&scales});
-      }
-      MovedArray& values = AddArray(of_values, 0, value_width, exchange);
-      MovedArray& scales = AddArray(of_scales, 0, scale_width, exchange);
+      MovedArray& values = AddArray(of_values, 0, kVectorBytes, exchange);
+      MovedArray& scales = AddArray(of_scales, 0, kVectorBytes, exchange);
       context.Bind(&values.in, in);
       if (decode) context.Bind(&encoding.decoded[i], results[i]);
       if (!has_encoded()) continue;
-      context.Bind(&values.out, results[first_values() + 2 * i]);
-      context.Bind(&scales.out, results[first_values() + 2 * i + 1]);
+      const size_t first = (decode ? leaves : 0) + 2 * i;
+      const Array &out = results[first], &out_scales = results[first + 1];
+      MOE_A2A_TRY(FirstOf({CheckItems(out, "values of rows", {capacity}, of_values),
+                           CheckItems(out_scales, "scales of rows", {capacity}, of_scales),
+                           decode ? CheckAlignment(out) : Problem()}));
+      values.width = Width(of_values, {&out});
+      scales.width = Width(of_scales, {&out_scales});
+      context.Bind(&values.out, out);
+      context.Bind(&scales.out, out_scales);
     }
     for (size_t i = 0; i < choice_arrays; ++i) {
       const Array& out = results[results_per_leaf() * leaves + i];
@@ -128,16 +117,14 @@ struct EncodedPayload : MovedPayload {
     const int32_t width = Width(kVectorBytes, {&array});
     if (width == kVectorBytes) return {};
     return Unsupported(
-        "leaves with a format, and their decoded rows, must begin at a multiple of " +
-        std::to_string(kVectorBytes) + " bytes; " + ToString(array) + " begins at a multiple of " +
-        std::to_string(width) +
+        "leaves with a format, and their decoded rows, must begin at a multiple of ", kVectorBytes,
+        " bytes; ", ToString(array), " begins at a multiple of ", width,
         ". Pass a copy of the leaf if it is a slice of a larger array or comes from another "
         "framework");
   }
 
   bool has_encoded() const { return !decode || keeps_encoded; }
   size_t results_per_leaf() const { return decode + 2 * has_encoded(); }
-  size_t first_values() const { return decode ? num_leaves : 0; }
   bool scales_travel() const { return has_token_scales && decode; }
 };
 

@@ -3,12 +3,11 @@
 
 #include <cstdint>
 
-#include "calls/array.h"
 #include "calls/call.h"
 
 namespace moe_a2a {
 
-// Adds an array that a dispatch moves. `choice_bytes` is 0 if whole rows move.
+// Adds an array that a dispatch moves.
 inline MovedArray& AddArray(int64_t row_bytes, int64_t choice_bytes, int32_t width,
                             DispatchParams& p) {
   MovedArray& array = p.arrays[p.num_arrays++];
@@ -33,13 +32,12 @@ inline Problem AddPlain(const CallContext& context, const Array& in, const Array
   return {};
 }
 
-// Operands and results: arrays of tokens, and then `num_choice_arrays` arrays of choices.
+// Operands and results: payload arrays of tokens, and then `num_choice_arrays` choice arrays.
 struct MovedPayload {
   int64_t num_choice_arrays;
   bool leaves_tail;
 
-  template <typename Reader>
-  bool Read(Reader&& read) {
+  bool Read(const AttributeReader& read) {
     return read("num_choice_arrays", &num_choice_arrays) && read("leaves_tail", &leaves_tail);
   }
 
@@ -48,13 +46,13 @@ struct MovedPayload {
                    DispatchParams& p) const {
     if (args.size() != results.size() || num_choice_arrays < 0 ||
         num_choice_arrays > static_cast<int64_t>(results.size())) {
-      return "a dispatch needs one result for each payload array, choice arrays included; got " +
-             std::to_string(args.size()) + " payload arrays, " + std::to_string(results.size()) +
-             " results and " + std::to_string(num_choice_arrays) + " choice arrays";
+      return Concat(
+          "a dispatch needs one result for each payload array, choice arrays included; got ",
+          args.size(), " payload arrays, ", results.size(), " results and ", num_choice_arrays,
+          " choice arrays");
     }
     if (results.size() > kMaxArrays) {
-      return Unsupported("a dispatch moves at most " + std::to_string(kMaxArrays) +
-                         " arrays; got " + std::to_string(results.size()));
+      return Unsupported("a dispatch moves at most ", kMaxArrays, " arrays; got ", results.size());
     }
     p.leaves_tail = leaves_tail;
     const size_t first_choice_array = results.size() - num_choice_arrays;

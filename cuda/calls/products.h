@@ -1,21 +1,20 @@
-// The calls that run without other ranks: products, the plan of a placement, and the choice of
-// experts. A call is a struct as in calls/call.h, but without state: each execution describes it.
+// Calls that run without other ranks: products, the plan of a placement, and the choice of experts.
+// A call is a struct as in calls/call.h. It has no state, so each execution calls Describe().
 //
-// The arguments of Take() are the arrays of a call: operands args[i] and results results[i], with
-// names, types and axes. C are rows, L are matrices of weights, B is a batch.
+// Take() lists each operand args[i] and each result results[i] with its name, type and axes. C is a
+// number of rows, L a number of weight matrices, and B a batch size.
 //
-// All products except kWeightGradient accept spare weights as one more operand. Their indices
-// follow those of the weights. Biases and scales are of both arrays, in this order.
+// All products except kWeightGradient accept spare weights as one more operand. Spare weights have
+// the indices after the weights. Biases and scales are of weights, and then of spare weights.
 //
 // The table of groups is int32 [3, groups]: first rows, numbers of rows, and indices of weights.
-// Its values are not checked; the lowering in Python ensures that they are in range.
+// Python ensures that these values are in range, so they are not checked here.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <string>
 
-#include "calls/array.h"
 #include "calls/call.h"
 #include "gemm/act_encode.h"
 #include "gemm/encode_squares.h"
@@ -30,15 +29,14 @@
 
 namespace moe_a2a {
 
-// The parameters of a call's kernels, and the functions that load and launch them. Kernels are
-// loaded before the first execution on a device, because no launch may load a kernel.
+// The parameters of a call's kernels, and the functions that load and launch the kernels. Kernels
+// are loaded before the first execution on a device, because no launch may load a kernel.
 template <typename KernelParams, auto kLoadKernels, auto kLaunchKernel>
 struct ProductCall {
   using Params = KernelParams;
   static constexpr auto kLoad = kLoadKernels;
   static constexpr auto kLaunch = kLaunchKernel;
-  // Most kernels have code for compute capability 9.0 alone.
-  static constexpr bool kRunsOnAllGpus = false;
+  static constexpr bool kRunsOnAllGpus = false;  // false: only on compute capability 9.0
 
   int64_t num_sms = 0;  // the most blocks to launch; 0: one for each multiprocessor
 };
@@ -46,9 +44,8 @@ struct ProductCall {
 inline Problem CheckCounts(ArraySlice args, size_t least, size_t most, ArraySlice results,
                            size_t num_results) {
   if (args.size() >= least && args.size() <= most && results.size() == num_results) return {};
-  return "the call needs " + std::to_string(least) + " to " + std::to_string(most) +
-         " operands and " + std::to_string(num_results) + " results; got " +
-         std::to_string(args.size()) + " and " + std::to_string(results.size());
+  return Concat("the call needs ", least, " to ", most, " operands and ", num_results,
+                " results; got ", args.size(), " and ", results.size());
 }
 
 template <typename T>
@@ -57,7 +54,7 @@ Problem Take(const Array& array, const char* name, const DataType& type, Axes ax
   return CheckShape(array, name, type, axes);
 }
 
-// Takes an array of two axes or more, or nothing from the array [0] of a call that leaves it out.
+// Takes an array of two axes or more. A call without this array passes an empty array of one axis.
 template <typename T>
 Problem TakeOptional(const Array& array, const char* name, const DataType& type, Axes axes,
                      T** data) {
@@ -106,7 +103,7 @@ inline Problem DescribeGemm(const Array& rows, const Array& weights, const Array
   gemm->num_weights = weights.dimensions[0];
   gemm->k = weights.dimensions[1];
   gemm->n = weights.dimensions[2];
-  // This check comes first, so that the reason names a dtype that no kernel supports.
+  // Check this first, so that the problem names an unsupported dtype.
   MOE_A2A_TRY(WhyNotGroupedGemm(name, gemm->num_rows, table.dimensions[1], gemm->k, gemm->n));
   const bool is_transposed = gemm->product == GroupedProduct::kTransposed;
   return FirstOf(
@@ -116,21 +113,20 @@ inline Problem DescribeGemm(const Array& rows, const Array& weights, const Array
        TakeGroups(table, counter, gemm)});
 }
 
-// A product of 16-bit numbers. Operands: a, b, the table of groups, and for a kWeightGradient
-// optionally the total (in the memory of d) to which products are added. Results: d, the counter.
+// A product of 16-bit numbers. Operands: a, b, table, and optionally for kWeightGradient the total.
+// Results: d, counter. With a total, the product is added to the total, and d has its memory.
 struct GroupedGemmCall : ProductCall<GroupedGemm, LoadGroupedGemm, LaunchGroupedGemm> {
   int64_t product;
 
   static constexpr const char* kTarget = "moe_a2a_grouped_gemm";
 
-  template <typename Reader>
-  bool Read(Reader&& read) {
+  bool Read(const AttributeReader& read) {
     return read("product", &product) && read("num_sms", &num_sms);
   }
 
   Problem Describe(ArraySlice args, ArraySlice results, GroupedGemm* gemm) const {
     if (product < 0 || product > static_cast<int64_t>(GroupedProduct::kWeightGradient)) {
-      return "grouped_dot has no product " + std::to_string(product);
+      return Concat("grouped_dot has no product ", product);
     }
     gemm->product = static_cast<GroupedProduct>(product);
     const bool is_gradient = gemm->product == GroupedProduct::kWeightGradient,
@@ -155,8 +151,8 @@ struct GroupedGemmCall : ProductCall<GroupedGemm, LoadGroupedGemm, LaunchGrouped
   }
 };
 
-// The product of a GroupedGemmCall by cuBLASLt. The counter is the scratch memory, int32
-// [LibraryScratch(groups)]. The library expects `mean_rows` rows in a group.
+// A GroupedGemmCall that cuBLASLt computes. In place of the counter, the call has scratch memory,
+// int32 [LibraryScratch(groups)]. The library expects `mean_rows` rows in a group.
 struct LibraryGemmCall : GroupedGemmCall {
   int64_t mean_rows;
 
@@ -166,8 +162,7 @@ struct LibraryGemmCall : GroupedGemmCall {
   static constexpr const char* kTarget = "moe_a2a_library_gemm";
   static constexpr bool kRunsOnAllGpus = true;
 
-  template <typename Reader>
-  bool Read(Reader&& read) {
+  bool Read(const AttributeReader& read) {
     return GroupedGemmCall::Read(read) && read("mean_rows", &mean_rows);
   }
 
@@ -189,27 +184,24 @@ struct ActivationCall : ProductCall<KernelParams, kLoad, kLaunch> {
   int64_t activation, gated;
   float alpha, limit;
 
-  template <typename Reader>
-  bool Read(Reader&& read) {
+  bool Read(const AttributeReader& read) {
     return read("num_sms", &this->num_sms) && read("activation", &activation) &&
            read("gated", &gated) && read("alpha", &alpha) && read("limit", &limit);
   }
 
   template <typename Activated>
   Problem DescribeActivation(Activated* activated) const {
-    const auto last = Activation::kScaledBias;
     activated->function = static_cast<Activation>(activation);
     activated->is_gated = gated != 0;
     activated->alpha = alpha;
     activated->limit = limit;
-    const bool needs_gate = activated->function == Activation::kClampedSwiglu,
-               needs_none = activated->function == last;
-    if (activation >= 0 && activation <= static_cast<int64_t>(last) &&
-        !(activated->is_gated ? needs_none : needs_gate)) {
+    const auto unfit = gated != 0 ? Activation::kScaledBias : Activation::kClampedSwiglu;
+    if (activation >= 0 && activation <= static_cast<int64_t>(Activation::kScaledBias) &&
+        activated->function != unfit) {
       return {};
     }
-    return "no kernel has the activation " + std::to_string(activation) +
-           (activated->is_gated ? ", gated" : ", not gated");
+    return Concat("no kernel has the activation ", activation,
+                  (activated->is_gated ? ", gated" : ", not gated"));
   }
 };
 
@@ -218,7 +210,7 @@ struct ActivatedGemm : GroupedGemm {
 };
 
 struct ActivatedGemmCall : ActivationCall<ActivatedGemm, LoadGroupedGemm, LaunchGroupedGemm> {
-  // The caller has set `gemm->product`. Returns the columns of pre-activations in `width`.
+  // The caller has set `gemm->product`. Sets `width` to the columns of pre-activations.
   Problem DescribeActivated(ArraySlice args, const Array& counter, ActivatedGemm* gemm,
                             int64_t* width) const {
     gemm->activated = &gemm->epilogue;
@@ -227,8 +219,8 @@ struct ActivatedGemmCall : ActivationCall<ActivatedGemm, LoadGroupedGemm, Launch
     const bool is_gradient = gemm->product == GroupedProduct::kTransposed;
     *width = !is_gradient ? gemm->n : gemm->epilogue.is_gated ? 2 * gemm->k : gemm->k;
     if (gemm->epilogue.is_gated && *width % 16 != 0) {
-      return "a gated activation needs pre-activations in multiples of 16 columns; got " +
-             std::to_string(*width);
+      return Concat("a gated activation needs pre-activations in multiples of 16 columns; got ",
+                    *width);
     }
     return FirstOf(
         {TakeSpare(args.from(5), args[1], gemm),
@@ -236,22 +228,21 @@ struct ActivatedGemmCall : ActivationCall<ActivatedGemm, LoadGroupedGemm, Launch
   }
 };
 
-// The activated product of rows [C, K] and weights [L, K, P]. Operands: rows, weights, table,
-// biases, router weights. Results: activations [C, I], pre-activations, counter.
+// The activations of the product of rows [C, K] and weights [L, K, P]. Operands: rows, weights,
+// table, biases, router weights. Results: activations [C, I], pre-activations, counter.
 struct DotActCall : ActivatedGemmCall {
   int64_t product;
 
   static constexpr const char* kTarget = "moe_a2a_dot_act";
 
-  template <typename Reader>
-  bool Read(Reader&& read) {
+  bool Read(const AttributeReader& read) {
     return read("product", &product) && ActivatedGemmCall::Read(read);
   }
 
   Problem Describe(ArraySlice args, ArraySlice results, ActivatedGemm* gemm) const {
     gemm->product = static_cast<GroupedProduct>(product);
     if (gemm->product != GroupedProduct::kForward && gemm->product != GroupedProduct::kForwardFew) {
-      return "an activation has no product " + std::to_string(product);
+      return Concat("an activation has no product ", product);
     }
     MOE_A2A_TRY(CheckCounts(args, 5, 6, results, 3));
     int64_t width;
@@ -267,7 +258,7 @@ struct DotActCall : ActivatedGemmCall {
   }
 };
 
-// The gradient of activations times weights [L, I, N]. Operands: gradient [C, N], weights, table,
+// The gradients of activations times weights [L, I, N]. Operands: gradient [C, N], weights, table,
 // pre-activations, router weights. Results: d_pre, weighted activations, partial dots, counter.
 struct ActDotGradCall : ActivatedGemmCall {
   static constexpr const char* kTarget = "moe_a2a_act_dot_grad";
@@ -290,69 +281,67 @@ struct ActDotGradCall : ActivatedGemmCall {
   }
 };
 
-// Returns the type of an array that may be bfloat16 or float32. CheckShape() refuses other types.
+// Returns the type that an array must have: float32 if it is float32, otherwise bfloat16.
 inline const DataType& WideType(const Array& array, ElementType* type) {
   const bool is_float = array.type == kFloat32;
   *type = is_float ? ElementType::kFloat32 : ElementType::kBFloat16;
   return is_float ? kFloat32 : kBFloat16;
 }
 
-// Operands: rows, weights [L, N, K], table, scales of both. Results: d and the counter.
+// Operands: rows, weights [L, N, K], table, scales of rows, scales of weights. Results: d, counter.
 struct Fp8GemmCall : ProductCall<Fp8Gemm, LoadFp8Gemm, LaunchFp8Gemm> {
   int64_t product;
 
   static constexpr const char* kTarget = "moe_a2a_fp8_gemm";
 
-  template <typename Reader>
-  bool Read(Reader&& read) {
+  bool Read(const AttributeReader& read) {
     return read("product", &product) && read("num_sms", &num_sms);
   }
 
-  Problem Describe(ArraySlice args, ArraySlice results, Fp8Gemm* params) const {
-    Fp8Gemm& gemm = *params;
-    gemm.product = static_cast<Fp8Product>(product);
-    if (gemm.product != Fp8Product::kForward && gemm.product != Fp8Product::kForwardFew) {
-      return "grouped_dot in FP8 has no product " + std::to_string(product);
+  Problem Describe(ArraySlice args, ArraySlice results, Fp8Gemm* gemm) const {
+    gemm->product = static_cast<Fp8Product>(product);
+    if (gemm->product != Fp8Product::kForward && gemm->product != Fp8Product::kForwardFew) {
+      return Concat("grouped_dot in FP8 has no product ", product);
     }
     MOE_A2A_TRY(CheckCounts(args, 5, 6, results, 2));
     const Array &rows = args[0], &weights = args[1], &table = args[2], &d = results[0];
     MOE_A2A_TRY(CheckAxes(rows, weights, table));
-    gemm.num_rows = rows.dimensions[0];
-    gemm.num_weights = weights.dimensions[0];
-    gemm.n = weights.dimensions[1];
-    gemm.k = weights.dimensions[2];
-    MOE_A2A_TRY(WhyNotFp8Gemm(gemm.num_rows, table.dimensions[1], gemm.k, gemm.n));
-    MOE_A2A_TRY(TakeSpare(args.from(5), weights, &gemm));
-    const int64_t blocks_k = gemm.k / kFp8Block, blocks_n = ceil_div(gemm.n, kFp8Block);
-    gemm.row_stride = blocks_k;
-    gemm.block_stride = 1;
-    const DataType& type = WideType(d, &gemm.type);
+    gemm->num_rows = rows.dimensions[0];
+    gemm->num_weights = weights.dimensions[0];
+    gemm->n = weights.dimensions[1];
+    gemm->k = weights.dimensions[2];
+    MOE_A2A_TRY(WhyNotFp8Gemm(gemm->num_rows, table.dimensions[1], gemm->k, gemm->n));
+    MOE_A2A_TRY(TakeSpare(args.from(5), weights, gemm));
+    const int64_t blocks_k = gemm->k / kFp8Block, blocks_n = ceil_div(gemm->n, kFp8Block);
+    gemm->row_stride = blocks_k;
+    gemm->block_stride = 1;
+    const DataType& type = WideType(d, &gemm->type);
     return FirstOf(
-        {Take(rows, "rows", kFp8, {gemm.num_rows, gemm.k}, &gemm.rows),
-         Take(weights, "weights", kFp8, {gemm.num_weights, gemm.n, gemm.k}, &gemm.matrices),
-         Take(args[3], "the scales of rows", kFloat32, {gemm.num_rows, blocks_k}, &gemm.row_scales),
+        {Take(rows, "rows", kFp8, {gemm->num_rows, gemm->k}, &gemm->rows),
+         Take(weights, "weights", kFp8, {gemm->num_weights, gemm->n, gemm->k}, &gemm->matrices),
+         Take(args[3], "the scales of rows", kFloat32, {gemm->num_rows, blocks_k},
+              &gemm->row_scales),
          Take(args[4], "the scales of weights", kFloat32,
-              {gemm.num_weights + gemm.num_spare, blocks_n, blocks_k}, &gemm.matrix_scales),
-         Take(d, "the result", type, {gemm.num_rows, gemm.n}, &gemm.d),
-         TakeGroups(table, results[1], &gemm)});
+              {gemm->num_weights + gemm->num_spare, blocks_n, blocks_k}, &gemm->matrix_scales),
+         Take(d, "the result", type, {gemm->num_rows, gemm->n}, &gemm->d),
+         TakeGroups(table, results[1], gemm)});
   }
 };
 
 template <typename KernelParams, auto kLaunch>
 struct EncodeCall : ActivationCall<KernelParams, LoadActEncode, kLaunch> {
   Problem DescribeEncode(ArraySlice args, ArraySlice results, bool encodes_product,
-                         ActEncode* params) const {
-    ActEncode& call = *params;
+                         ActEncode* call) const {
     const Array &product = args[0], &table = args[1], &row_weights = args[2];
     if (product.dimensions.size() != 3 || table.dimensions.size() != 2) {
       return "act_encode needs a product of three axes and a table of two; got " +
              ToString(product) + " and " + ToString(table);
     }
-    MOE_A2A_TRY(this->DescribeActivation(&call));
-    if (call.function == Activation::kScaledBias) return "act_encode needs an activation";
+    MOE_A2A_TRY(this->DescribeActivation(call));
+    if (call->function == Activation::kScaledBias) return "act_encode needs an activation";
     const int64_t batch = product.dimensions[0], rows = product.dimensions[1],
                   width = product.dimensions[2];
-    const int64_t halves = call.is_gated ? 2 : 1, columns = width / halves;
+    const int64_t halves = call->is_gated ? 2 : 1, columns = width / halves;
     const int64_t num_groups = table.dimensions[1], encoded = encodes_product ? width : columns;
     if (width % (halves * kFp8Block) != 0 || batch < 1 || num_groups < 1 ||
         num_groups % batch != 0) {
@@ -360,27 +349,27 @@ struct EncodeCall : ActivationCall<KernelParams, LoadActEncode, kLaunch> {
              "element of the batch; got a product " +
              ToString(product) + " and a table " + ToString(table);
     }
-    call.num_rows = batch * rows;
-    call.batch = static_cast<int32_t>(batch);
-    call.num_groups = static_cast<int32_t>(num_groups / batch);
-    call.columns = static_cast<int32_t>(columns);
-    const DataType& type = WideType(product, &call.type);
+    call->num_rows = batch * rows;
+    call->batch = static_cast<int32_t>(batch);
+    call->num_groups = static_cast<int32_t>(num_groups / batch);
+    call->columns = static_cast<int32_t>(columns);
+    const DataType& type = WideType(product, &call->type);
     const auto take_weights =
-        encodes_product || call.is_gated ? Take<const float> : TakeOptional<const float>;
+        encodes_product || call->is_gated ? Take<const float> : TakeOptional<const float>;
     const Problem problem = FirstOf(
-        {Take(product, "the product", type, {batch, rows, width}, &call.product),
-         Take(table, "the table of groups", kInt32, {3, num_groups}, &call.starts),
-         take_weights(row_weights, "router weights", kFloat32, {batch, rows}, &call.row_weights),
-         Take(results[0], "the values", kFp8, {batch, rows, encoded}, &call.values),
+        {Take(product, "the product", type, {batch, rows, width}, &call->product),
+         Take(table, "the table of groups", kInt32, {3, num_groups}, &call->starts),
+         take_weights(row_weights, "router weights", kFloat32, {batch, rows}, &call->row_weights),
+         Take(results[0], "the values", kFp8, {batch, rows, encoded}, &call->values),
          Take(results[1], "the scales", kFloat32, {batch, rows, encoded / kFp8Block},
-              &call.scales)});
-    call.sizes = call.starts + num_groups;
+              &call->scales)});
+    call->sizes = call->starts + num_groups;
     return problem;
   }
 };
 
-// The pass between two products in FP8. Operands: product [B, C, P], the table of B times L groups,
-// router weights. Without router weights, the product itself is encoded.
+// The activation between two products in FP8. Operands: product [B, C, P], the table of B * L
+// groups, router weights. Without router weights, the product is encoded without an activation.
 struct ActEncodeCall : EncodeCall<ActEncode, LaunchActEncode> {
   static constexpr const char* kTarget = "moe_a2a_act_encode";
 
@@ -390,7 +379,7 @@ struct ActEncodeCall : EncodeCall<ActEncode, LaunchActEncode> {
   }
 };
 
-// The gradients of ActEncodeCall. The values and scales encode the gradient of the product.
+// The gradients of ActEncodeCall. The values and scales are of the gradient of the product.
 struct ActGradCall : EncodeCall<ActGrad, LaunchActGrad> {
   static constexpr const char* kTarget = "moe_a2a_act_grad";
 
@@ -410,17 +399,13 @@ struct ActGradCall : EncodeCall<ActGrad, LaunchActGrad> {
   }
 };
 
-// The quantization of weights [L, K, N] to values [L, N, K], values [L, K, N] or both.
+// Quantizes weights [L, K, N] to values [L, N, K], values [L, K, N], or both.
 struct EncodeSquaresCall : ProductCall<EncodeSquares, LoadEncodeSquares, LaunchEncodeSquares> {
   static constexpr const char* kTarget = "moe_a2a_encode_squares";
 
-  template <typename Reader>
-  bool Read(Reader&&) {
-    return true;
-  }
+  bool Read(const AttributeReader&) { return true; }
 
-  Problem Describe(ArraySlice args, ArraySlice results, EncodeSquares* params) const {
-    EncodeSquares& call = *params;
+  Problem Describe(ArraySlice args, ArraySlice results, EncodeSquares* call) const {
     MOE_A2A_TRY(CheckCounts(args, 1, 1, results, 3));
     const Array& weights = args[0];
     if (weights.dimensions.size() != 3 || weights.dimensions[1] % kFp8Block != 0 ||
@@ -429,16 +414,16 @@ struct EncodeSquaresCall : ProductCall<EncodeSquares, LoadEncodeSquares, LaunchE
              ToString(weights);
     }
     const int64_t num = weights.dimensions[0], k = weights.dimensions[1], n = weights.dimensions[2];
-    call.num_matrices = num;
-    call.k = k;
-    call.n = n;
-    const DataType& type = WideType(weights, &call.type);
+    call->num_matrices = num;
+    call->k = k;
+    call->n = n;
+    const DataType& type = WideType(weights, &call->type);
     return FirstOf(
-        {Take(weights, "weights", type, {num, k, n}, &call.weights),
-         TakeOptional(results[0], "the values", kFp8, {num, n, k}, &call.turned),
-         TakeOptional(results[1], "the transposed values", kFp8, {num, k, n}, &call.plain),
+        {Take(weights, "weights", type, {num, k, n}, &call->weights),
+         TakeOptional(results[0], "the values", kFp8, {num, n, k}, &call->turned),
+         TakeOptional(results[1], "the transposed values", kFp8, {num, k, n}, &call->plain),
          Take(results[2], "the scales", kFloat32, {num, n / kFp8Block, k / kFp8Block},
-              &call.scales)});
+              &call->scales)});
   }
 };
 
@@ -448,8 +433,7 @@ struct FillSlotsCall : ProductCall<FillSlots, LoadFillSlots, LaunchFillSlots> {
   static constexpr const char* kTarget = "moe_a2a_fill_slots";
   static constexpr bool kRunsOnAllGpus = true;
 
-  template <typename Reader>
-  bool Read(Reader&& read) {
+  bool Read(const AttributeReader& read) {
     return read("most", &most) && read("min_rows", &min_rows);
   }
 
@@ -464,9 +448,8 @@ struct FillSlotsCall : ProductCall<FillSlots, LoadFillSlots, LaunchFillSlots> {
                   local = experts.dimensions[2], width = slots.dimensions[2];
     if (ranks < 1 || ranks > kMaxRanks || local < 1 || local > kMaxPlannedExperts / ranks ||
         width < local || most < 1 || min_rows < 1) {
-      return "fill_slots cannot fill " + ToString(slots) + " from " + ToString(experts) + " with " +
-             std::to_string(most) + " slots of an expert and " + std::to_string(min_rows) +
-             " rows of a replica";
+      return Concat("fill_slots cannot fill ", ToString(slots), " from ", ToString(experts),
+                    " with ", most, " slots of an expert and ", min_rows, " rows of a replica");
     }
     params->batch = static_cast<int32_t>(batch);
     params->num_ranks = static_cast<int32_t>(ranks);
@@ -482,7 +465,7 @@ struct FillSlotsCall : ProductCall<FillSlots, LoadFillSlots, LaunchFillSlots> {
   }
 };
 
-// Chooses the experts of T tokens (router/choose.h). The mask is [T], or [0] if all tokens choose.
+// Chooses the experts of T tokens (router/choose.h). The mask is [T], or [0] if there is no mask.
 struct ChooseCall : ProductCall<Choose, LoadChoose, LaunchChoose> {
   int64_t num_groups, top_groups, top_in_group, renormalizes, is_sigmoid;
   float scale;
@@ -490,8 +473,7 @@ struct ChooseCall : ProductCall<Choose, LoadChoose, LaunchChoose> {
   static constexpr const char* kTarget = "moe_a2a_choose";
   static constexpr bool kRunsOnAllGpus = true;
 
-  template <typename Reader>
-  bool Read(Reader&& read) {
+  bool Read(const AttributeReader& read) {
     return read("num_groups", &num_groups) && read("top_groups", &top_groups) &&
            read("top_in_group", &top_in_group) && read("renormalizes", &renormalizes) &&
            read("is_sigmoid", &is_sigmoid) && read("scale", &scale);
@@ -508,9 +490,9 @@ struct ChooseCall : ProductCall<Choose, LoadChoose, LaunchChoose> {
     if (!HasRoomForKeys(experts, num_groups) || top_groups < 1 || top_groups > num_groups ||
         top_in_group < 1 || top_in_group > experts / num_groups || choices < 1 ||
         choices > std::min<int64_t>(kMaxTopK, experts / num_groups * top_groups)) {
-      return "choose cannot choose " + ToString(ids) + " from " + ToString(keys) + " in " +
-             std::to_string(num_groups) + " groups, from the best " + std::to_string(top_groups) +
-             " by " + std::to_string(top_in_group) + " keys";
+      return Concat("choose cannot choose ", ToString(ids), " from ", ToString(keys), " in ",
+                    num_groups, " groups, from the best ", top_groups, " by ", top_in_group,
+                    " keys");
     }
     params->num_tokens = tokens;
     params->num_experts = static_cast<int32_t>(experts);
@@ -543,13 +525,13 @@ using ProductCalls =
 using ProductCalls = Types<FillSlotsCall, ChooseCall>;
 #endif
 
-template <typename Call, typename Reader>
-Problem DescribeProduct(const Reader& read, ArraySlice args, ArraySlice results,
+template <typename Call>
+Problem DescribeProduct(const AttributeReader& read, ArraySlice args, ArraySlice results,
                         typename Call::Params* params, int64_t* num_sms) {
   Call call = {};
   MOE_A2A_TRY(ReadAttributes(read, &call));
   *num_sms = call.num_sms;
-  if (*num_sms < 0) return "num_sms must be at least 0; got " + std::to_string(*num_sms);
+  if (*num_sms < 0) return Concat("num_sms must be at least 0; got ", *num_sms);
   return call.Describe(args, results, params);
 }
 

@@ -1,10 +1,9 @@
-// `route`. Operands: ids, this device's rank. Results: the plan, and scratch for launch 2.
+// The call `route`. Operands: ids, this device's rank. Results: plan, and scratch for launch 2.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 
-#include "calls/array.h"
 #include "calls/call.h"
 #include "calls/routing.h"
 
@@ -17,8 +16,7 @@ struct RouteCall : ExchangeCall<RouteParams, Operation::kRoute> {
 
   static constexpr const char* kTarget = "moe_a2a_route";
 
-  template <typename Reader>
-  bool Read(Reader&& read) {
+  bool Read(const AttributeReader& read) {
     return read("num_experts", &num_experts) && read("alignment", &alignment) &&
            read("tokens_per_chunk", &tokens_per_chunk) && read("may_drop", &may_drop) &&
            read("parts", &parts);
@@ -27,7 +25,8 @@ struct RouteCall : ExchangeCall<RouteParams, Operation::kRoute> {
   Problem Describe(const CallContext& context, ArraySlice args, ArraySlice results,
                    RouteParams* params) const {
     RouteParams& p = *params;
-    if (args.size() != 2 || results.size() != kNumResults || results[4].dimensions.size() == 0) {
+    if (args.size() != 2 || results.size() != kNumPlanArrays + 3 ||
+        results[4].dimensions.size() == 0) {
       return "route needs ids and rank, and returns 14 arrays";
     }
     const Array& ids = args[0];
@@ -53,23 +52,24 @@ struct RouteCall : ExchangeCall<RouteParams, Operation::kRoute> {
     const int64_t blocks = int64_t{p.batch} * p.chunks * p.view.num_ranks;
     if (p.tokens_per_chunk > kMaxTokensPerRouteChunk || p.num_experts % p.view.num_ranks != 0 ||
         p.parts < 1 || p.local_experts() % p.parts != 0) {
-      return "route needs chunks of at most " + std::to_string(kMaxTokensPerRouteChunk) +
-             " tokens, and experts of whole ranks and parts; got " +
-             std::to_string(p.tokens_per_chunk) + " tokens, " + std::to_string(num_experts) +
-             " experts, " + std::to_string(parts) + " parts and " +
-             std::to_string(p.view.num_ranks) + " ranks";
+      return Concat("route needs chunks of at most ", kMaxTokensPerRouteChunk,
+                    " tokens, and experts of whole ranks and parts; got ", p.tokens_per_chunk,
+                    " tokens, ", num_experts, " experts, ", parts, " parts and ", p.view.num_ranks,
+                    " ranks");
     }
+    const int64_t counts = int64_t{p.levels()} * p.local_experts();
     if ((context.is_colocated && blocks > kMaxColocatedBlocks) ||
         int64_t{p.batch} * p.chunks > kMaxChunks || p.local_experts() > kMaxLocalExperts ||
-        int64_t{p.levels()} * p.local_experts() > kMaxRouteCounts ||
-        p.num_experts > kMaxRouteExperts) {
-      return Unsupported(Reason(p));
+        counts > kMaxRouteCounts || p.num_experts > kMaxRouteExperts) {
+      return Unsupported("route has at most ", kMaxChunks, " chunks, ", kMaxLocalExperts,
+                         " experts per rank, ", kMaxRouteExperts, " experts and ", kMaxRouteCounts,
+                         " counts; got ", p.batch, " batches of ", p.chunks, " chunks, ",
+                         p.local_experts(), " experts per rank, ", p.num_experts, " experts and ",
+                         counts, " counts");
     }
-    for (int64_t v : {p.batch, p.num_tokens, p.top_k, p.num_experts, p.capacity, p.alignment,
-                      int32_t{p.may_drop}, p.parts}) {
-      Mix(p.view.signature, v);
-    }
-    Mix(p.view.signature, BytesOfIds(p));
+    Mix(p.view.signature, p.batch, p.num_tokens, p.top_k, p.num_experts, p.capacity, p.alignment,
+        p.may_drop, p.parts);
+    TakeZone(p.zone_bytes, 1, NumElements(ids, 0) * ids.type.bytes, p.view);
     context.Bind(&p.ids, ids);
     context.Bind(&p.rank, args[1]);
     BindPlan(context, results, &p.plan);
@@ -78,24 +78,6 @@ struct RouteCall : ExchangeCall<RouteParams, Operation::kRoute> {
     context.Bind(&p.expert_counts, scratch[1]);
     context.Bind(&p.rank_counts, scratch[2]);
     return {};
-  }
-
-  static int64_t ZoneBytes(const RouteParams& p) { return array_bytes(1, BytesOfIds(p)); }
-
- private:
-  static constexpr size_t kNumResults = kNumPlanArrays + 3;
-  static std::string Reason(const RouteParams& p) {
-    return "route has at most " + std::to_string(kMaxChunks) + " chunks, " +
-           std::to_string(kMaxLocalExperts) + " experts per rank, " +
-           std::to_string(kMaxRouteExperts) + " experts and " + std::to_string(kMaxRouteCounts) +
-           " counts; got " + std::to_string(p.batch) + " batches of " + std::to_string(p.chunks) +
-           " chunks, " + std::to_string(p.local_experts()) + " experts per rank, " +
-           std::to_string(p.num_experts) + " experts and " +
-           std::to_string(int64_t{p.levels()} * p.local_experts()) + " counts";
-  }
-
-  static int64_t BytesOfIds(const RouteParams& p) {
-    return int64_t{p.batch} * p.num_tokens * p.top_k * sizeof(int32_t);
   }
 };
 

@@ -1,10 +1,8 @@
-// `routed_dispatch`. Operands: ids, this device's rank, payload. Results: plan, rows of the
-// payload.
+// The call `routed_dispatch`. Operands: ids, rank, payload. Results: plan, rows of the payload.
 #pragma once
 
 #include <cstdint>
 
-#include "calls/array.h"
 #include "calls/call.h"
 #include "calls/encoded_payload.h"
 #include "calls/payload.h"
@@ -19,8 +17,7 @@ struct RoutedDispatchCall : ExchangeCall<RoutedDispatchParams, Operation::kRoute
 
   static constexpr const char* kTarget = "moe_a2a_routed_dispatch";
 
-  template <typename Reader>
-  bool Read(Reader&& read) {
+  bool Read(const AttributeReader& read) {
     return read("num_experts", &num_experts) && read("alignment", &alignment) &&
            read("may_drop", &may_drop) && payload.MovedPayload::Read(read) &&
            read("format", &payload.format) && (!has_format() || payload.Read(read));
@@ -47,26 +44,22 @@ struct RoutedDispatchCall : ExchangeCall<RoutedDispatchParams, Operation::kRoute
     p.num_experts = static_cast<int32_t>(num_experts);
     p.alignment = static_cast<int32_t>(alignment);
     p.may_drop = may_drop;
-    Mix(exchange.view.signature, p.num_experts);
-    Mix(exchange.view.signature, p.alignment);
-    Mix(exchange.view.signature, p.may_drop);
+    Mix(exchange.view.signature, p.num_experts, p.alignment, p.may_drop);
     const int num_ranks = exchange.view.num_ranks;
     if (p.num_experts % num_ranks != 0) {
-      return "routed dispatch needs experts of whole ranks; got " + std::to_string(num_experts) +
-             " experts and " + std::to_string(num_ranks) + " ranks";
+      return Concat("routed dispatch needs experts of whole ranks; got ", num_experts,
+                    " experts and ", num_ranks, " ranks");
     }
     if (exchange.routing.top_k > kMaxTopK ||
         !fits_routed_dispatch(num_ranks, exchange.routing.num_tokens, exchange.routing.top_k,
                               p.num_experts)) {
-      return Unsupported("routed dispatch has at most " + std::to_string(kMaxFusedTokens) +
-                         " tokens, " + std::to_string(kMaxFusedChoices) +
-                         " choices of all ranks, " + std::to_string(kMaxFusedExperts) +
-                         " experts per rank and " + std::to_string(kMaxFusedIds) +
-                         " experts; got ids " + ToString(ids) + " of " + std::to_string(num_ranks) +
-                         " ranks with " + std::to_string(p.num_experts / num_ranks) +
-                         " experts each");
+      return Unsupported("routed dispatch has at most ", kMaxFusedTokens, " tokens, ",
+                         kMaxFusedChoices, " choices of all ranks, ", kMaxFusedExperts,
+                         " experts per rank and ", kMaxFusedIds, " experts; got ids ",
+                         ToString(ids), " of ", num_ranks, " ranks with ",
+                         p.num_experts / num_ranks, " experts each");
     }
-    constexpr int kFirstCount = 8;  // from this index on, results are counts, before it indices
+    constexpr int kFirstCount = 8;  // arrays of the plan are first indices, and then counts
     for (int i = 0; i < kNumPlanArrays; ++i) {
       context.BindFill(&p.plan_fills[i], results[i]);
       p.plan_fills[i].byte = i >= kFirstCount ? 0 : 0xFF;

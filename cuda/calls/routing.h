@@ -6,7 +6,6 @@
 #include <limits>
 #include <string>
 
-#include "calls/array.h"
 #include "calls/call.h"
 #include "params.h"
 
@@ -19,17 +18,16 @@ constexpr const int32_t* RoutingView::* kRoutingArrays[] = {
 constexpr size_t kNumRoutingArrays = sizeof(kRoutingArrays) / sizeof(*kRoutingArrays);
 
 inline void SignShapes(RankView& view, const RoutingView& routing) {
-  Mix(view.signature, routing.num_tokens);
-  Mix(view.signature, routing.top_k);
-  Mix(view.signature, routing.capacity);
+  Mix(view.signature, routing.num_tokens, routing.top_k, routing.capacity);
 }
 
-// Describes the routing arrays at the end of `args`, and signs their sizes.
-inline Problem DescribeRouting(const CallContext& context, ArraySlice args, RankView& view,
-                               RoutingView* routing) {
+// Describes the view and the routing arrays, which are the last operands.
+template <typename Params>
+Problem DescribeRouting(const CallContext& context, ArraySlice args, Params& params) {
+  params.view = context.view;
   if (args.size() < kNumRoutingArrays) {
-    return "the last operands must be the " + std::to_string(kNumRoutingArrays) +
-           " routing arrays; got " + std::to_string(args.size()) + " operands";
+    return Concat("the last operands must be the ", kNumRoutingArrays, " routing arrays; got ",
+                  args.size(), " operands");
   }
   const ArraySlice arrays = args.from(args.size() - kNumRoutingArrays);
   const Array &choice_rank = arrays[2], &row_slot = arrays[4];
@@ -37,7 +35,7 @@ inline Problem DescribeRouting(const CallContext& context, ArraySlice args, Rank
     return "choice_rank must have two axes and row_slot one; got " + ToString(choice_rank) +
            " and " + ToString(row_slot);
   }
-  const int64_t num_ranks = view.num_ranks;
+  const int64_t num_ranks = context.view.num_ranks;
   const int64_t num_tokens = choice_rank.dimensions[0], top_k = choice_rank.dimensions[1];
   const int64_t capacity = row_slot.dimensions[0];
   MOE_A2A_TRY(FirstOf({CheckShape(arrays[0], "token_slot", kInt32, {num_tokens, num_ranks}),
@@ -46,19 +44,19 @@ inline Problem DescribeRouting(const CallContext& context, ArraySlice args, Rank
                        CheckShape(arrays[3], "slot_rows", kInt32, {num_ranks, num_tokens, top_k}),
                        CheckShape(row_slot, "row_slot", kInt32, {capacity})}));
   if (top_k > kMaxTopK) {
-    return Unsupported("top_k must be at most " + std::to_string(kMaxTopK) + "; got " +
-                       std::to_string(top_k));
+    return Unsupported("top_k must be at most ", kMaxTopK, "; got ", top_k);
   }
   if (std::max(num_tokens, capacity) > std::numeric_limits<int32_t>::max()) {
-    return Unsupported("tokens and rows must be fewer than 2**31; got " +
-                       std::to_string(num_tokens) + " and " + std::to_string(capacity));
+    return Unsupported("tokens and rows must be fewer than 2**31; got ", num_tokens, " and ",
+                       capacity);
   }
-  routing->num_tokens = static_cast<int32_t>(num_tokens);
-  routing->top_k = static_cast<int32_t>(top_k);
-  routing->capacity = static_cast<int32_t>(capacity);
-  SignShapes(view, *routing);
+  RoutingView& routing = params.routing;
+  routing.num_tokens = static_cast<int32_t>(num_tokens);
+  routing.top_k = static_cast<int32_t>(top_k);
+  routing.capacity = static_cast<int32_t>(capacity);
+  SignShapes(params.view, routing);
   for (size_t i = 0; i < kNumRoutingArrays; ++i) {
-    context.Bind(&(routing->*kRoutingArrays[i]), arrays[i]);
+    context.Bind(&(routing.*kRoutingArrays[i]), arrays[i]);
   }
   return {};
 }

@@ -1,12 +1,11 @@
-// Tells the lowering in Python why the kernels refuse a call. If they do not support the call, the
-// lowering takes another path. If the call is malformed, the lowering raises an error.
+// Tells the lowering in Python why the kernels refuse a call. If no kernel supports the call, the
+// lowering chooses another path. If the call is malformed, the lowering raises an error.
 #pragma once
 
 #include <cstdint>
 #include <string>
 #include <string_view>
 
-#include "calls/array.h"
 #include "calls/call.h"
 #include "calls/combine.h"
 #include "calls/dispatch.h"
@@ -21,14 +20,13 @@ using ExchangeCalls = Types<RouteCall, DispatchCall, FormatDispatchCall, RoutedD
                             WeightedDispatchCall, CombineCall>;
 
 struct Verdict {
-  Problem why;             // why the kernels refuse the call, or empty
-  int64_t half_bytes = 0;  // how many bytes of a ring half the call needs
+  Problem why;             // why the kernels refuse the call; empty if they accept it
+  int64_t half_bytes = 0;  // the bytes of a ring half that the call needs
 };
 
-// Returns the verdict about a call with aligned arrays. `read` reads attributes as in Call::Read.
-template <typename Reader>
-Verdict WhyNot(std::string_view target, const Reader& read, const Arrays& args,
-               const Arrays& results, int num_ranks, bool is_colocated) {
+// Returns the verdict about a call whose arrays are aligned.
+inline Verdict WhyNot(std::string_view target, const AttributeReader& read, const Arrays& args,
+                      const Arrays& results, int num_ranks, bool is_colocated) {
   Verdict verdict = {"no kernel has the target '" + std::string(target) + "'"};
   for_each(ExchangeCalls{}, [&](auto of) {
     using Call = typename decltype(of)::type;

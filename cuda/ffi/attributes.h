@@ -1,11 +1,13 @@
-// The attributes that every call has. jax_moe_a2a/_src/exchange/lowering.py writes them.
+// The attributes of all exchange calls. jax_moe_a2a/_src/exchange/lowering.py writes them.
 #pragma once
 
 #include <cstdint>
 #include <string>
 #include <string_view>
 #include <type_traits>
+#include <variant>
 
+#include "calls/call.h"
 #include "ffi/errors.h"
 #include "layout.h"
 #include "runtime/workspace.h"
@@ -20,29 +22,27 @@ struct CallAttributes {
   int64_t timeout_ns;
   int64_t first_timeout_ns;
   int64_t half_bytes;   // of the landing zones of all sources
-  bool raise_failures;  // false: a failure shows only in the outputs
+  bool raise_failures;  // false: after a failure, the kernels run and write NaN
   int64_t scopes;       // a hash of the name scopes around the call in the program
 
-  // All ranks are on the device that runs the call, so the call names no device.
+  // If all ranks are on the device that runs the call, the call names no device.
   bool is_on_one_device() const { return topology.devices.empty(); }
 };
 
-// Returns false if an attribute is missing or has another type.
-class AttributeReader {
- public:
-  explicit AttributeReader(const ffi::Dictionary& attributes) : attributes_(attributes) {}
+// Returns false if the attribute is missing or has another type.
+template <typename T>
+bool ReadAttribute(const ffi::Dictionary& attributes, const char* name, T* value) {
+  using Found = std::conditional_t<std::is_same_v<T, std::string>, std::string_view, T>;
+  const auto found = attributes.get<Found>(name);
+  if (found) *value = *found;
+  return found.has_value();
+}
 
-  template <typename T>
-  bool operator()(const char* name, T* value) const {
-    using Found = std::conditional_t<std::is_same_v<T, std::string>, std::string_view, T>;
-    const auto found = attributes_.get<Found>(name);
-    if (found) *value = *found;
-    return found.has_value();
-  }
-
- private:
-  const ffi::Dictionary& attributes_;
-};
+inline AttributeReader ReaderOf(const ffi::Dictionary& attributes) {
+  return [&attributes](const char* name, AttributePointer value) {
+    return std::visit([&](auto* to) { return ReadAttribute(attributes, name, to); }, value);
+  };
+}
 
 inline Problem LacksAttribute() {
   return Invalid(
@@ -52,8 +52,8 @@ inline Problem LacksAttribute() {
 inline Problem DecodeAttributes(const ffi::Dictionary& attributes, CallAttributes* call) {
   ffi::Span<const int64_t> devices;
   int64_t num_ranks, workspace_kind;
-  const AttributeReader read(attributes);
-  if (!read("devices", &devices) || !read("num_ranks", &num_ranks) ||
+  const AttributeReader read = ReaderOf(attributes);
+  if (!ReadAttribute(attributes, "devices", &devices) || !read("num_ranks", &num_ranks) ||
       !read("workspace_kind", &workspace_kind) || !read("num_sms", &call->num_sms) ||
       !read("timeout_ns", &call->timeout_ns) ||
       !read("first_timeout_ns", &call->first_timeout_ns) ||
@@ -62,8 +62,8 @@ inline Problem DecodeAttributes(const ffi::Dictionary& attributes, CallAttribute
     return LacksAttribute();
   }
   if (num_ranks < 1 || num_ranks > kMaxRanks || devices.size() % num_ranks != 0) {
-    return Invalid("num_ranks must divide the devices and be at most " + std::to_string(kMaxRanks) +
-                   "; got " + std::to_string(num_ranks));
+    return Invalid("num_ranks must divide the devices and be at most ", kMaxRanks, "; got ",
+                   num_ranks);
   }
   call->topology.devices.assign(devices.begin(), devices.end());
   call->topology.num_ranks = static_cast<int>(num_ranks);

@@ -14,14 +14,14 @@
 
 namespace moe_a2a {
 
-// The alignment of decoded arrays: 16 bytes, as usual, or that of this execution's addresses.
+// Whether arrays count as aligned to 16 bytes, or have the alignment of their current addresses.
 enum class Alignment { kVector, kOfThisExecution };
 
 inline ffi::AnyBuffer BufferOf(ffi::AnyBuffer buffer) { return buffer; }
 inline ffi::AnyBuffer BufferOf(ffi::Result<ffi::AnyBuffer> buffer) { return *buffer; }
 
 inline DataType TypeOf(ffi::DataType type) {
-  switch (type) {  // the types of products, which are described at each execution
+  switch (type) {  // without a stream for types of products, because each execution describes them
     case ffi::DataType::BF16: return kBFloat16;
     case ffi::DataType::F16: return kFloat16;
     case ffi::DataType::F32: return kFloat32;
@@ -34,9 +34,8 @@ inline DataType TypeOf(ffi::DataType type) {
   return TypeNamed(name.str());
 }
 
-// Decodes the operands or results of the first rank of a call. Their dimensions belong to XLA and
-// last as long as the execution. Ranks that share a device have common buffers, with a leading axis
-// of ranks. `first_index`: the index of the first of these arrays.
+// Decodes the operands or the results of the first rank. XLA owns the dimensions. If ranks share
+// the device, each buffer has a leading axis of ranks. `first_index` is the first Array::index.
 template <typename Buffers>
 Problem DecodeArrays(const Buffers& buffers, size_t first_index, int64_t ranks_of_device,
                      Alignment alignment, Arrays* decoded) {
@@ -48,9 +47,9 @@ Problem DecodeArrays(const Buffers& buffers, size_t first_index, int64_t ranks_o
     auto dimensions = buffer.dimensions();
     if (ranks_of_device > 1) {
       if (dimensions.size() == 0 || dimensions[0] != ranks_of_device) {
-        return Invalid("every array of a call with " + std::to_string(ranks_of_device) +
-                       " ranks on one GPU must have a leading axis of that size; array " +
-                       std::to_string(i) + " has none");
+        return Invalid("every array of a call with ", ranks_of_device,
+                       " ranks on one GPU must have a leading axis of that size; array ", i,
+                       " has none");
       }
       dimensions = {dimensions.begin() + 1, dimensions.size() - 1};
     }
@@ -71,7 +70,7 @@ Problem DecodeArrays(const Buffers& buffers, size_t first_index, int64_t ranks_o
 // The addresses of the operands and then the results of one execution.
 class AddressList {
  public:
-  // Returns false if an argument is not a buffer, or if a call cannot have so many.
+  // Returns false if an argument is not an array, or if there are too many.
   template <typename Buffers>
   bool Read(const Buffers& buffers) {
     for (size_t i = 0; i < buffers.size(); ++i) {
@@ -84,11 +83,11 @@ class AddressList {
   }
 
   Addresses addresses() const { return {list_, count_}; }
-  uintptr_t bits() const { return bits_; }  // the bitwise or of all addresses
+  uintptr_t bits() const { return bits_; }  // all addresses, combined with bitwise or
 
  private:
   static constexpr size_t kMost = 96;
-  // A done has the most arrays of all calls: the operands of its start, and the results twice.
+  // A done has the most arrays of all calls: the operands of its start, and the results two times.
   static_assert(kMost >= 2 * kMaxArrays + 1 + kNumRoutingArrays + 2 * kMaxArrays);
 
   char* list_[kMost];

@@ -1,10 +1,7 @@
 #include "ffi/call_state.h"
 
-#include <cuda_runtime_api.h>
-
 #include <algorithm>
 #include <string>
-#include <utility>
 
 #include "calls/call.h"
 #include "kernels/grid.h"
@@ -18,8 +15,8 @@ const ffi::TypeInfo CallState::info = ffi::MakeTypeInfo<CallState>();
 
 Problem CallState::Load() {
   if (attributes_.is_on_one_device()) return {};
-  Workspace& workspace = Workspace::Get(attributes_.topology, attributes_.workspace_kind);
-  return workspace.Reserve(attributes_.half_bytes, attributes_.timeout_ns);
+  return Workspace::Get(attributes_.topology, attributes_.workspace_kind)
+      .Reserve(attributes_.half_bytes, attributes_.timeout_ns);
 }
 
 Problem CallState::FindWorkspace(int32_t ordinal, Workspace** workspace) const {
@@ -31,7 +28,7 @@ Problem CallState::FindWorkspace(int32_t ordinal, Workspace** workspace) const {
   if (attributes_.is_on_one_device()) {
     int64_t id;
     if (!FindOwnDevice(ordinal, &id)) {
-      return Invalid("the program runs on GPU " + std::to_string(ordinal) +
+      return Invalid("the program runs on GPU ", ordinal,
                      ", which jax_moe_a2a does not know in this process; read the path of a "
                      "jax_moe_a2a.Group over this GPU before the program");
     }
@@ -61,8 +58,8 @@ Problem CallState::Execute(const Execution& execution) {
   Problem problem = Prepare(*workspace);
   if (problem.empty()) problem = ExecuteIn(*workspace, execution);
   if (problem.empty()) return {};
-  // After an error, XLA reuses the memory of the execution in the order of its stream, which must
-  // therefore wait for all work of the side stream.
+  // After an error, XLA reuses memory of this execution for later work of its stream. The stream
+  // must therefore wait for all work of the side stream.
   if (SideStream* side = workspace->Side(execution.ordinal)) side->JoinAll(execution.stream);
   return problem;
 }
@@ -70,7 +67,7 @@ Problem CallState::Execute(const Execution& execution) {
 Problem CallState::ExecuteIn(Workspace& workspace, const Execution& execution) {
   const DeviceState* state = states_.Find(execution.ordinal);
 #ifdef MOE_A2A_TEST_HOOKS
-  // The state depends on the limit on the number of blocks, which a test may have switched.
+  // A test may have changed the limit on the blocks, which is part of the state.
   if (state != nullptr && state->is_uncapped != workspace.is_uncapped()) state = nullptr;
 #endif
   if (state == nullptr) {
@@ -87,13 +84,10 @@ Problem CallState::SetView(const Workspace& workspace, Operation operation, int3
   view->timeout_ns = attributes_.timeout_ns;
   view->first_timeout_ns = attributes_.first_timeout_ns;
   view->operation = operation;
-  uint64_t& signature = view->signature;
-  Mix(signature, kProtocolVersion);
-  for (int64_t device : workspace.topology().devices) Mix(signature, device);
-  Mix(signature, static_cast<uint64_t>(attributes_.workspace_kind));
-  Mix(signature, static_cast<uint64_t>(operation));
-  Mix(signature, attributes_.half_bytes);
-  Mix(signature, attributes_.scopes);
+  Mix(view->signature, kProtocolVersion);
+  for (int64_t device : workspace.topology().devices) Mix(view->signature, device);
+  Mix(view->signature, attributes_.workspace_kind, operation, attributes_.half_bytes,
+      attributes_.scopes);
   return {};
 }
 
@@ -105,24 +99,23 @@ Problem CallState::SetBlocksOfRank(const Workspace& workspace, int32_t ordinal,
   int sms = 0;
   MOE_A2A_TRY(ProblemOf(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, ordinal),
                         "asking for the device's multiprocessors"));
-  if (num_sms < 1) return Invalid("num_sms must be at least 1; got " + std::to_string(num_sms));
+  if (num_sms < 1) return Invalid("num_sms must be at least 1; got ", num_sms);
   int64_t most =
       is_shared ? colocated_blocks(num_ranks, sms, is_split) : launch_blocks(num_ranks, sms);
 #ifdef MOE_A2A_TEST_HOOKS
-  // is_uncapped: a test launches more blocks than fit.
   if (!is_shared || workspace.is_uncapped()) most = num_sms;
 #endif
   *num_blocks = std::min(most, num_sms);
   if (most > 0) return {};
-  const std::string gpu = "GPU " + std::to_string(ordinal) + " has " + std::to_string(sms);
+  const std::string gpu = Concat("GPU ", ordinal, " has ", sms);
   if (!is_shared) {
     return Invalid("an exchange of several ranks needs two multiprocessors or more; " + gpu +
                    ". Use implementation='portable'");
   }
-  return Invalid(std::to_string(num_ranks) + " ranks on one GPU need " + std::to_string(num_ranks) +
+  return Invalid(num_ranks, " ranks on one GPU need ", num_ranks,
                  (is_split ? " multiprocessors for whole and as many for split exchanges; "
-                           : " multiprocessors; ") +
-                 gpu + ". Use fewer ranks per GPU");
+                           : " multiprocessors; "),
+                 gpu, ". Use fewer ranks per GPU");
 }
 
 }  // namespace moe_a2a

@@ -1,10 +1,9 @@
 // The state of a call of a program: everything that does not change between executions.
 //
-// XLA makes a state when it loads the program, and passes it to every later stage. All devices of
-// the process, and all threads that execute the program, share one state, so published parts of it
-// never change. The first execution on a device makes the DeviceState, because a call's arrays and
-// device are not known earlier. A DeviceState stays valid when the workspace is closed and opened
-// again, because a workspace keeps its addresses (runtime/workspace.h).
+// XLA makes a state when it loads the program. All devices of the process and all threads share the
+// state, so a part of it never changes after it is published. The first execution on a device makes
+// a DeviceState, because arrays and device are not known earlier. A DeviceState stays valid after
+// Close(), because a workspace keeps its addresses.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -44,35 +43,34 @@ struct DeviceState {
 
 class CallState {
  public:
-  // XLA assigns this number when Python registers the type.
-  static ffi::TypeId id;
+  static ffi::TypeId id;  // XLA assigns the id when Python registers the type
   static const ffi::TypeInfo info;
 
   virtual ~CallState() = default;
 
-  // Reserves the workspace when a program is loaded, before any of its calls runs on any device. If
-  // all ranks share a device, Initialize() does so, because the device is not known yet.
+  // Reserves the workspace when a program is loaded, before any of its calls runs. If all ranks
+  // share a device, the device is not known yet, and Initialize() reserves the workspace.
   Problem Load();
 
-  // Opens a closed workspace again, and reports a failure. XLA calls this before every execution,
-  // even if a CUDA graph is replayed, without Execute().
+  // Opens a closed workspace again, and reports a failure. XLA calls this before every execution.
+  // The replay of a CUDA graph calls only this, and not Execute().
   Problem Initialize(int32_t ordinal);
 
-  // Launches the exchange, or joins a split exchange. After the first execution on a device, does
-  // not allocate and takes no process-wide lock.
+  // Launches the exchange, or joins a split exchange. Only the first execution on a device
+  // allocates memory or takes a process-wide lock.
   Problem Execute(const Execution& execution);
 
  protected:
   explicit CallState(CallAttributes attributes) : attributes_(std::move(attributes)) {}
 
-  const CallAttributes& attributes() const { return attributes_; }
-
-  // Sets the view of a device's first rank. Its signature covers the common attributes.
+  // Sets the view of a device's first rank, with a signature of the attributes of all calls.
   Problem SetView(const Workspace& workspace, Operation operation, int32_t ordinal,
                   RankView* view) const;
 
-  // Sets the blocks of each rank: as many as the call requests and the multiprocessors allow.
+  // Sets the blocks of each rank: the number in the call, limited by the multiprocessors.
   Problem SetBlocksOfRank(const Workspace& workspace, int32_t ordinal, int64_t* num_blocks) const;
+
+  const CallAttributes attributes_;
 
  private:
   virtual Problem MakeDeviceState(const Execution& execution, Workspace& workspace,
@@ -82,11 +80,9 @@ class CallState {
 
   Problem ExecuteIn(Workspace& workspace, const Execution& execution);
   Problem FindWorkspace(int32_t ordinal, Workspace** workspace) const;
-  // Opens or grows the workspace. Reports an earlier failure if the call has `raise_failures`;
-  // otherwise the kernels run, and return NaN at once.
+  // Opens or grows the workspace. Reports an earlier failure if the call has `raise_failures`.
   Problem Prepare(Workspace& workspace) const;
 
-  const CallAttributes attributes_;
   PerDevice<DeviceState> states_;
 };
 

@@ -1,4 +1,4 @@
-// The state of a call whose operation is described in cuda/calls.
+// The states of a call of cuda/calls, and of a done.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -34,16 +34,16 @@ class CallStateOf final : public CallState {
  private:
   struct LaunchState final : DeviceState {
     LaunchState(Workspace& workspace, int32_t ordinal) : DeviceState(workspace, ordinal) {
-      // Even padding bytes must be equal on all ranks that share a device (device/ranks.cuh).
+      // Ranks that share a device must also have equal padding bytes (device/ranks.cuh).
       std::memset(static_cast<void*>(&params), 0, sizeof(params));
     }
 
     Params params;  // of the first rank
     int blocks;
-    bool has_run;                   // whether the view has the id of the execution
+    bool has_run;                   // true: RankView::run is the id of the execution
     std::vector<int64_t> bytes;     // of each array of a rank
-    std::vector<Binding> bindings;  // members of `params`
-    size_t name;  // index of the result that identifies a launch; without one, the number of arrays
+    std::vector<Binding> bindings;  // pointers among `params`
+    size_t name;                    // index of the first result that has bytes, or number of arrays
   };
 
   Problem MakeDeviceState(const Execution& execution, Workspace& workspace,
@@ -76,13 +76,12 @@ class CallStateOf final : public CallState {
         !p.empty()) {
       return Invalid(p);
     }
-    if (const int64_t bytes = HalfBytes<Call>(params); bytes > attributes().half_bytes) {
-      return "the landing zone needs " + std::to_string(bytes) + " bytes; the lowering reserved " +
-             std::to_string(attributes().half_bytes);
+    if (const int64_t bytes = HalfBytes<Call>(params); bytes > attributes_.half_bytes) {
+      return Concat("the landing zone needs ", bytes, " bytes; the lowering reserved ",
+                    attributes_.half_bytes);
     }
     state->blocks = grid_of(params, num_sms).blocks;
-    // Each process numbers its executions independently.
-    state->has_run = !workspace.spans_processes();
+    state->has_run = !workspace.spans_processes();  // each process has its own ids of executions
     return {};
   }
 
@@ -93,7 +92,7 @@ class CallStateOf final : public CallState {
       return "an operand or a result of the call is not an array, or the call has too many";
     }
     if (arrays.bits() % kVectorBytes == 0) return Launch(execution, state, arrays.addresses());
-    // XLA aligns what it allocates, but a slice of an array may begin at any address.
+    // XLA aligns its allocations, but a slice of an array may begin at any address.
     LaunchState unaligned(state.workspace, execution.ordinal);
     MOE_A2A_TRY(Describe(execution, Alignment::kOfThisExecution, &unaligned));
     return Launch(execution, unaligned, arrays.addresses());
@@ -110,7 +109,8 @@ class CallStateOf final : public CallState {
       view.rank += i;
       view.error += i;
       view.run = run;
-      // Launches that overlap have different results, whose addresses identify the launches.
+      // The address of a result identifies the launch, because overlapping launches share no
+      // result.
       view.launch =
           state.name < arrays.size() ? reinterpret_cast<uint64_t>(address_of(state.name)) : 1;
     }
@@ -121,8 +121,7 @@ class CallStateOf final : public CallState {
     return state.side == nullptr ? Problem() : state.side->Started(execution.run, arrays);
   }
 
-  // A captured call has no id, because a replay has the arguments of the capture (docs/protocol.md,
-  // section 9).
+  // A captured call has no id, because all its replays would have this id (docs/protocol.md, 9).
   static bool IsCaptured(const Execution& execution) {
     if (!execution.may_be_captured) return false;
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -133,8 +132,8 @@ class CallStateOf final : public CallState {
   const Call call_;
 };
 
-// The done of a split exchange. Operands: the operands and then the results of its start. Results:
-// the results of the start (aliased).
+// The done of a split exchange. Operands: the operands and then the results of the start. Results:
+// the results of the start, in the same memory.
 class Done final : public CallState {
  public:
   explicit Done(CallAttributes attributes) : CallState(std::move(attributes)) {}

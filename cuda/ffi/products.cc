@@ -1,4 +1,4 @@
-// The handlers of calls/products.h: they decode a call, describe it and launch it.
+// The handlers of the calls in calls/products.h.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -20,7 +20,7 @@
 namespace moe_a2a {
 namespace {
 
-// Kernels with one block for each work item have no limit on their blocks.
+// Kernels that have one block for each work item do not accept a limit on their blocks.
 template <typename Call, typename Params>
 Problem Launch(Params& params, int num_sms, cudaStream_t stream) {
   if constexpr (std::is_invocable_v<decltype(Call::kLaunch), Params&, int, cudaStream_t>) {
@@ -44,7 +44,7 @@ Problem Run(cudaStream_t stream, int32_t ordinal, const ffi::Dictionary& attribu
   typename Call::Params params = {};
   int64_t limit = 0;
   if (const Problem problem =
-          DescribeProduct<Call>(AttributeReader(attributes), {args.data(), args.size()},
+          DescribeProduct<Call>(ReaderOf(attributes), {args.data(), args.size()},
                                 {results.data(), results.size()}, &params, &limit);
       !problem.empty()) {
     return Invalid(problem);
@@ -71,14 +71,14 @@ Problem CheckCapability(int32_t ordinal) {
     error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, ordinal);
   }
   MOE_A2A_TRY(ProblemOf(error, "asking for the compute capability"));
-  const std::string capability = std::to_string(major) + "." + std::to_string(minor);
+  const std::string capability = Concat(major, ".", minor);
   if (capability == kGemmCapability) return {};
   return Invalid("the kernel of grouped_dot needs compute capability " +
                  std::string(kGemmCapability) + "; got " + capability +
                  ". The program was lowered for another GPU; lower it again");
 }
 
-// Loads the kernels, once for each device, because they cannot be loaded while a graph is captured.
+// Loads the kernels once for each device, because no load is possible while a graph is captured.
 template <typename Call>
 ffi::Error Load(int32_t ordinal, ffi::Dictionary) {
   static std::atomic<uint64_t> loaded{0};
@@ -94,7 +94,7 @@ ffi::Error Load(int32_t ordinal, ffi::Dictionary) {
 
 template <typename Call>
 XLA_FFI_Error* ExecuteHandler(XLA_FFI_CallFrame* frame) {
-  // A graph must not capture cuBLASLt, which loads a kernel when it first launches this kernel.
+  // A graph must not capture cuBLASLt, because it loads a kernel when it first launches the kernel.
   constexpr bool kMayBeCaptured = !std::is_same_v<Call, LibraryGemmCall>;
   static const auto* handler =
       MakeHandler<kMayBeCaptured>(ffi::Ffi::Bind()

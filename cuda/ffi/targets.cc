@@ -4,9 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include <memory>
-#include <string>
 #include <utility>
-#include <vector>
 
 #include "calls/why_not.h"
 #include "ffi/attributes.h"
@@ -23,7 +21,7 @@ using NewState = std::unique_ptr<CallState>;
 template <typename Call>
 Problem MakeState(const ffi::Dictionary& attributes, CallAttributes common, NewState* made) {
   Call call = {};
-  if (!call.Read(AttributeReader(attributes))) return LacksAttribute();
+  if (!call.Read(ReaderOf(attributes))) return LacksAttribute();
   *made = std::make_unique<CallStateOf<Call>>(std::move(common), std::move(call));
   return {};
 }
@@ -50,16 +48,13 @@ XLA_FFI_Error* InstantiateHandler(XLA_FFI_CallFrame* frame) {
   return handler->Call(frame);
 }
 
-ffi::Error Initialize(int32_t ordinal, CallState* state) {
-  return ToError(state->Initialize(ordinal));
-}
-
 XLA_FFI_Error* InitializeHandler(XLA_FFI_CallFrame* frame) {
-  static const auto* handler = ffi::Ffi::BindInitialize()
-                                   .Ctx<ffi::DeviceOrdinal>()
-                                   .Ctx<ffi::State<CallState>>()
-                                   .To(Initialize)
-                                   .release();
+  static const auto* handler =
+      ffi::Ffi::BindInitialize()
+          .Ctx<ffi::DeviceOrdinal>()
+          .Ctx<ffi::State<CallState>>()
+          .To([](int32_t ordinal, CallState* state) { return ToError(state->Initialize(ordinal)); })
+          .release();
   return handler->Call(frame);
 }
 
@@ -83,8 +78,8 @@ XLA_FFI_Error* ExecuteHandler(XLA_FFI_CallFrame* frame) {
   return handler->Call(frame);
 }
 
-// A CUDA graph may capture the target "_in_graph" of a whole call. It must not capture start and
-// done, because it must join each fork that it contains, and the host must see every start.
+// A CUDA graph may capture only the target "_in_graph". A graph must not capture a start, because
+// it would have to capture the done too, and because the host must see every start.
 template <typename Call>
 void AddTargets(std::vector<Target>& targets) {
   const std::string name = Call::kTarget;

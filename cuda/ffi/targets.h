@@ -1,4 +1,4 @@
-// The targets and types that this package registers with XLA.
+// The targets and the type that this package registers with XLA.
 #pragma once
 
 #include <string>
@@ -13,17 +13,16 @@ using Handler = XLA_FFI_Error*(XLA_FFI_CallFrame*);
 
 struct Target {
   std::string name;
-  Handler* instantiate;  // called when a program is loaded; may be null
-  Handler* initialize;   // called before each execution
+  Handler* instantiate;  // XLA calls it when it loads a program; may be null
+  Handler* initialize;   // XLA calls it before each execution
   Handler* execute;
 };
 
 const std::vector<Target>& Targets();
 
-// Adds the targets of ffi/products.cc. XLA may capture their calls in a CUDA graph.
+// Adds the targets of ffi/products.cc. A CUDA graph may capture their calls.
 void AddProductTargets(std::vector<Target>& targets);
 
-// The type of the state that `instantiate` makes. XLA assigns the id.
 struct StateType {
   const char* name;
   void* id;

@@ -85,13 +85,12 @@ __device__ int32_t* expert_counts(const RouteParams& p, int batch, int source, i
 // Sends one chunk of ids to every peer.
 __device__ void send_chunk(const RouteParams& p, uint64_t epoch, int index) {
   const Chunk chunk(p, index);
-  const int64_t zone_bytes = array_bytes(1, choices_per_source(p) * sizeof(int32_t));
   for (int64_t i = threadIdx.x; i < chunk.num_choices; i += kRouteThreads) {
     int id = p.ids[chunk.first_choice + i];
     if (id < 0 || id >= p.num_experts) id = -1;
     for (int peer = 0; peer < p.view.num_ranks; ++peer) {
       if (peer == p.view.rank) continue;
-      auto* to = reinterpret_cast<int32_t*>(zone(p.view, peer, epoch, p.view.rank, zone_bytes));
+      auto* to = reinterpret_cast<int32_t*>(zone(p.view, peer, epoch, p.view.rank, p.zone_bytes));
       to[chunk.first_choice + i] = id;
     }
   }
@@ -105,10 +104,9 @@ __device__ void receive_chunk(const RouteParams& p, uint64_t epoch, int source, 
   const bool own = source == p.view.rank;
   const int local_experts = p.local_experts();
   const int first_expert = p.view.rank * local_experts;
-  const int64_t zone_bytes = array_bytes(1, choices_per_source(p) * sizeof(int32_t));
-  const int32_t* from =
-      own ? p.ids
-          : reinterpret_cast<const int32_t*>(zone(p.view, p.view.rank, epoch, source, zone_bytes));
+  const int32_t* from = own ? p.ids
+                            : reinterpret_cast<const int32_t*>(
+                                  zone(p.view, p.view.rank, epoch, source, p.zone_bytes));
   int32_t* keep = p.all_ids + source * choices_per_source(p);
   const int levels = p.levels();
   for (int i = threadIdx.x; i < levels * local_experts; i += kRouteThreads) histogram[i] = 0;

@@ -8,7 +8,7 @@
 
 namespace moe_a2a {
 
-// Returns the problem of an error of the CUDA runtime. `doing` says what failed.
+// Returns the problem of an error of the CUDA runtime. `doing` names the operation that failed.
 inline Problem ProblemOf(cudaError_t error, const std::string& doing) {
   if (error == cudaSuccess) return {};
   return {doing + ": " + cudaGetErrorString(error), error == cudaErrorMemoryAllocation};

@@ -1,5 +1,5 @@
-// A file descriptor that the destructor closes, and also a forked child. Otherwise the child would
-// keep a socket on which it never answers, and memory of other processes.
+// A file descriptor. Its destructor closes it, and so does a forked child. Otherwise the child
+// would keep memory of other processes, and a socket on which it never answers.
 #pragma once
 
 #include <utility>

@@ -1,4 +1,4 @@
-// The devices of all processes, by the ids that JAX assigns, and the process that holds each.
+// The devices of all processes, by JAX's ids, and the process of each device.
 #pragma once
 
 #include <cstdint>
@@ -11,11 +11,11 @@ constexpr int kElsewhere = -1;
 
 struct DevicePlace {
   int process = 0;
-  int ordinal = kElsewhere;  // of the CUDA runtime; kElsewhere if another process holds the device
+  int ordinal = kElsewhere;  // in the CUDA runtime; kElsewhere: another process has the device
 };
 
-// Python registers every device of a mesh before it lowers a program with that mesh, and every
-// process before this process requests memory from it.
+// Python registers the devices of a mesh before it lowers a program with this mesh. Python
+// registers a process before this process requests memory from it.
 void AddDevice(int64_t id, DevicePlace place);
 void AddProcess(int process, Endpoint endpoint);
 
@@ -24,9 +24,8 @@ bool FindDevice(int64_t id, DevicePlace* place);
 bool FindOwnDevice(int ordinal, int64_t* id);  // of this process
 bool FindProcess(int process, Endpoint* endpoint);
 
-// SetEnded() marks a process that did not exist when it was sent a request. It may have been
-// restarted with another socket, so Python calls HasEnded(), reads its notice, and calls
-// AddProcess().
+// SetEnded() marks a process that no longer exists. If the process was restarted, it has another
+// socket, so Python reads the notices of processes that HasEnded(), and calls AddProcess().
 void SetEnded(int process);
 bool HasEnded(int process);
 

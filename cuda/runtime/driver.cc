@@ -9,7 +9,7 @@ namespace moe_a2a {
 void* FindInDriver(const char* symbol) {
   void* address = nullptr;
   cudaDriverEntryPointQueryResult result;
-  constexpr unsigned kVersion = 12000;  // the API as of CUDA 12.0
+  constexpr unsigned kVersion = 12000;
 #if CUDART_VERSION >= 12050
   const cudaError_t error =
       cudaGetDriverEntryPointByVersion(symbol, &address, kVersion, cudaEnableDefault, &result);

@@ -1,5 +1,4 @@
-// The functions of the CUDA driver that this package calls. They are found at run time, so that the
-// package loads on a machine without a driver.
+// The functions of the CUDA driver, looked up at run time, so the package loads without a driver.
 #pragma once
 
 #include <cuda.h>
@@ -18,14 +17,14 @@ struct Driver {
 #undef MOE_A2A_FUNCTION
 };
 
-// Returns the driver's function with this name in CUDA 12.0, or null.
+// Returns the address of a driver function as of CUDA 12.0, or null.
 void* FindInDriver(const char* symbol);
 
-// Returns null if the machine has no driver, or the driver lacks a function. Creates no context.
+// Returns null if there is no driver or the driver lacks a function. Creates no context.
 const Driver* GetDriver();
 
-// At the end of the scope, restores the thread's current context, or sets none if the thread had
-// none. Does not use cudaGetDevice(), which would create a context in such a thread.
+// Restores the thread's current context at the end of the scope. cudaGetDevice() is not used,
+// because it would create a context in a thread that has none.
 class DeviceScope {
  public:
   DeviceScope() {

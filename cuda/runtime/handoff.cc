@@ -19,7 +19,7 @@ namespace {
 constexpr int64_t kMaxWords = 1 << 16;  // in a request
 constexpr int64_t kMaxText = 1 << 12;
 constexpr int64_t kMaxAllocations = 1 << 12;
-constexpr auto kRequestTime = std::chrono::seconds(2);  // for a whole request, or a whole answer
+constexpr auto kRequestTime = std::chrono::seconds(2);  // for a request, and for an answer
 
 Problem Failed(const char* doing) {
   return std::string("workspace: ") + doing + ": " + strerror(errno);
@@ -42,15 +42,13 @@ bool SetDeadline(int socket, Deadline deadline) {
   const auto left =
       std::chrono::duration_cast<microseconds>(deadline - std::chrono::steady_clock::now()).count();
   if (left <= 0) return false;
-  timeval time = {};
-  time.tv_sec = left / 1000000;
-  time.tv_usec = left % 1000000;
+  const timeval time = {left / 1000000, left % 1000000};
   return setsockopt(socket, SOL_SOCKET, SO_RCVTIMEO, &time, sizeof(time)) == 0 &&
          setsockopt(socket, SOL_SOCKET, SO_SNDTIMEO, &time, sizeof(time)) == 0;
 }
 
-// Makes a call on a socket until the deadline, after which it fails with EAGAIN. Repeats the call
-// after a signal, because the system never restarts a call with a time limit.
+// Makes a call on a socket. Fails with EAGAIN after the deadline. Repeats a call that a signal has
+// interrupted, because the system never restarts a call with a time limit.
 template <typename Call>
 ssize_t Try(int socket, Deadline deadline, Call&& call) {
   ssize_t result;
@@ -87,7 +85,7 @@ bool Receive(int socket, void* data, size_t bytes, Deadline deadline) {
   return true;
 }
 
-// A message of one byte that carries a descriptor. Has pointers to its own members, so no copies.
+// A message of one byte and a descriptor. Not copied, because it has pointers to its own members.
 struct DescriptorMessage {
   char byte = 0;
   iovec data = {&byte, 1};
@@ -132,14 +130,14 @@ Descriptor ReceiveDescriptor(int socket, Deadline deadline) {
 socklen_t AddressOf(const std::string& name, sockaddr_un* address) {
   *address = {};
   address->sun_family = AF_UNIX;
-  // The first byte stays 0, which makes the name abstract.
+  // The name is abstract because its first byte is 0.
   const size_t length = std::min(name.size(), sizeof(address->sun_path) - 1);
   std::memcpy(address->sun_path + 1, name.data(), length);
   return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + length);
 }
 
-// Returns why the process at the other end of a connection is not the expected process `pid`, or,
-// if `pid` is 0, a process of this user. The operating system knows which process it is.
+// Asks the operating system which process is at the other end of a connection. Returns a problem if
+// the process belongs to another user, or is not `pid` (0: any process).
 Problem CheckPeer(int socket, int pid) {
   ucred peer = {};
   socklen_t size = sizeof(peer);
@@ -147,14 +145,14 @@ Problem CheckPeer(int socket, int pid) {
     return Failed("asking which process is at the other end");
   }
   if (peer.uid != geteuid()) {
-    return "its socket belongs to user " + std::to_string(peer.uid) +
-           ", and this process to user " + std::to_string(geteuid());
+    return Concat("its socket belongs to user ", peer.uid, ", and this process to user ",
+                  geteuid());
   }
-  // In some sandboxes the system returns the calling process or 0.
-  const bool is_told = peer.pid != 0 && peer.pid != getpid();
-  if (pid != 0 && is_told && peer.pid != pid) {
-    return "its socket belongs to another process now (process id " + std::to_string(peer.pid) +
-           " instead of " + std::to_string(pid) + ")";
+  // Some sandboxes return 0 or the calling process instead of the peer.
+  const bool is_known = peer.pid != 0 && peer.pid != getpid();
+  if (pid != 0 && is_known && peer.pid != pid) {
+    return Concat("its socket belongs to another process now (process id ", peer.pid,
+                  " instead of ", pid, ")");
   }
   return {};
 }
@@ -163,7 +161,6 @@ struct AnswerHead {
   int64_t status, text_bytes, num_allocations;
 };
 
-// Catches exceptions, because an exception in the thread that answers would end the process.
 Answer AnswerOrRefuse(const Request& request, const std::function<Answer(const Request&)>& answer) {
   try {
     return answer(request);
@@ -228,7 +225,7 @@ Problem Listen(std::function<Answer(const Request&)> answer, Endpoint* endpoint)
       if (asker) {
         try {
           AnswerOne(asker.get(), secret, answer);
-        } catch (...) {  // for example a lack of memory; the other side sees a closed connection
+        } catch (...) {  // for example out of memory; the connection closes without an answer
         }
       } else {  // for example too many open files, or a signal
         std::this_thread::sleep_for(std::chrono::milliseconds(10));
@@ -241,13 +238,12 @@ Problem Listen(std::function<Answer(const Request&)> answer, Endpoint* endpoint)
 Problem Ask(const Endpoint& endpoint, const Request& request, Deadline deadline, Answer* answer) {
   *answer = {};
   if (endpoint.secret.size() != kSecretBytes) {
-    return "the secret of its socket must have " + std::to_string(kSecretBytes) + " bytes; got " +
-           std::to_string(endpoint.secret.size()) + ". It may run another version of jax_moe_a2a";
+    return Concat("the secret of its socket must have ", kSecretBytes, " bytes; got ",
+                  endpoint.secret.size(), ". It may run another version of jax_moe_a2a");
   }
   sockaddr_un address;
   const socklen_t size = AddressOf(endpoint.socket, &address);
-  // After a signal, connect() for a unix socket may be repeated: the interrupted call has either
-  // joined the server's queue or failed.
+  // connect() can be repeated after a signal, because the first call has succeeded or failed.
   const auto join = [&](const Descriptor& socket) {
     return Try(socket.get(), deadline,
                [&] { return connect(socket.get(), reinterpret_cast<sockaddr*>(&address), size); });
@@ -256,8 +252,7 @@ Problem Ask(const Endpoint& endpoint, const Request& request, Deadline deadline,
     answer->has_ended = true;
     return "it has ended";
   };
-  // A broken connection may also mean that the process has ended, or that its forked child has
-  // closed the last copy of its socket. In this case a second connection is refused.
+  // If a second connection is refused, no process has the socket any more.
   const auto hung_up = [&]() -> Problem {
     const Descriptor again(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
     if (again && join(again) != 0 && errno == ECONNREFUSED) return ended();
@@ -269,7 +264,7 @@ Problem Ask(const Endpoint& endpoint, const Request& request, Deadline deadline,
     if (errno == ECONNREFUSED) return ended();
     return errno == EAGAIN ? "it has not answered in time" : strerror(errno);
   }
-  // Check before the secret is sent: another process may have taken the name of an ended one.
+  // Check before the secret is sent, because another process may have taken the socket's name.
   if (Problem p = CheckPeer(server.get(), endpoint.pid); !p.empty()) {
     answer->has_ended = true;
     return "it has ended, or runs as another user: " + p;

@@ -7,12 +7,10 @@
 
 namespace moe_a2a {
 
-// An object for each device. A thread may find an object while another thread publishes one.
+// An object for each device. A thread may call Find() while another thread calls Publish().
 template <typename T>
 class PerDevice {
  public:
-  PerDevice() = default;
-  PerDevice(const PerDevice&) = delete;
   ~PerDevice() {
     for (const Node* node = newest_; node != nullptr;) delete std::exchange(node, node->older);
   }
@@ -23,7 +21,7 @@ class PerDevice {
     return node == nullptr ? nullptr : node->object.get();
   }
 
-  // Keeps the device's earlier objects, because other threads may be using them.
+  // Keeps the device's earlier objects, because other threads may use them.
   const T* Publish(int32_t ordinal, std::unique_ptr<const T> object) {
     auto* node = new Node{ordinal, std::move(object), newest_.load(std::memory_order_relaxed)};
     while (!newest_.compare_exchange_weak(node->older, node, std::memory_order_release,

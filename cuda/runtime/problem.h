@@ -1,9 +1,23 @@
 #pragma once
 
 #include <string>
+#include <type_traits>
 #include <utility>
 
 namespace moe_a2a {
+
+// Returns texts and numbers as one text.
+template <typename... Parts>
+std::string Concat(const Parts&... parts) {
+  const auto text = [](const auto& part) {
+    if constexpr (std::is_arithmetic_v<std::decay_t<decltype(part)>>) {
+      return std::to_string(part);
+    } else {
+      return std::string(part);
+    }
+  };
+  return (text(parts) + ...);
+}
 
 // The text of an error; empty on success.
 struct Problem : std::string {
@@ -13,25 +27,27 @@ struct Problem : std::string {
   Problem(const char* text) : std::string(text) {}
 
   bool lacks_memory = false;  // a device has too little memory; a smaller shape may succeed
-  // The call is well-formed, but no kernel supports it, so the lowering takes another path. Any
-  // other problem of a call is a bug in the code that made the call.
+  // No kernel supports this well-formed call, so the lowering chooses another path. If a call has
+  // another problem, the code that made the call has a bug.
   bool is_unsupported = false;
-  bool is_invalid = false;  // the call of a program has a wrong argument
+  bool is_invalid = false;  // a program's call has a wrong argument
 };
 
-inline Problem Invalid(std::string text) {
-  Problem problem(std::move(text));
+template <typename... Parts>
+Problem Invalid(const Parts&... parts) {
+  Problem problem(Concat(parts...));
   problem.is_invalid = true;
   return problem;
 }
 
-inline Problem Unsupported(std::string text) {
-  Problem problem(std::move(text));
+template <typename... Parts>
+Problem Unsupported(const Parts&... parts) {
+  Problem problem(Concat(parts...));
   problem.is_unsupported = true;
   return problem;
 }
 
-// Returns the expression's problem from the enclosing function, unless the problem is empty.
+// If the expression is a problem, returns the problem from the enclosing function.
 #define MOE_A2A_TRY(...) \
   if (Problem problem = (__VA_ARGS__); !problem.empty()) return problem
 

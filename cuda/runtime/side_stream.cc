@@ -14,7 +14,7 @@ static Problem Check(cudaError_t error, const std::string& doing) {
 Problem SideStream::Open() {
   std::lock_guard<std::mutex> lock(mutex_);
   if (stream_ != nullptr) return {};
-  // With the highest priority, the few blocks of an exchange start before the work that hides it.
+  // With the highest priority, the few blocks of an exchange start before other work in the queue.
   int least, greatest;
   MOE_A2A_TRY(Check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "asking for priorities"));
   if (forked_ == nullptr) {
@@ -30,7 +30,7 @@ Problem SideStream::Fork(cudaStream_t stream, int64_t run, cudaStream_t* side) {
   bool is_in_order = true;
   for (Flight& flight : flights_) {
     if (!flight.is_under_way || flight.run == run) continue;
-    is_in_order = false;  // report this once, because the next execution may be in order
+    is_in_order = false;  // reported once, because the next execution may be in order
     flight.is_under_way = false;
   }
   if (!is_in_order) {
@@ -39,7 +39,7 @@ Problem SideStream::Fork(cudaStream_t stream, int64_t run, cudaStream_t* side) {
            "that belongs to other arrays. (An execution that failed in between causes the same "
            "error.)";
   }
-  // cudaStreamWaitEvent() reads the event's state at once, so one event serves all forks.
+  // One event is enough for all forks, because cudaStreamWaitEvent() reads its state at once.
   MOE_A2A_TRY(Check(cudaEventRecord(forked_, stream), "recording XLA's stream"));
   *side = stream_;
   return Check(cudaStreamWaitEvent(stream_, forked_, 0), "waiting for XLA's stream");
@@ -52,24 +52,15 @@ SideStream::Flight* SideStream::Find(const char* name) {
   return nullptr;
 }
 
-Problem SideStream::Take(Flight** flight) {
-  const auto idle = std::find_if(flights_.begin(), flights_.end(),
-                                 [](const Flight& e) { return !e.is_under_way; });
-  if (idle != flights_.end()) {
-    *flight = &*idle;
-    return {};
-  }
-  cudaEvent_t end;
-  MOE_A2A_TRY(Check(cudaEventCreateWithFlags(&end, cudaEventDisableTiming), "making an event"));
-  *flight = &flights_.emplace_back();
-  (*flight)->end = end;
-  return {};
-}
-
 Problem SideStream::Started(int64_t run, Addresses arrays) {
   std::lock_guard<std::mutex> lock(mutex_);
-  Flight* flight;
-  MOE_A2A_TRY(Take(&flight));
+  auto flight = std::find_if(flights_.begin(), flights_.end(),
+                             [](const Flight& e) { return !e.is_under_way; });
+  if (flight == flights_.end()) {
+    cudaEvent_t end;
+    MOE_A2A_TRY(Check(cudaEventCreateWithFlags(&end, cudaEventDisableTiming), "making an event"));
+    flight = flights_.insert(flights_.end(), Flight{false, 0, {}, end});
+  }
   MOE_A2A_TRY(Check(cudaEventRecord(flight->end, stream_), "recording the exchange"));
   flight->arrays.assign(arrays.begin(), arrays.end());
   if (Find(flight->arrays.back()) != nullptr) {
@@ -93,7 +84,6 @@ Problem SideStream::Join(cudaStream_t stream, int64_t run, Addresses arrays) {
     return "done of an exchange whose arrays XLA has moved since its start. Call start and done in "
            "the same function";
   }
-  // Another exchange may use the event now: cudaStreamWaitEvent() reads the event's state at once.
   flight->is_under_way = false;
   return Check(cudaStreamWaitEvent(stream, flight->end, 0), "waiting for the exchange");
 }

@@ -1,4 +1,4 @@
-// A second stream of a device, for split exchanges, and a table of the exchanges in flight.
+// A second stream of a device for split exchanges, and a table of the exchanges in flight.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -12,28 +12,26 @@
 
 namespace moe_a2a {
 
-// A start forks: the side stream waits for the work that XLA's stream already has, and then runs
-// the exchange. A done joins: XLA's stream waits for that exchange.
+// A start calls Fork(): the side stream waits for the work that XLA's stream has so far. Then the
+// exchange runs on the side stream. A done calls Join(): XLA's stream waits for the exchange.
 class SideStream {
  public:
   // Creates the stream on the current device.
   Problem Open();
 
-  // Makes the side stream wait for `stream`. Returns it, for an exchange of the execution `run`.
+  // Makes the side stream wait for `stream`, and sets `side` to the side stream.
   Problem Fork(cudaStream_t stream, int64_t run, cudaStream_t* side);
 
-  // Enters a launched exchange into the table, with the arrays that it reads, and then the arrays
-  // that it writes. The last array identifies the exchange.
+  // Adds an exchange to the table. The last of its operands and results identifies the exchange.
   Problem Started(int64_t run, Addresses arrays);
 
-  // Makes `stream` wait for the exchange that the same execution has started on these arrays, and
-  // removes it from the table.
+  // Makes `stream` wait for the exchange with these arrays, and removes it from the table.
   Problem Join(cudaStream_t stream, int64_t run, Addresses arrays);
 
-  // Makes `stream` wait for all started exchanges. Ignores errors: the caller already reports one.
+  // Makes `stream` wait for all started exchanges. Ignores errors, because the caller reports one.
   void JoinAll(cudaStream_t stream);
 
-  // Empties the table. The device must be idle.
+  // Clears the table. The device must be idle.
   void Clear();
 
  private:
@@ -46,7 +44,6 @@ class SideStream {
 
   // Returns the exchange in flight that this array identifies, or null.
   Flight* Find(const char* name);
-  Problem Take(Flight** flight);
 
   std::mutex mutex_;
   cudaStream_t stream_ = nullptr;

@@ -3,16 +3,12 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
-#include <utility>
 
 #include "layout.h"
 
 namespace moe_a2a {
 
 constexpr CUmemAllocationHandleType kShared = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
-
-Slab::Slab(std::string name, std::vector<int> readers)
-    : name_(std::move(name)), readers_(std::move(readers)) {}
 
 Slab::~Slab() {
   Release();
@@ -35,25 +31,20 @@ Problem Slab::Open() {
 }
 
 Problem Slab::MapAt(int64_t offset, int64_t bytes, CUmemGenericAllocationHandle handle) {
-  if (Problem p = Check(driver_->cuMemMap(base_ + offset, bytes, 0, handle, 0), "mapping");
-      !p.empty()) {
-    driver_->cuMemRelease(handle);
-    return p;
-  }
   std::vector<CUmemAccessDesc> access;
   for (int reader : readers_) {
     access.push_back({{CU_MEM_LOCATION_TYPE_DEVICE, reader}, CU_MEM_ACCESS_FLAGS_PROT_READWRITE});
   }
-  if (Problem p =
-          Check(driver_->cuMemSetAccess(base_ + offset, bytes, access.data(), access.size()),
-                "giving the devices of this process access");
-      !p.empty()) {
-    driver_->cuMemUnmap(base_ + offset, bytes);
-    driver_->cuMemRelease(handle);
-    return p;
+  const CUdeviceptr at = base_ + offset;
+  Problem p = Check(driver_->cuMemMap(at, bytes, 0, handle, 0), "mapping");
+  if (p.empty()) {
+    p = Check(driver_->cuMemSetAccess(at, bytes, access.data(), access.size()),
+              "giving the devices of this process access");
+    if (!p.empty()) driver_->cuMemUnmap(at, bytes);
   }
-  mapped_.push_back({offset, bytes, handle});
-  return {};
+  if (p.empty()) mapped_.push_back({offset, bytes, handle});
+  if (!p.empty()) driver_->cuMemRelease(handle);
+  return p;
 }
 
 Problem Slab::Release() {
@@ -74,12 +65,12 @@ int64_t Slab::mapped_from(int64_t offset, int64_t most) const {
     for (const Mapped& m : mapped_) {
       if (m.offset <= end) end = std::max(end, m.offset + m.bytes);
     }
-  } while (end > before);  // because the allocations are in any order
+  } while (end > before);  // more than one pass, because allocations have no order
   return std::min(end - offset, most);
 }
 
 OwnSlab::OwnSlab(int ordinal, std::vector<int> readers, bool is_shared)
-    : Slab("on device " + std::to_string(ordinal), std::move(readers)) {
+    : Slab(Concat("on device ", ordinal), std::move(readers)) {
   properties_.type = CU_MEM_ALLOCATION_TYPE_PINNED;
   properties_.location = {CU_MEM_LOCATION_TYPE_DEVICE, ordinal};
   if (is_shared) properties_.requestedHandleTypes = kShared;
@@ -92,15 +83,15 @@ Problem OwnSlab::Open() {
                                                            CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
                     "asking for the allocation granularity"));
   if (kHeaderBytes % granularity_ == 0) return {};
-  return "the driver's allocation granularity must divide the workspace's header; got " +
-         std::to_string(granularity_) + " bytes";
+  return Concat("the driver's allocation granularity must divide the workspace's header; got ",
+                granularity_, " bytes");
 }
 
 Problem OwnSlab::Grow(int64_t half_bytes) {
   const int64_t wanted = round_up(half_bytes, granularity_);
   if (wanted > kHalfStride) {
-    return "landing zones must be at most " + std::to_string(kHalfStride) + " bytes; got " +
-           std::to_string(half_bytes) + ". Use fewer tokens per exchange";
+    return Concat("landing zones must be at most ", kHalfStride, " bytes; got ", half_bytes,
+                  ". Use fewer tokens per exchange");
   }
   MOE_A2A_TRY(BackUpTo(0, kHeaderBytes, kHeaderBytes));
   for (int half = 0; half < kRingDepth; ++half) {
@@ -132,7 +123,7 @@ Problem OwnSlab::BackUpTo(int64_t offset, int64_t range, int64_t wanted) {
   const int64_t bytes = wanted - backed;
   CUmemGenericAllocationHandle handle;
   if (Problem p = Check(driver_->cuMemCreate(&handle, bytes, &properties_, 0),
-                        "allocating " + std::to_string(bytes) + " bytes");
+                        Concat("allocating ", bytes, " bytes"));
       !p.empty()) {
     if (p.lacks_memory) p += FreeMemory();
     return p;
@@ -147,9 +138,9 @@ std::string OwnSlab::FreeMemory() const {
     cudaGetLastError();
     return {};
   }
-  return "; " + std::to_string(free) + " of " + std::to_string(total) +
-         " bytes of the device are free. XLA's pool may hold the rest "
-         "(XLA_PYTHON_CLIENT_MEM_FRACTION)";
+  return Concat("; ", free, " of ", total,
+                " bytes of the device are free. XLA's pool may hold the rest "
+                "(XLA_PYTHON_CLIENT_MEM_FRACTION)");
 }
 
 Problem PeerSlab::Map(const std::vector<Allocation>& allocations) {
@@ -182,8 +173,8 @@ Problem CheckAccess(int ordinal, const std::vector<int>& readers) {
       cudaGetLastError();
     }
     if (!reachable) {
-      return "device " + std::to_string(reader) + " cannot access the memory of device " +
-             std::to_string(ordinal) + " (no peer access between them)";
+      return Concat("device ", reader, " cannot access the memory of device ", ordinal,
+                    " (no peer access between them)");
     }
   }
   return {};

@@ -1,8 +1,8 @@
-// The slab of a device: an address range that never moves, with as much memory as shapes need. All
-// devices of a process see it at the same addresses; other processes map it at their own addresses.
+// The slab of a device: an address range that never moves, with as much memory as shapes need. A
+// slab has the same addresses on all devices of a process, and other addresses in other processes.
 //
-// Unlike memory of cudaMalloc, the driver's virtual memory can grow at fixed addresses. If a slab's
-// owner ends, mappings in other processes stay valid: writes have no effect and do not fault.
+// The driver's virtual memory can grow at fixed addresses, unlike memory of cudaMalloc. If the
+// process that owns a slab ends, other processes can still write to the slab without a fault.
 #pragma once
 
 #include <cstddef>
@@ -24,7 +24,7 @@ class Slab {
   // Reserves the addresses.
   Problem Open();
   char* base() const { return reinterpret_cast<char*>(base_); }
-  // Unmaps all memory and keeps the addresses.
+  // Unmaps all memory, and keeps the addresses.
   Problem Release();
 
  protected:
@@ -33,13 +33,14 @@ class Slab {
     CUmemGenericAllocationHandle handle;
   };
 
-  // `name` is for messages. `readers`: the ordinals of this process's devices that access the slab.
-  Slab(std::string name, std::vector<int> readers);
+  // `name` is for messages. `readers` are the devices of this process that access the slab.
+  Slab(std::string name, std::vector<int> readers)
+      : name_(std::move(name)), readers_(std::move(readers)) {}
   ~Slab();
 
-  // Takes ownership of the handle. On failure, no mapping has changed.
+  // Takes ownership of the handle. On failure, nothing is mapped.
   Problem MapAt(int64_t offset, int64_t bytes, CUmemGenericAllocationHandle handle);
-  // Returns how many bytes are mapped from `offset` to the first gap, at most `most`.
+  // Returns the mapped bytes from `offset` to the first gap, at most `most`.
   int64_t mapped_from(int64_t offset, int64_t most) const;
   Problem Check(CUresult result, const std::string& doing) const;
 
@@ -54,18 +55,18 @@ class Slab {
 
 class OwnSlab : public Slab {
  public:
-  // `is_shared`: other processes can map the slab.
+  // If `is_shared`, other processes can map the slab.
   OwnSlab(int ordinal, std::vector<int> readers, bool is_shared);
 
   Problem Open();
-  // Backs the header and the first `half_bytes` of every ring half. Never moves or unmaps anything.
+  // Maps memory for the header and the first `half_bytes` of every ring half. Moves nothing.
   Problem Grow(int64_t half_bytes);
   int64_t mapped_bytes() const;
-  // Adds the slab's allocations from index `first` on. The slab must be shared.
+  // Appends the slab's allocations, beginning with index `first`. The slab must be shared.
   Problem Share(size_t first, std::vector<Allocation>* allocations);
 
  private:
-  // Backs the first `wanted` bytes of a range. On failure, nothing has changed.
+  // Maps memory for the first `wanted` bytes of a range. On failure, nothing has changed.
   Problem BackUpTo(int64_t offset, int64_t range, int64_t wanted);
   std::string FreeMemory() const;
 
@@ -84,7 +85,7 @@ class PeerSlab : public Slab {
   bool holds(int64_t half_bytes) const;
 };
 
-// Returns why a reader has no peer access to the memory of a device, or empty.
+// Returns a problem if a reader has no peer access to the memory of device `ordinal`.
 Problem CheckAccess(int ordinal, const std::vector<int>& readers);
 
 }  // namespace moe_a2a

@@ -4,7 +4,7 @@
 
 namespace moe_a2a {
 
-// Consecutive elements that another object owns.
+// Consecutive elements. Another object owns them.
 template <typename T>
 struct Slice {
   T* first = nullptr;
@@ -17,7 +17,6 @@ struct Slice {
   Slice from(size_t start) const { return {first + start, count - start}; }
 };
 
-// Addresses of the operands or the results of a call, in their order.
 using Addresses = Slice<char* const>;
 
 }  // namespace moe_a2a

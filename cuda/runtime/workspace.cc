@@ -3,16 +3,15 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <functional>
+#include <future>
 #include <map>
-#include <memory>
+#include <optional>
 #include <thread>
 #include <utility>
 
-#include "kernels/launch.h"
 #include "layout.h"
 #include "runtime/cuda_error.h"
 #include "runtime/driver.h"
@@ -20,7 +19,7 @@
 namespace moe_a2a {
 namespace {
 
-// A request for memory begins with this head. The ids of the devices follow.
+// A request for memory: this head, then the ids of the devices.
 struct RequestHead {
   int64_t version, kind, num_ranks, device, generation, first_allocation, half_bytes;
 };
@@ -30,24 +29,18 @@ Problem Check(cudaError_t error, const std::string& doing) {
   return ProblemOf(error, "workspace: " + doing);
 }
 
-// Runs `work`, which may block forever, in a thread. Returns false if `work` has not ended after
-// `time`. The thread then continues, so `work` must own everything that it uses.
-bool EndsWithin(std::chrono::nanoseconds time, std::function<void()> work) {
-  const auto deadline = std::chrono::steady_clock::now() + time;
-  auto has_ended = std::make_shared<std::atomic<bool>>(false);
-  std::thread([has_ended, work = std::move(work)] {
-    work();
-    *has_ended = true;
-  }).detach();
-  while (!*has_ended) {
-    if (std::chrono::steady_clock::now() > deadline) return false;
-    std::this_thread::sleep_for(std::chrono::microseconds(100));
-  }
-  return true;
+// Runs `work` in a thread, because `work` may block forever. Returns nothing if `work` has not
+// ended after `time`. The thread then continues, so `work` must own everything that it uses.
+std::optional<Problem> RunWithin(std::chrono::nanoseconds time, std::function<Problem()> work) {
+  std::packaged_task<Problem()> task(std::move(work));
+  std::future<Problem> result = task.get_future();
+  std::thread(std::move(task)).detach();
+  if (result.wait_for(time) != std::future_status::ready) return {};
+  return result.get();
 }
 
-// Calls work(stream) with a new stream, and waits for it. XLA's streams would not wait for the
-// legacy stream, and no device may be synchronized while another thread captures a graph.
+// Calls work(stream) with a new stream, and waits for this stream. XLA's streams do not wait for
+// the legacy stream, and a device cannot be synchronized while another thread captures a graph.
 template <typename Work>
 Problem OnOwnStream(int ordinal, const char* doing, Work&& work) {
   cudaStream_t stream;
@@ -74,7 +67,7 @@ Problem ClearHeader(int ordinal, char* slab) {
 
 Workspace& Workspace::Get(const Topology& topology, WorkspaceKind kind) {
   static std::mutex mutex;
-  // The workspaces are never destroyed, because kernels may run while the process ends.
+  // Never destroyed, because kernels may run while the process ends.
   static auto* all = new std::map<WorkspaceKind, std::map<Topology, std::unique_ptr<Workspace>>>();
   std::lock_guard<std::mutex> lock(mutex);
   std::unique_ptr<Workspace>& workspace = (*all)[kind][topology];
@@ -93,7 +86,7 @@ Workspace::Workspace(Topology topology, WorkspaceKind kind)
       device.index = domain + rank;
       const int64_t id = topology_.devices[device.index];
       if (!FindDevice(id, &device.place)) {
-        unknown_ = "device " + std::to_string(id) + " is unknown in this process";
+        unknown_ = Concat("device ", id, " is unknown in this process");
       }
       is_mine = is_mine || device.is_own();
     }
@@ -139,7 +132,7 @@ Problem Workspace::OpenOwn(Device& device) {
     MOE_A2A_TRY(own->Open());
     device.own = std::move(own);
   }
-  // Kernels are loaded now, because loading one while a peer waits can deadlock.
+  // Load the kernels now, because a load during an exchange can deadlock.
   MOE_A2A_TRY(Check(kernels().load(), "loading the kernels"));
   if (errors_ == nullptr) {
     const std::vector<Device*> own = OwnDevices();
@@ -164,8 +157,7 @@ Problem Workspace::ReserveOwn(int64_t half_bytes) {
   DeviceScope scope;
   half_bytes = std::max(half_bytes, own_half_bytes_);
   if (Problem p = OpenOrGrowOwn(half_bytes); !p.empty()) {
-    // If the workspace was closed, nothing uses this memory yet. Memory added to an open workspace
-    // stays until Close(), because unmapping may wait for running kernels.
+    // Memory of an open workspace stays until Close(), because unmapping may wait for kernels.
     for (Device* device : OwnDevices()) {
       if (!own_is_open_ && device->own) device->own->Release();
     }
@@ -178,22 +170,15 @@ Problem Workspace::ReserveOwn(int64_t half_bytes) {
 
 Problem Workspace::OpenOrGrowOwn(int64_t half_bytes) {
   for (Device* device : OwnDevices()) {
-    if (!own_is_open_) {
-      MOE_A2A_TRY(OpenOwn(*device));
-    }
-    // All devices grow before any of them uses the new shape.
+    if (!own_is_open_) MOE_A2A_TRY(OpenOwn(*device));
     MOE_A2A_TRY(device->own->Grow(half_bytes));
-  }
-  if (!own_is_open_) {
-    for (Device* device : OwnDevices()) {
-      MOE_A2A_TRY(ClearHeader(device->place.ordinal, device->base()));
-    }
+    if (!own_is_open_) MOE_A2A_TRY(ClearHeader(device->place.ordinal, device->base()));
   }
   return {};
 }
 
 Problem Workspace::Reserve(int64_t half_bytes, int64_t timeout_ns) {
-  // Take no lock, because the holder of the lock may be waiting for a device.
+  // Without a lock, because the thread that holds the lock may be waiting for a device.
   if (is_open() && half_bytes <= half_bytes_) return {};
   std::lock_guard<std::mutex> lock(mutex_);
   if (is_open() && half_bytes <= half_bytes_) return {};
@@ -204,7 +189,6 @@ Problem Workspace::Reserve(int64_t half_bytes, int64_t timeout_ns) {
     MOE_A2A_TRY(ReserveOwn(half_bytes));
     generation = generation_;
   }
-  // own_half_bytes_ may be larger, because of a shape that did not fit in another process.
   if (spans_processes_) {
     DeviceScope scope;
     for (Device& device : devices_) {
@@ -217,16 +201,12 @@ Problem Workspace::Reserve(int64_t half_bytes, int64_t timeout_ns) {
   return {};
 }
 
-const Kernels& Workspace::kernels() const {
-  return topology_.is_colocated() ? ColocatedKernels() : DirectKernels();
-}
-
 Problem Workspace::ReservePeer(Device& device, int64_t half_bytes, uint64_t generation,
                                int64_t timeout_ns) {
   const Deadline deadline = std::chrono::steady_clock::now() + std::chrono::nanoseconds(timeout_ns);
   const auto amiss = [&](const Problem& what) -> Problem {
-    return {"opening the workspace: process " + std::to_string(device.place.process) +
-                ", which holds rank " + std::to_string(rank(device)) + ": " + what,
+    return {Concat("opening the workspace: process ", device.place.process, ", which holds rank ",
+                   rank(device), ": ", what),
             what.lacks_memory};
   };
   Endpoint endpoint;
@@ -240,22 +220,20 @@ Problem Workspace::ReservePeer(Device& device, int64_t half_bytes, uint64_t gene
     device.peer = std::move(peer);
   }
   while (!device.peer->holds(half_bytes)) {
-    const RequestHead head = {kProtocolVersion,
-                              static_cast<int64_t>(kind_),
-                              topology_.num_ranks,
-                              static_cast<int64_t>(device.index),
-                              static_cast<int64_t>(generation),
-                              static_cast<int64_t>(device.peer->num_allocations()),
-                              half_bytes};
-    Request request(kHeadWords);
-    std::memcpy(request.data(), &head, sizeof(head));
+    Request request = {kProtocolVersion,  // the fields of RequestHead
+                       static_cast<int64_t>(kind_),
+                       topology_.num_ranks,
+                       static_cast<int64_t>(device.index),
+                       static_cast<int64_t>(generation),
+                       static_cast<int64_t>(device.peer->num_allocations()),
+                       half_bytes};
     request.insert(request.end(), topology_.devices.begin(), topology_.devices.end());
     Answer answer;
     if (Problem p = Ask(endpoint, request, deadline, &answer); !p.empty()) {
       if (answer.has_ended) SetEnded(device.place.process);
       return amiss(p);
     }
-    // End before the deadline, so that an answer says why the memory was not shared.
+    // Stop asking before the deadline, so that the error has the reason of the last answer.
     constexpr auto kPause = std::chrono::milliseconds(5);
     if (answer.status == Status::kLater && std::chrono::steady_clock::now() + kPause < deadline) {
       std::this_thread::sleep_for(kPause);
@@ -293,8 +271,8 @@ Answer Workspace::Serve(const Request& request) {
 Answer Workspace::Share(size_t device, uint64_t generation, size_t first_allocation,
                         int64_t half_bytes) {
   std::lock_guard<std::mutex> lock(own_mutex_);
-  const std::string counts = "it has closed the group " + std::to_string(generation_) +
-                             " times, and this process " + std::to_string(generation);
+  const std::string counts =
+      Concat("it has closed the group ", generation_, " times, and this process ", generation);
   if (generation > generation_) return {Status::kLater, counts, {}};
   if (generation < generation_) return {Status::kRefused, counts, {}};
   if (Problem p = ReserveOwn(half_bytes); !p.empty()) {
@@ -320,18 +298,15 @@ Problem Workspace::WaitUntilIdle(int64_t timeout_ns) {
     if (device->place.ordinal == last) continue;  // ranks that share a device are adjacent
     last = device->place.ordinal;
     MOE_A2A_TRY(Check(cudaSetDevice(device->place.ordinal), "choosing a device"));
-    // A device always gets enough time to show that it is idle.
+    // After a long wait for other devices, an idle device still has time to be found idle.
     constexpr std::chrono::nanoseconds kLeast = std::chrono::milliseconds(100);
     const auto left = std::chrono::nanoseconds(timeout_ns) - (Clock::now() - start);
-    auto problem = std::make_shared<Problem>();
-    const bool has_ended =
-        EndsWithin(std::max(left, kLeast), [problem, ordinal = device->place.ordinal] {
-          *problem = Check(cudaSetDevice(ordinal), "choosing a device");
-          if (problem->empty()) {
-            *problem = Check(cudaDeviceSynchronize(), "waiting for the device");
-          }
+    const std::optional<Problem> problem =
+        RunWithin(std::max(left, kLeast), [ordinal = device->place.ordinal]() -> Problem {
+          MOE_A2A_TRY(Check(cudaSetDevice(ordinal), "choosing a device"));
+          return Check(cudaDeviceSynchronize(), "waiting for the device");
         });
-    if (!has_ended) return StillBusy(*device, timeout_ns);
+    if (!problem) return StillBusy(*device, timeout_ns);
     if (!problem->empty()) return *problem;
   }
   return {};
@@ -339,33 +314,31 @@ Problem Workspace::WaitUntilIdle(int64_t timeout_ns) {
 
 Problem Workspace::StillBusy(const Device& device, int64_t timeout_ns) const {
   auto control = std::make_shared<Control>();
-  auto problem = std::make_shared<Problem>();
-  const bool is_read = EndsWithin(
-      std::chrono::seconds(1), [control, problem, ordinal = device.place.ordinal,
+  const std::optional<Problem> problem = RunWithin(
+      std::chrono::seconds(1), [control, ordinal = device.place.ordinal,
                                 from = &reinterpret_cast<Header*>(device.base())->control] {
-        *problem = OnOwnStream(ordinal, "reading the counters", [&](cudaStream_t stream) {
+        return OnOwnStream(ordinal, "reading the counters", [&](cudaStream_t stream) {
           return cudaMemcpyAsync(control.get(), from, sizeof(Control), cudaMemcpyDeviceToHost,
                                  stream);
         });
       });
   const std::string stream = is_split(kind_) ? "the side stream" : "XLA's stream";
   std::string what;
-  if (!is_read || !problem->empty()) {
+  if (!problem || !problem->empty()) {
     what = "its counters cannot be read";
   } else if (control->owner != 0 && control->poison == 0) {
-    what = "exchange " + std::to_string(control->next_epoch) + " of rank " +
-           std::to_string(rank(device)) + " runs on " + stream;
+    what = Concat("exchange ", control->next_epoch, " of rank ", rank(device), " runs on ", stream);
   } else {
     what = "no exchange of the group runs on " + stream +
            ", so it is other work, such as a collective that another process does not join";
   }
   const std::string failure = Failure();
-  return "closing the group: GPU " + std::to_string(device.place.ordinal) +
-         " is still at work after " + std::to_string(static_cast<double>(timeout_ns) * 1e-9) +
-         " s: " + what + ". " +
-         (failure.empty() ? "" : "Before that, the group has failed: " + failure + ". ") +
-         "The group stays open and keeps its memory. Close it again when that work has ended, or "
-         "end the process";
+  return Concat(
+      "closing the group: GPU ", device.place.ordinal, " is still at work after ",
+      static_cast<double>(timeout_ns) * 1e-9, " s: ", what, ". ",
+      (failure.empty() ? "" : "Before that, the group has failed: " + failure + ". "),
+      "The group stays open and keeps its memory. Close it again when that work has ended, or "
+      "end the process");
 }
 
 Problem Workspace::LockWithin(int64_t* timeout_ns, std::unique_lock<std::mutex>* lock) {
@@ -375,10 +348,11 @@ Problem Workspace::LockWithin(int64_t* timeout_ns, std::unique_lock<std::mutex>*
   if (lock->owns_lock()) return {};
   while (!lock->try_lock()) {
     if (Clock::now() >= end) {
-      return "closing the group: another thread is still opening its workspace after " +
-             std::to_string(static_cast<double>(*timeout_ns) * 1e-9) +
-             " s, because it waits for another process. The group stays as it is. Close it again "
-             "when that thread has finished, or end the process";
+      return Concat(
+          "closing the group: another thread is still opening its workspace after ",
+          static_cast<double>(*timeout_ns) * 1e-9,
+          " s, because it waits for another process. The group stays as it is. Close it again "
+          "when that thread has finished, or end the process");
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
@@ -399,8 +373,8 @@ Problem Workspace::Close(const std::vector<Workspace*>& workspaces, int64_t time
     MOE_A2A_TRY(workspaces[i]->LockWithin(&timeout_ns, &locks[i]));
   }
   DeviceScope scope;
-  // No slab is unmapped while a peer of this process may still write to it. This wait does not hold
-  // own_mutex_, which the thread that answers other processes locks.
+  // Wait for all workspaces before any slab is unmapped, because devices of this process may still
+  // write to it. Do not lock own_mutex_ yet, because Serve() needs it.
   for (Workspace* workspace : workspaces) {
     MOE_A2A_TRY(workspace->WaitUntilIdle(timeout_ns));
   }
@@ -418,7 +392,7 @@ Problem Workspace::CloseIdle() {
   if (!own_is_open_ && !is_open()) return {};
   is_open_.store(false, std::memory_order_release);
   own_is_open_ = false;
-  own_half_bytes_ = half_bytes_;  // do not repeat a reservation that failed in another process
+  own_half_bytes_ = half_bytes_;  // forget a larger reservation that failed in another process
   Problem first;
   for (Device& device : devices_) {
     Slab* slab = device.is_own() ? static_cast<Slab*>(device.own.get()) : device.peer.get();
@@ -448,7 +422,7 @@ Problem Workspace::ReadCounters(std::vector<CounterValues>* values) {
     Control control;
     decltype(Header::head) heads;
     decltype(Header::credit) credits;
-    Problem p =
+    MOE_A2A_TRY(
         OnOwnStream(device->place.ordinal, "reading the counters", [&](cudaStream_t stream) {
           const auto read = [&](auto* to, const auto& from) {
             return cudaMemcpyAsync(to, &from, sizeof(from), cudaMemcpyDeviceToHost, stream);
@@ -456,8 +430,7 @@ Problem Workspace::ReadCounters(std::vector<CounterValues>* values) {
           cudaError_t error = read(&control, header->control);
           if (error == cudaSuccess) error = read(&heads, header->head);
           return error == cudaSuccess ? read(&credits, header->credit) : error;
-        });
-    if (!p.empty()) return p;
+        }));
     std::vector<uint64_t> credit_epochs, head_epochs;
     for (int half = 0; half < kRingDepth; ++half) {
       for (int rank = 0; rank < topology_.num_ranks; ++rank) {
@@ -480,8 +453,7 @@ const Workspace::Device* Workspace::FirstOn(int ordinal) const {
 Problem Workspace::View(int ordinal, RankView* view) const {
   const Device* device = FirstOn(ordinal);
   if (device == nullptr) {
-    return "the program runs on device " + std::to_string(ordinal) +
-           ", which is not in the group's mesh";
+    return Concat("the program runs on device ", ordinal, ", which is not in the group's mesh");
   }
   view->rank = rank(*device);
   view->num_ranks = topology_.num_ranks;
@@ -505,9 +477,8 @@ std::string Workspace::Failure() const {
     if (!device.is_own()) continue;
     const uint32_t kind = *const_cast<volatile uint32_t*>(&device.error->kind);
     if (kind == 0) continue;
-    std::atomic_thread_fence(std::memory_order_acquire);  // the record was written before its kind
-    // A rank that detected an error knows more than a rank whose wait timed out, which knows more
-    // than a rank that another rank stopped.
+    std::atomic_thread_fence(std::memory_order_acquire);  // `kind` was written last
+    // A rank that detected an error knows more than a rank that timed out or was stopped.
     const int knows = kind == static_cast<uint32_t>(ErrorKind::kStopped)   ? 1
                       : kind == static_cast<uint32_t>(ErrorKind::kTimeout) ? 2
                                                                            : 3;
@@ -527,16 +498,15 @@ Problem Workspace::ReadFailure(std::string* failure) {
   for (const Device* device : OwnDevices()) {
     const Control& control = reinterpret_cast<Header*>(device->base())->control;
     uint64_t poison = 0;
-    Problem p = OnOwnStream(device->place.ordinal, "reading the poison", [&](cudaStream_t stream) {
+    MOE_A2A_TRY(OnOwnStream(device->place.ordinal, "reading the poison", [&](cudaStream_t stream) {
       return cudaMemcpyAsync(&poison, &control.poison, sizeof(poison), cudaMemcpyDeviceToHost,
                              stream);
-    });
-    if (!p.empty()) return p;
+    }));
     if (poison == 0) continue;
-    *failure = Failure();  // a kernel may have written a record meanwhile
+    *failure = Failure();  // a kernel may have written a record since the first call
     if (failure->empty()) {
-      *failure = "stopped: rank " + std::to_string(rank(*device)) +
-                 " between two exchanges: " + describe_poison(poison);
+      *failure = Concat("stopped: rank ", rank(*device),
+                        " between two exchanges: ", describe_poison(poison));
     }
     return {};
   }
@@ -574,14 +544,14 @@ Problem Workspace::ForEachHooked(int64_t index, Set&& set) {
 
 Problem Workspace::SetHooks(int64_t index, uint32_t mutation, uint32_t delay_phase,
                             uint64_t delay_ns, uint32_t depth) {
-  if (depth > kRingDepth) return "depth must be at most " + std::to_string(kRingDepth);
+  if (depth > kRingDepth) return Concat("depth must be at most ", kRingDepth);
   return ForEachHooked(index, [&](Header* header) {
     Control& control = header->control;
     Store(&control.mutation, mutation);
     Store(&control.delay_phase, delay_phase);
     Store(&control.delay_ns, delay_ns);
     Store(&control.depth, depth);
-    // A different depth assigns other ring halves to epochs, so all ring halves count as read.
+    // Mark all ring halves as read, because another depth assigns epochs to other ring halves.
     uint64_t next_epoch;
     cudaMemcpy(&next_epoch, &control.next_epoch, sizeof(next_epoch), cudaMemcpyDeviceToHost);
     StoreCredits(header, next_epoch - 1);
@@ -590,10 +560,8 @@ Problem Workspace::SetHooks(int64_t index, uint32_t mutation, uint32_t delay_pha
 
 Problem Workspace::SetEpoch(int64_t index, uint64_t epoch) {
   return ForEachHooked(index, [&](Header* header) {
-    // Clear existing flags, because no flag may be ahead of its epoch.
-    cudaMemset(header->head, 0, sizeof(header->head));
-    cudaMemset(header->chunk, 0, sizeof(header->chunk));
-    cudaMemset(header->id, 0, sizeof(header->id));
+    // Clear all flags, because no flag may be ahead of its epoch.
+    cudaMemset(header->head, 0, sizeof(Header) - offsetof(Header, head));
     StoreCredits(header, epoch - 1);
     Store(&header->control.next_epoch, epoch);
   });

@@ -1,5 +1,5 @@
-// The memory for one workspace kind of a topology: a slab per device, opened at the first use. Each
-// process allocates the slabs of its own devices, and maps the slabs of other processes.
+// The memory for one workspace kind of a topology: a slab per device, opened at the first use. A
+// process allocates the slabs of its devices, and maps the slabs of other processes.
 #pragma once
 
 #include <atomic>
@@ -20,7 +20,7 @@
 namespace moe_a2a {
 
 struct Topology {
-  // Ids of devices, domain after domain, in the order of ranks. Each rank has an entry.
+  // The id of each rank's device, domain after domain.
   std::vector<int64_t> devices;
   int num_ranks;
 
@@ -32,63 +32,62 @@ struct Topology {
   }
 };
 
-// The next epoch and the poison of a rank, and the epochs [kRingDepth, num_ranks] of credits and
-// heads (docs/protocol.md, section 4).
+// The next epoch and the poison of a rank, and the epochs [kRingDepth, num_ranks] of its credits
+// and of its heads (docs/protocol.md, section 4).
 using CounterValues = std::tuple<uint64_t, uint64_t, std::vector<uint64_t>, std::vector<uint64_t>>;
 
 class Workspace {
  public:
-  // Returns the workspace of a topology and a kind, which is closed at first and never destroyed.
+  // Returns the workspace of a topology and a kind. It is closed at first, and never destroyed.
   static Workspace& Get(const Topology& topology, WorkspaceKind kind);
 
   Workspace(Topology topology, WorkspaceKind kind);
 
-  // Returns why devices of this process cannot reach each other's memory, or empty.
+  // Returns a problem if devices of this process cannot access each other's memory.
   Problem CheckAccess() const;
 
-  // Opens or grows the workspace, so that every ring half of every device holds `half_bytes`, or as
-  // much as before Close(). Addresses never move.
-  //
-  // Other processes allocate their devices' memory on request, and have `timeout_ns` to answer.
+  // Opens or grows the workspace. Every ring half then holds `half_bytes` bytes, or as many as
+  // before Close(). Addresses never move. Other processes have `timeout_ns` to share memory.
   //
   // If a device has too little memory, a smaller size can still be reserved. If the workspace was
-  // closed, its memory in this process is freed. Other memory stays until Close().
+  // closed, its memory in this process is freed. Otherwise new memory stays until Close().
   Problem Reserve(int64_t half_bytes, int64_t timeout_ns);
 
   // Waits until the devices of this process are idle, if the workspace is open. After `timeout_ns`,
   // returns a problem that says what runs on a device.
   Problem Wait(int64_t timeout_ns);
 
-  // Waits like Wait(); on a timeout, nothing has changed. Then frees this process's memory, unmaps
-  // other processes' memory, and clears a failure. The next use opens the workspace again, after
-  // other processes have closed it too. No exchange of the topology may be launched meanwhile.
+  // Waits like Wait(). If the wait times out, nothing has changed. Otherwise frees this process's
+  // memory, unmaps other processes' memory, and clears a failure. The next use opens the workspace
+  // again, after other processes have closed it too. Launch no exchange of the topology meanwhile.
   Problem Close(int64_t timeout_ns) { return Close({this}, timeout_ns); }
 
-  // Closes all of these workspaces, or none of them if a wait times out, because processes can open
-  // a workspace only if they have closed it equally often. Every caller must list workspaces in the
-  // same order.
+  // Closes all of these workspaces, or none if a wait times out, because processes that open a
+  // workspace must have closed it equally often. Every caller must pass workspaces in one order.
   static Problem Close(const std::vector<Workspace*>& workspaces, int64_t timeout_ns);
 
-  const Kernels& kernels() const;
+  const Kernels& kernels() const {
+    return topology_.is_colocated() ? ColocatedKernels() : DirectKernels();
+  }
 
-  // Returns the parameters of the first rank of device `ordinal`, without operation, signature and
-  // timeouts. The error records of ranks that share a device are adjacent.
+  // Returns the view of the first rank of device `ordinal`, without the attributes of a call. If
+  // ranks share the device, their error records are adjacent.
   Problem View(int ordinal, RankView* view) const;
 
   // Returns the side stream of device `ordinal`; null for whole exchanges, or if never opened.
   SideStream* Side(int ordinal) const;
 
-  // Returns this process's most informative recorded failure, or empty. Reads only host memory.
+  // Returns the most informative error record of this process as text, or empty. Uses no device.
   std::string Failure() const;
 
-  // Like Failure(), but if there is no record, it reads the poison of this process's ranks, because
-  // another rank may have poisoned a rank that has launched nothing since.
+  // Returns Failure(). If there is no record, reads the poison of this process's ranks, because a
+  // rank that has launched nothing since it was poisoned has no record.
   Problem ReadFailure(std::string* failure);
 
   // Returns the mapped bytes of each device of this process, in the order of the topology.
   std::vector<int64_t> MappedBytes();
 
-  // Copies the counters of each device of this process; none while closed. Devices must be idle.
+  // Returns the counters of each device of this process; none while closed. Devices must be idle.
   Problem ReadCounters(std::vector<CounterValues>* values);
 
   bool is_open() const { return is_open_.load(std::memory_order_acquire); }
@@ -97,13 +96,13 @@ class Workspace {
   const Topology& topology() const { return topology_; }
 
 #ifdef MOE_A2A_TEST_HOOKS
-  // `index`: of a rank in the topology; -1: all ranks of this process.
+  // `index` is the index of a rank in the topology, or -1 for all ranks of this process.
   Problem SetHooks(int64_t index, uint32_t mutation, uint32_t delay_phase, uint64_t delay_ns,
                    uint32_t depth);
   // Sets the next epoch, as if all earlier exchanges had run.
   Problem SetEpoch(int64_t index, uint64_t epoch);
   Problem SetCredits(int64_t index, uint64_t epoch);
-  // If uncapped, ranks that share a device may have as many blocks as a call requests.
+  // If uncapped, a launch for ranks that share a device has as many blocks as the call requests.
   void SetUncapped(bool is_uncapped) { is_uncapped_ = is_uncapped; }
   bool is_uncapped() const { return is_uncapped_; }
 #endif
@@ -112,7 +111,7 @@ class Workspace {
   static Answer Serve(const Request& request);
 
  private:
-  // A device of the domains that this process takes part in.
+  // The device of a rank, in a domain that has a device of this process.
   struct Device {
     DevicePlace place;
     size_t index;  // in the topology
@@ -128,11 +127,6 @@ class Workspace {
   std::vector<Device*> OwnDevices();
   // Returns the first rank on a device of this process, or null.
   const Device* FirstOn(int ordinal) const;
-#ifdef MOE_A2A_TEST_HOOKS
-  // Calls set(header) for the ranks of `index`, while nothing runs.
-  template <typename Set>
-  Problem ForEachHooked(int64_t index, Set&& set);
-#endif
   // Returns the ordinals of this process's devices in the domain of `device`.
   std::vector<int> ReadersOf(const Device& device) const;
   int rank(const Device& device) const {
@@ -143,12 +137,10 @@ class Workspace {
   Problem ReserveOwn(int64_t half_bytes);
   Problem OpenOrGrowOwn(int64_t half_bytes);
   Problem OpenOwn(Device& device);
-  // Locks mutex_ and reduces the timeout by the time that this took. Another thread may hold mutex_
-  // for longer, while it waits for the memory of another process.
+  // Locks mutex_ before the timeout ends, and reduces the timeout by the time that this took.
   Problem LockWithin(int64_t* timeout_ns, std::unique_lock<std::mutex>* lock);
   // The callers of the next four functions hold mutex_.
   Problem WaitUntilIdle(int64_t timeout_ns);
-  // Does the work of Close() after its wait.
   Problem CloseIdle();
   Problem StillBusy(const Device& device, int64_t timeout_ns) const;
   Problem ReservePeer(Device& device, int64_t half_bytes, uint64_t generation, int64_t timeout_ns);
@@ -156,22 +148,24 @@ class Workspace {
 
   const Topology topology_;
   const WorkspaceKind kind_;
-  Problem unknown_;                // says that a device was not registered; otherwise empty
+  Problem unknown_;                // names a device that was not registered, or is empty
   ErrorRecord* errors_ = nullptr;  // of this process's ranks, in host memory
   bool spans_processes_ = false;
   std::vector<Device> devices_;  // in the order of the topology
-  // Two mutexes, because another process may request memory while this process waits for that
-  // process's memory. mutex_ is locked first.
-  std::mutex mutex_;
+  // The second mutex lets another process request memory while this process waits for that process.
+  std::mutex mutex_;      // locked before own_mutex_
   std::mutex own_mutex_;  // guards this process's devices and the next three members
   bool own_is_open_ = false;
-  int64_t own_half_bytes_ = 0;  // more than half_bytes_ if another process has requested more
+  int64_t own_half_bytes_ = 0;  // more than half_bytes_ after a larger request of another process
   uint64_t generation_ = 0;     // number of Close() calls; eventually equal in all processes
 #ifdef MOE_A2A_TEST_HOOKS
+  // Waits until the devices are idle. Then calls set(header) for the ranks of `index`.
+  template <typename Set>
+  Problem ForEachHooked(int64_t index, Set&& set);
   std::atomic<bool> is_uncapped_{false};
 #endif
   std::atomic<bool> is_open_{false};
-  std::atomic<int64_t> half_bytes_{0};  // the most that was reserved in this process and all peers
+  std::atomic<int64_t> half_bytes_{0};  // the most that all processes have reserved
 };
 
 }  // namespace moe_a2a
