@@ -1,4 +1,4 @@
-// Copies and zeroes rows as bytes. A team uses the widest accesses for which a row is aligned.
+// Copies and zeroes rows as bytes. Loads and stores are as large as a row's alignment allows.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +23,7 @@ struct Word<2> : Type<uint16_t> {};
 template <>
 struct Word<1> : Type<uint8_t> {};
 
-// Loads avoid the non-coherent cache, because peers write landed rows while the kernel runs.
+// These loads avoid the non-coherent cache, because peers write the rows while the kernel runs.
 __device__ inline uint4 load_landed(const uint4* address) { return load_no_allocate(address); }
 template <typename T>
 __device__ inline T load_landed(const T* address) {
@@ -42,7 +42,7 @@ __device__ inline void with_width(int width, Body&& body) {
 }
 
 // In each round, a thread loads kUnroll words of a row and then calls `deliver(write)`. `deliver`
-// calls `write(to)` for every destination row `to`.
+// calls `write(to)` with the address of every destination row.
 template <typename W, typename Deliver>
 __device__ inline void read_row(const Team& team, const char* row, int64_t row_bytes,
                                 Deliver&& deliver) {
@@ -50,7 +50,7 @@ __device__ inline void read_row(const Team& team, const char* row, int64_t row_b
       sizeof(W) == kVectorBytes ? Tuning::kLoadsOfVectors : Tuning::kLoadsOfWords;
   const W* words = reinterpret_cast<const W*>(row);
   const int64_t num_words = row_bytes / sizeof(W);
-  // All lanes of a warp have the same number of rounds, because `deliver` may shuffle.
+  // All lanes of a warp have the same number of rounds, because `deliver` may use warp shuffles.
   for (int64_t base = 0; base < num_words; base += kUnroll * team.threads()) {
     W v[kUnroll];
     const int64_t first = base + team.thread();
@@ -77,7 +77,8 @@ __device__ inline void copy_row(const Team& team, char* to, const char* from, in
   });
 }
 
-// Copies a row to `array.out`: for each lane in the mask `choices`, to this lane's `row`.
+// Copies the row `from` to rows of `array.out`: to the index `row` of each lane in the mask
+// `choices`.
 __device__ inline void spread_row(const MovedArray& array, const Team& team, const char* from,
                                   int row, uint32_t choices) {
   with_width(array.width, [&](auto word) {
@@ -101,7 +102,7 @@ __device__ inline void zero_row(const Team& team, char* to, int64_t row_bytes, i
   });
 }
 
-// Copies the bytes of one choice, or writes zeros if `from` is null. One thread calls it.
+// Copies one entry of a choice array, or writes zeros if `from` is null. One thread calls it.
 __device__ inline void copy_choice(char* to, const char* from, int64_t bytes, int width) {
   with_width(width, [&](auto word) {
     using W = typename decltype(word)::type;

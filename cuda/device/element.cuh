@@ -1,5 +1,5 @@
-// Converts numbers between each element type and float32. Functions pass whole 32-bit words, which
-// the compiler keeps in registers.
+// Converts numbers between each element type and float32. Elements are in 32-bit words, because the
+// compiler keeps words in registers.
 #pragma once
 
 #include <cuda_bf16.h>

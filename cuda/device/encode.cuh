@@ -1,6 +1,7 @@
 // Encodes and decodes rows in a token format. A warp computes one segment of a row at a time in
 // shared memory, in rounds of 512 numbers. With BulkSegments, bulk copies store a segment while the
-// warp computes the next segment. With PlainSegments, all lanes store a segment, which ends sooner.
+// warp computes the next segment. With PlainSegments, all lanes store a segment, which is faster
+// for few rows.
 #pragma once
 
 #include "device/format.cuh"
@@ -10,23 +11,25 @@ namespace moe_a2a {
 
 constexpr int kRoundElements = kWarpThreads * kLaneElements;
 
-// A segment has at most kMadeBytes. A segment of decoded numbers has only numbers. An encoded
-// segment has kEncodedValueBytes for values, and then their scales.
+// A segment has at most kMadeBytes. A decoded segment has only numbers. An encoded segment has
+// values, and then scales from byte kEncodedValueBytes on.
 constexpr int kEncodedValueBytes = Tuning::kEncodedValueBytes;
 constexpr int kMadeBytes = Tuning::kMadeBytes;
 static_assert(kEncodedValueBytes % kVectorBytes == 0, "scales begin at this offset");
 
-// The places to which a warp stores a segment: slot slots[i] of zone to[i], or the row to[i].
+// Where a warp stores a segment: in slot slots[i] of the zone at to[i], or in the row at to[i].
 struct Destinations {
   char* const* to;
   const int* slots;
   int count;
 
-  // Tells the compiler, in a function that is not inlined, that `to` is in shared memory.
+  // Tells the compiler that `to` is in shared memory, which a function that is not inlined cannot
+  // see.
   __device__ void assume_shared() const { __builtin_assume(__isShared(to)); }
 };
 
-// The values or the scales of a segment. Slot s of a zone has them at `offset` + s * `stride`.
+// The values or the scales of a segment. They go to byte `offset` + s * `stride` of a zone for slot
+// s.
 struct SegmentPart {
   const char* made;
   uint32_t bytes;
@@ -37,8 +40,8 @@ struct SegmentPart {
   }
 };
 
-// Segments that a warp's first lane stores by bulk copies. They use the stages of the warp's
-// Stream, so no load of the Stream may be under way.
+// Segments that a warp's first lane stores by bulk copies. Segments are in the stages of the warp's
+// Stream, so no load of this Stream may be in flight.
 class BulkSegments {
  public:
   __device__ explicit BulkSegments(StreamShared* shared) : memory_(shared->stages[0]) {}
@@ -98,7 +101,7 @@ __device__ inline void store_by_lanes(char* to, const char* from, uint32_t bytes
   }
 }
 
-// Segments that all lanes of a warp store. Has memory for one segment.
+// Segments that all lanes of a warp store. There is memory for one segment.
 class PlainSegments {
  public:
   __device__ explicit PlainSegments(char* memory) : memory_(memory) {}
@@ -107,13 +110,13 @@ class PlainSegments {
     __syncwarp();  // All lanes have read the previous segment.
     return memory_;
   }
-  // Reads the segment again for each row, because this was faster in measurements.
+  // Loads the segment again for each destination row, because this was faster in measurements.
   __device__ void store(const Destinations& rows, const char* made, uint32_t bytes,
                         int64_t offset) {
     __syncwarp();
     for (int i = 0; i < rows.count; ++i) store_by_lanes(rows.to[i] + offset, made, bytes);
   }
-  // Reads the segment once for all zones.
+  // Loads the segment once for all zones.
   __device__ void store(const Destinations& zones, const SegmentPart& a, const SegmentPart& b) {
     constexpr int kUnroll = Tuning::kLoadsOfEncoded;
     const int of_a = a.bytes / kVectorBytes, all = of_a + b.bytes / kVectorBytes;
@@ -143,8 +146,9 @@ class PlainSegments {
   char* memory_;
 };
 
-// The rounds of a row that one warp of a team computes. The warps take segments of `most` rounds in
-// turn. If the row then has too few segments for all warps, segments have fewer rounds.
+// The rounds of a row that one warp of a team computes. The warps compute segments of `most` rounds
+// in turn. Segments are shorter if a row would otherwise have fewer segments than the team has
+// warps.
 class Rounds {
  public:
   __device__ Rounds(const Team& team, int64_t elements, int most)
@@ -221,7 +225,8 @@ __device__ __noinline__ void encode_row(const MovedArray& values, const MovedArr
     return lane;
   };
   char* segment = nullptr;
-  // Encodes `lane`, then loads a later round into `lane`. Returns false after the last round.
+  // Encodes the round in `lane`, then loads a later round into `lane`. Returns false after the last
+  // round.
   const auto encode_next = [&](LaneNumbers<T>& lane) {
     if (rounds.in_segment() == 0) segment = segments.next();
     encode_round<F, T>(lane, global, segment + rounds.in_segment() * kRoundValueBytes,
@@ -271,8 +276,8 @@ __device__ inline MovedArray decoded_rows(const DispatchParams& exchange, const 
   return rows;
 }
 
-// Decodes a landed row of one leaf to `rows`. If `values` and `scales` have results, also copies
-// the encoded row to them: for each lane in the mask `choices`, to this lane's `row`.
+// Decodes a landed row of one leaf to all `rows`. If `values` and `scales` have outputs, also
+// copies the encoded row there: to the index `row` of each lane in the mask `choices`.
 template <TokenFormat F, typename T, typename Segments>
 __device__ __noinline__ void decode_row(const MovedArray& values, const MovedArray& scales,
                                         const Team& team, Destinations rows, int row,
@@ -302,7 +307,7 @@ __device__ __noinline__ void decode_row(const MovedArray& values, const MovedArr
     ahead.advance();
     return landed;
   };
-  // Stores directly from registers, because the 512 numbers of a round are contiguous.
+  // Stores an encoded round directly from registers, because its 512 numbers are contiguous.
   const auto keep_encoded = [&](const Landed& landed) {
     const int64_t element = rounds.first() + lane_index() * kLaneElements;
     for (uint32_t left = choices; left != 0; left &= left - 1) {
@@ -316,7 +321,8 @@ __device__ __noinline__ void decode_row(const MovedArray& values, const MovedArr
     }
   };
   char* segment = nullptr;
-  // Decodes `landed`, then loads a later round into `landed`. Returns false after the last round.
+  // Decodes the round in `landed`, then loads a later round into `landed`. Returns false after the
+  // last round.
   const auto decode_next = [&](Landed& landed) {
     if (values.out != nullptr) keep_encoded(landed);
     const LaneNumbers<T> lane =
@@ -340,8 +346,8 @@ __device__ __noinline__ void decode_row(const MovedArray& values, const MovedArr
   }
 }
 
-// Decodes one leaf of a landed slot, and stores it for each lane in the mask `choices` to this
-// lane's `row`. `list` is memory of this warp for the addresses of these rows.
+// Decodes one leaf of a landed slot to output rows: to the index `row` of each lane in the mask
+// `choices`. The warp writes the addresses of these rows to `list`, its shared memory.
 template <TokenFormat F, typename T, typename Segments>
 __device__ __forceinline__ void decode_leaf(const DispatchParams& exchange,
                                             const Encoding& encoding, int leaf, const Team& team,
@@ -363,7 +369,7 @@ __device__ __forceinline__ void decode_leaf(const DispatchParams& exchange,
                                  landed(exchange.arrays[exchange.num_arrays - 1])));
   decode_row<F, T>(values, scales, team, {list, nullptr, __popc(choices)}, row, choices, segments,
                    landed(values), landed(scales), GlobalScale(global));
-  __syncwarp();  // The list has been read.
+  __syncwarp();  // All lanes have read the list.
 }
 
 }  // namespace moe_a2a

@@ -1,9 +1,10 @@
 // The steps that all exchange kernels share.
 //
 // The first `send_blocks` blocks to start are senders: they send until no item is left, and then
-// receive like all other blocks. A sender waits only for credits, which earlier launches post.
-// When a block receives, every send item has been taken, or a running block will take it. One
-// resident block is therefore enough for a launch to end (docs/protocol.md, section 6).
+// receive like all other blocks. A sender waits only for credits, which other ranks' earlier
+// launches post.
+// When a block begins to receive, running blocks have taken or will take every send item. A launch
+// therefore ends even if only one block is resident at a time (docs/protocol.md, section 6).
 #pragma once
 
 #include "device/ranks.cuh"
@@ -39,12 +40,12 @@ __device__ inline int slots_per_look(int top_k) { return kWarpThreads / top_k; }
 __device__ inline bool enter(const RankView& view, BlockState& block) {
   if (threadIdx.x == 0) {
     Control& own = control(view);
-    // These accesses do not depend on each other, so together they cost one latency.
+    // These accesses do not depend on each other, so together they take as long as one.
     const uint32_t admission = atomicInc(&own.admitted, num_blocks() - 1);
-    // The last block out of the previous launch on the stream has advanced the epoch.
+    // The last block that left the previous launch on the stream has advanced the epoch.
     const uint64_t epoch = *const_cast<volatile uint64_t*>(&own.next_epoch);
     const uint64_t poison = load_relaxed_sys(&own.poison);
-    // Every block checks this, because blocks of another launch would take work of this launch.
+    // Every block checks for another launch, whose blocks would take work of this launch.
     const uint64_t owner =
         atomicCAS(reinterpret_cast<unsigned long long*>(&own.owner), 0ull, view.launch);
     block.admission = admission;
@@ -71,7 +72,7 @@ __device__ inline bool all_send(const Roles& roles) {
   return roles.send_blocks == static_cast<int>(num_blocks());
 }
 
-// Requests a work item. The team's first thread receives its number; broadcast() passes it on.
+// Requests a work item. Only the team's first thread receives the item's number.
 __device__ inline uint32_t ask_for_item(uint32_t& counter, const Team& team) {
   return team.thread() == 0 ? atomicAdd(&counter, 1u) : 0;
 }
@@ -80,18 +81,20 @@ __device__ inline uint32_t take_item(uint32_t& counter, const Team& team) {
   return team.broadcast(ask_for_item(counter, team));
 }
 
-// Requests the first send item early if all blocks send. A receiver would not send the item.
+// Requests the first send item before enter() if all blocks send. Otherwise this block may be a
+// receiver, which would not send the item.
 __device__ inline uint32_t ask_before_entering(const RankView& view, const Roles& roles,
                                                const Team& senders) {
   return all_send(roles) ? ask_for_item(control(view).next_send, senders) : 0;
 }
 
-// Waits until no team sends, because teams with the same index share barriers and mailboxes.
+// Waits until no team of the block sends, because teams of senders and of receivers share barriers.
 __device__ inline void change_teams(const Roles& roles) {
   if (roles.send_teams != roles.receive_teams) __syncthreads();
 }
 
-// Waits until every peer has freed the ring half. All threads of the team call it.
+// Waits until this rank may overwrite its zones in the ring half at all peers. All threads of the
+// team call it.
 __device__ inline bool wait_for_credits(const RankView& view, const Team& team, uint64_t epoch) {
   bool free = true;
   for (int peer = team.thread(); peer < view.num_ranks; peer += team.threads()) {
@@ -149,7 +152,7 @@ __device__ inline bool wait_for_chunk(const RankView& view, const Team& team, ui
 }
 
 // Waits for the credits of all peers. Returns false if the block is not a sender, or if a wait
-// failed. `asked` becomes the request for the first item.
+// failed. Sets `asked` to the request for the first item.
 __device__ __forceinline__ bool begin_sending(const RankView& view, const BlockState& block,
                                               const Roles& roles, const Team& team,
                                               uint32_t& asked) {
@@ -159,7 +162,7 @@ __device__ __forceinline__ bool begin_sending(const RankView& view, const BlockS
   return wait_for_credits(view, team, block.epoch);
 }
 
-// Sends work items until none is left. Heads come last, because receivers read them only in long
+// Sends work items until none is left. Raises heads last, because receivers read heads only in long
 // waits and at the end. `send_item(item)` writes an item and raises its flags.
 template <typename SendItem>
 __device__ __forceinline__ void send_items(const RankView& view, const Team& team, uint64_t epoch,
@@ -172,7 +175,8 @@ __device__ __forceinline__ void send_items(const RankView& view, const Team& tea
   if (item == num_items) raise_heads(view, team, epoch);
 }
 
-// Sends chunks to all peers if the block is a sender. `send_chunk(destination, chunk)` writes rows.
+// Sends chunks to all peers if the block is a sender. `send_chunk(destination, chunk)` writes its
+// rows.
 template <typename SendChunk>
 __device__ __forceinline__ void send_chunks(const RankView& view, const BlockState& block,
                                             const Roles& roles, const Team& team, int num_chunks,
@@ -185,7 +189,7 @@ __device__ __forceinline__ void send_chunks(const RankView& view, const BlockSta
     const int chunk = item / peers;
     if (breaks(view, kFlagBeforeRows)) {
       raise_chunk(view, team, epoch, destination, chunk);
-      __nanosleep(20000);  // On one GPU, the rows would otherwise land before a block reads them.
+      __nanosleep(20000);  // Otherwise, on one GPU, the rows would still land in time.
     }
     send_chunk(destination, chunk);
     raise_chunk(view, team, epoch, destination, chunk);
@@ -199,17 +203,17 @@ static __device__ __noinline__ void fill_outputs(const FailureFill* fills, int n
   }
 }
 
-// Ends the work of a block. All threads of every exchange kernel call it. The last block out posts
-// the credits of the ring half and advances the epoch. After a failure, it overwrites the outputs,
-// because no other block writes them any more.
+// Ends the work of a block. All threads of every exchange kernel call it. The last block that
+// leaves posts the credits of the ring half and advances the epoch. After a failure, this block
+// overwrites the outputs, because no other block writes them any more.
 //
-// If another launch of this rank is under way, `arrived` does not count this block. This launch may
-// then have no last block out, so every block that sees a failure overwrites the outputs.
+// If another launch of this rank is running, Control::arrived does not count this block. The launch
+// may then have no last block, so every block that sees a failure overwrites the outputs.
 __device__ inline void leave(const RankView& view, BlockState& block, const FailureFill* fills,
                              int num_fills, const FailureFill* more_fills = nullptr,
                              int num_more_fills = 0) {
-  // No launch succeeds before all heads agree, even if it expects no rows. The highest block waits
-  // for the heads, because this block has the least work if there are few work items.
+  // No launch succeeds before all heads agree, even if it expects no rows. The block with the
+  // highest index waits for the heads, because it has the least work if items are few.
   if (block_index() == num_blocks() - 1 && block.ok) {
     for (int peer = threadIdx.x; peer < view.num_ranks; peer += blockDim.x) {
       if (peer != view.rank) wait_for_head(view, block.epoch, peer);
@@ -226,7 +230,7 @@ __device__ inline void leave(const RankView& view, BlockState& block, const Fail
     if (!block.ok) {
       fail(view, ErrorKind::kStopped, Phase::kStart, poisoner(poison), block.epoch, 0, poison);
     }
-  } else if (threadIdx.x == blockDim.x - 1) {  // in another warp, at the same time
+  } else if (threadIdx.x == blockDim.x - 1) {  // another warp, at the same time
     block.stopped = load_relaxed_sys(&control(view).poison) != 0;
   }
   is_last = __syncthreads_or(is_last);
@@ -238,7 +242,7 @@ __device__ inline void leave(const RankView& view, BlockState& block, const Fail
   if (!is_last) return;
   for (int source = threadIdx.x; source < view.num_ranks; source += blockDim.x) {
     if (source == view.rank || failed) continue;
-    // Release: all blocks have finished their reads before the source may overwrite the rows.
+    // The release orders the reads of all blocks before the source's next writes.
     store_release_sys(&header(view, source)->credit[ring_half(view, block.epoch)][view.rank],
                       block.epoch);
   }

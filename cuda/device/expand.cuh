@@ -6,13 +6,13 @@
 
 namespace moe_a2a {
 
-// Returns true if rows go through shared memory: whole rows that consist of 16-byte words.
+// Returns true if rows move through shared memory: not entries of choices, and 16-byte words.
 __device__ inline bool is_streamed(const MovedArray& array) {
   return array.choice_bytes == 0 && array.width == kVectorBytes;
 }
 
 // Copies landed rows of a few slots. Lane i * top_k + k holds choice k of the i-th slot: `row` is
-// the choice's row, or negative, and `from` is the address of the landed row.
+// the index of the choice's row, or negative; `from` is the address of the landed row.
 __device__ inline void expand_rows(const MovedArray& array, const Team& team, Stream& stream,
                                    int top_k, int row, const char* from) {
   if (array.choice_bytes > 0) {

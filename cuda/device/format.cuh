@@ -1,10 +1,10 @@
 // Encodes and decodes numbers in a token format, bit for bit as docs/formats.md defines it.
 //
-// A lane holds 16 neighbouring numbers. A group is the numbers of one lane or of a few neighbouring
-// lanes. These lanes exchange only the largest magnitude of the group.
+// A lane has 16 neighbouring numbers. A group, which shares a scale, is in one lane or a few
+// neighbouring lanes. The lanes of a group exchange only its largest magnitude.
 //
-// The code has only multiplications and conversions that the hardware rounds as the definition
-// says. It never adds to a product, because the compiler could fuse the two operations.
+// All arithmetic is multiplications and conversions that the hardware rounds as docs/formats.md
+// says. No product is added to anything, because the compiler could fuse the two operations.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -21,7 +21,7 @@ constexpr int kLaneBytes = kLaneElements * Format<F>::kValueBits / 8;
 template <TokenFormat F>
 constexpr int kGroupLanes = Format<F>::kGroup / kLaneElements;
 
-// A group is all numbers of 1, 2, 4, ... lanes, as largest_of_lanes() requires.
+// Checks that a group fills 1, 2, 4, ... lanes, as largest_of_lanes() requires.
 template <auto... kFormats>
 constexpr bool have_groups_of_lanes(Constants<kFormats...>) {
   return ((Format<kFormats>::kGroup % kLaneElements == 0 &&
@@ -49,12 +49,12 @@ struct Values {
   uint32_t words[ceil_div(kCount * Format<F>::kValueBits, 32)];
 };
 
-constexpr uint32_t kMinNormal = 1u << 23;  // of float32, as bits
+constexpr uint32_t kMinNormal = 1u << 23;  // bits of the smallest normal float32
 constexpr uint32_t kInfinity = 0xFFu << 23;
 constexpr float kMaxE4M3 = 448.f;
 constexpr uint32_t kNanE4M3 = 0x7F;
 
-// Rounds to nearest, and saturates to the largest value. The low byte of the result is `low`.
+// Rounds to nearest, and saturates to the largest value. `low` becomes the low byte.
 __device__ __forceinline__ uint32_t to_e4m3(float low, float high) {
   return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, __NV_E4M3);
 }
@@ -129,16 +129,16 @@ struct GlobalScale {
     const uint32_t bits = __float_as_uint(scale);
     value = __uint_as_float(min(max(bits, kLeast), kMost));
     inverse = __frcp_rn(value);
-    is_valid = bits < kInfinity;  // Negative numbers have larger bits than infinity.
+    is_valid = bits < kInfinity;  // The bits of negative numbers are larger.
   }
 };
 
-// The encoding of a group. `largest` is the largest magnitude of the group.
+// The scale of a group, and what encodes its numbers. `largest` is its largest magnitude.
 template <TokenFormat F>
 struct GroupEncoding {
   typename Format<F>::Scale scale;
-  float factor;    // NvFp4: the scale; other formats: multiplies each number
-  uint32_t keeps;  // a mask for codes: all bits, or 0 if the group is not finite
+  float factor;    // NvFp4: the scale; other formats: 1 / scale
+  uint32_t keeps;  // mask of the codes: 0 if the group is not finite
 
   __device__ __forceinline__ GroupEncoding(uint32_t largest, const GlobalScale& global) {
     static_assert(kHasPowerOfTwoScales<F> || kHasGlobalScale<F>);
@@ -149,12 +149,12 @@ struct GroupEncoding {
       const float sixth = multiply_flushed(y, __uint_as_float(0x3E2AAAAB));
       const uint32_t code = to_e4m3(fminf(sixth, kMaxE4M3), 0.f);
       scale = is_finite ? code : kNanE4M3;
-      // With a scale of 0, all bounds are infinite, so all values are zero.
+      // With a scale of 0, all Float4Bounds are infinite, so all values are zero.
       factor = code == 0 ? __uint_as_float(kInfinity) : from_e4m3(code).x;
     } else {
       int exponent = static_cast<int>(largest >> 23) - 127 - 8;
       if constexpr (F == TokenFormat::kBlockwiseFp8) {
-        exponent += (largest & (kMinNormal - 1)) > 0x600000;  // 448 is 1.75 * 2**8
+        exponent += (largest & (kMinNormal - 1)) > 0x600000;  // the largest value is 1.75 * 2**8
       }
       exponent = max(exponent, -117);
       factor = __uint_as_float(static_cast<uint32_t>(127 - exponent) << 23);
@@ -162,7 +162,7 @@ struct GroupEncoding {
       if constexpr (F == TokenFormat::kBlockwiseFp8) {
         scale = biased << 23 | (biased == 255 ? 1u << 22 : 0);
       } else {
-        static_assert(sizeof(scale) == 1);  // only a biased exponent
+        static_assert(sizeof(scale) == 1);  // a scale is a biased exponent
         scale = biased;
       }
     }
@@ -170,8 +170,8 @@ struct GroupEncoding {
   }
 };
 
-// Rounds y / scale to float4_e2m1fn. A bound lies between each two neighbouring values. The code is
-// the number of bounds that y passes. A tie goes to the even code.
+// Rounds y / scale to float4_e2m1fn. There is a bound between each two neighbouring values. The
+// code is the number of bounds below y. A y on a bound gets the even code.
 struct Float4Bounds {
   float bounds[7];
 
@@ -246,7 +246,7 @@ __device__ __forceinline__ void from_e2m1(uint32_t codes, float* values) {
 }
 
 // Decodes values of one group, and saturates them to the range of T. Returns false if the group is
-// not finite. All its numbers are then NaN, and `x` is unspecified.
+// not finite: its numbers are NaN, and `x` is unspecified.
 template <typename T, TokenFormat F, int kCount>
 __device__ __forceinline__ bool decode_numbers(const Values<F, kCount>& values,
                                                typename Format<F>::Scale scale,

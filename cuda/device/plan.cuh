@@ -1,4 +1,4 @@
-// Writes the rows of a plan, for route and routed_dispatch.
+// Functions of route and routed_dispatch that write the rows of a plan.
 #pragma once
 
 #include "device/team.cuh"
@@ -41,8 +41,8 @@ __device__ int last_that_fits(int high, Fits&& fits) {
   return low;
 }
 
-// Takes a row for each lane's choice, in the order of lanes. Returns the row, or -1 if the choice
-// is not `here`. `next_row` is a table of this warp. All lanes call it.
+// Gives each lane's choice the next row of its expert, in the order of lanes. Returns -1 if `here`
+// is false. `next_row` is this warp's [local_experts]. All lanes call it.
 __device__ inline int take_row(int32_t* next_row, int expert, bool here) {
   const uint32_t same = __match_any_sync(kAllLanes, here ? expert : -1 - lane_index());
   const int before = __popc(same & ((1u << lane_index()) - 1));

@@ -1,6 +1,6 @@
 // Functions for the instructions that C++ cannot express. The exchange kernels have no other inline
-// assembly. tests/emulation has the same functions for a CPU (MOE_A2A_EMULATION), so the emulator
-// and GPUs run the same code of these kernels.
+// assembly. tests/emulation has the same functions for a CPU (MOE_A2A_EMULATION), so all other
+// kernel code is the same on the emulator and on GPUs.
 #pragma once
 
 #ifdef MOE_A2A_EMULATION
@@ -13,14 +13,14 @@
   extern __shared__ __align__(alignment)              \
   type name[]
 
-// The emulator leaves out one barrier at a time, and a test must then fail. A barrier function has
-// the parameter MOE_A2A_CALL_SITE, and does nothing if MOE_A2A_IS_LEFT_OUT is true.
+// The emulator can leave out one barrier, and a test must then fail. A barrier function has the
+// parameter MOE_A2A_CALL_SITE, and does nothing if MOE_A2A_IS_LEFT_OUT is true.
 #define MOE_A2A_CALL_SITE
 #define MOE_A2A_IS_LEFT_OUT false
 
 namespace moe_a2a {
 
-// ---- Memory that other threads change. Names say the order and the scope of an access.
+// ---- Memory that other threads change. A function's name contains the memory order and scope.
 
 __device__ inline uint64_t load_acquire_sys(const uint64_t* address) {
   uint64_t value;
@@ -116,7 +116,7 @@ __device__ inline void wait_until_loaded(uint64_t* load_barrier, uint32_t parity
   }
 }
 
-// Order this thread's ordinary accesses and its acquires before its later bulk copies.
+// Fences: order this thread's ordinary accesses and its acquires before its later bulk copies.
 __device__ inline void fence_global_for_bulk() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
@@ -124,7 +124,7 @@ __device__ inline void fence_shared_for_bulk() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// One thread starts bulk stores, ends their group, and waits for the group.
+// The thread that starts bulk stores must end their group and wait for it.
 __device__ inline void bulk_store(char* to, const char* shared_from, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
                "r"(shared_address(shared_from)), "r"(bytes)

@@ -4,8 +4,8 @@
 // Usually a launch is for the only rank of its device. With MOE_A2A_COLOCATED (cuda/colocated/), a
 // launch is for all ranks of a domain, which share one GPU.
 //
-// The rank is the fastest grid dimension, because the hardware issues blocks in the order of this
-// dimension. Every rank therefore has a resident block, which docs/protocol.md, section 6, needs.
+// The rank is the fastest grid dimension. The hardware issues blocks in this order, so every rank
+// has a resident block, as docs/protocol.md, section 6, requires.
 //
 // Parameters are not in a table in device memory, because each call would need a copy of the table
 // to the device, and a captured graph would replay this copy.
@@ -34,8 +34,9 @@ struct Launched {
   Params first, second;
 };
 
-// Writes the parameters of this block's rank to shared memory. Each 64-bit word (a pointer, or the
-// rank) is a linear function of the rank. All threads of the block call it.
+// Writes the parameters of this block's rank to shared memory. Every 64-bit word of the parameters
+// is a linear function of the rank, so ranks 0 and 1 determine it. All threads of the block call
+// it.
 template <typename Params>
 __device__ inline void write_own_params(const Launched<Params>& launched, Params& own) {
   static_assert(sizeof(Params) % sizeof(uint64_t) == 0 && alignof(Params) == alignof(uint64_t));
@@ -83,7 +84,7 @@ inline dim3 grid_of_launch(int, int num_blocks) { return dim3(num_blocks); }
 
 #endif
 
-// Launches a kernel with `num_blocks` blocks for each rank. Returns the error of this launch only.
+// Launches a kernel with `num_blocks` blocks for each rank. Returns no error of earlier work.
 template <typename Params, typename... More>
 cudaError_t Launch(void (*kernel)(Launched<Params>, More...), const Params* ranks, int num_blocks,
                    int num_threads, size_t shared_bytes, cudaStream_t stream, More... more) {

@@ -20,18 +20,18 @@ __device__ inline Header* header(const RankView& view, int rank) {
 }
 
 #ifdef MOE_A2A_TEST_HOOKS
-// The rules that a test may break to see that its check fails (also in tests/gpu/hooks.py).
+// Faults that a test may request to see that its check fails (also in tests/gpu/hooks.py).
 enum Mutation : uint32_t {
   kIgnoreCredit = 1,        // write without waiting for the reader
   kFlagBeforeRows = 2,      // raise a chunk's flag before its rows
-  kCreditByFirstBlock = 3,  // do the work of the last block out when the first block leaves
-  kIgnoreSignature = 4,     // accept every call as the same call
+  kCreditByFirstBlock = 3,  // do the last block's work when the first block leaves
+  kIgnoreSignature = 4,     // accept any call of another rank
   kReceiversFirst = 5,      // admit receivers before senders
-  kFlagBeforeStored = 6,    // raise a chunk's flag when its rows have been read, not stored
+  kFlagBeforeStored = 6,    // raise a chunk's flag when its bulk stores have read the rows
   kOtherCall = 7,           // ranks on one GPU: make a different call than the other ranks
   kIgnoreChunk = 8,         // read rows without waiting for their flag
   kIgnoreHead = 9,          // end a launch without waiting for the heads
-  kIgnoreIds = 10           // read ids without waiting for them
+  kIgnoreIds = 10           // read expert ids without waiting for them
 };
 __device__ inline bool breaks(const RankView& view, Mutation rule) {
   return header(view, view.rank)->control.mutation == rule;
@@ -87,7 +87,7 @@ static __device__ __noinline__ void fail(const RankView& view, ErrorKind kind, P
     *const_cast<volatile uint32_t*>(&record->kind) = static_cast<uint32_t>(kind);
     __threadfence_system();
   }
-  if (kind == ErrorKind::kStopped) return;  // The rank that failed first poisons the domain.
+  if (kind == ErrorKind::kStopped) return;  // The rank that failed first has poisoned the domain.
 #pragma unroll 1
   for (int rank = 0; rank < view.num_ranks; ++rank) {
     store_release_sys(&header(view, rank)->control.poison,
@@ -97,14 +97,15 @@ static __device__ __noinline__ void fail(const RankView& view, ErrorKind kind, P
 
 class Patience {
  public:
-  // Call it between two polls. Returns true in every 64th call: check for failures then.
+  // Call it between two polls. Returns true in every 64th call: the caller then checks for
+  // failures.
   __device__ bool is_long() {
     // Pause, because other warps of this multiprocessor have work to do.
     if (++polls_ > Tuning::kPollsWithoutPause) __nanosleep(Tuning::kPauseNs);
     return polls_ % 64 == 0;
   }
-  // Returns true if `timeout_ns` have passed since this timeout was first passed. A peer that
-  // announces its call late therefore has the whole shorter timeout.
+  // Returns true if `timeout_ns` have elapsed since the first call with this argument. A peer that
+  // announces its call late therefore has all of the shorter timeout.
   __device__ bool is_over(uint64_t timeout_ns) {
     const uint64_t now = global_time_ns();
     if (timeout_ns != timeout_ns_) start_ = now;
@@ -135,7 +136,8 @@ static __device__ __noinline__ bool head_agrees(const RankView& view, uint64_t e
   return true;
 }
 
-// Returns true if a wait for a flag, which has the value `seen`, must go on. Reports failures.
+// Returns true if a wait for a flag must go on. `seen` is the flag's present value. Reports
+// failures.
 static __device__ __noinline__ bool may_wait_on(const RankView& view, Patience& patience,
                                                 uint64_t epoch, Phase phase, int awaited_rank,
                                                 uint64_t seen) {
@@ -175,7 +177,7 @@ __device__ inline bool wait_for_flag(const RankView& view, const uint64_t* flag,
   }
 }
 
-// Waits for a word of `awaited_rank` whose low 16 bits carry data instead of a signature.
+// Waits for a word from `awaited_rank` whose low 16 bits are data instead of a signature.
 static __device__ __noinline__ bool wait_for_word(const RankView& view, const uint64_t* address,
                                                   uint64_t epoch, int awaited_rank,
                                                   uint64_t* word) {
@@ -190,7 +192,7 @@ static __device__ __noinline__ bool wait_for_word(const RankView& view, const ui
   }
 }
 
-// Waits until `source` has announced its call of this epoch, and checks that it is the same call.
+// Waits until `source` has announced its call of this epoch. Fails unless it is this rank's call.
 __device__ inline bool wait_for_head(const RankView& view, uint64_t epoch, int source) {
   const Head& head = header(view, view.rank)->head[ring_half(view, epoch)][source];
   return wait_for_flag(view, &head.flag, epoch, Phase::kReceiveHead, source) &&
@@ -202,13 +204,14 @@ static __device__ __noinline__ bool may_wait_for_credit(const RankView& view, Pa
                                                         uint64_t epoch, int destination,
                                                         uint64_t seen) {
   if (is_poisoned(view)) return false;
-  if (!patience.is_over(view.timeout_ns)) return true;  // epoch > 1: the peer has been seen
+  if (!patience.is_over(view.timeout_ns)) return true;  // only epoch 1 has a longer timeout
   fail(view, ErrorKind::kTimeout, Phase::kSendCredit, destination, epoch, epoch - ring_depth(view),
        seen);
   return false;
 }
 
-// Waits until `destination` has read the rows of ring_depth() epochs ago. One thread calls it.
+// Waits until `destination` has read this rank's rows of ring_depth() epochs ago. One thread calls
+// it.
 __device__ inline bool wait_for_credit(const RankView& view, uint64_t epoch, int destination) {
   if (epoch <= ring_depth(view)) return true;
   const uint64_t* credit = &header(view, view.rank)->credit[ring_half(view, epoch)][destination];

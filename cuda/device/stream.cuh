@@ -1,7 +1,7 @@
 // Streams rows through shared memory by bulk copies, so that few warps keep many bytes in flight.
 //
-// The first lane of a warp loads and stores kStages stages in turn. Each stage has an mbarrier,
-// which tells when its load has landed. A stage can be stored to any number of destinations, so a
+// A warp has kStages stages of shared memory, which its first lane loads and stores in turn. Each
+// stage has an mbarrier for its loads. A stage can be stored to any number of destinations, so a
 // row is read only once. docs/protocol.md, section 5, lists the fences that bulk copies need.
 #pragma once
 
@@ -11,7 +11,7 @@
 
 namespace moe_a2a {
 
-// Segments are few and large, because every bulk copy has a fixed cost.
+// Segments of rows are large, because every bulk copy has a fixed cost.
 constexpr int kStages = Tuning::kStages;
 constexpr int kLoadsAhead = Tuning::kLoadsAhead;  // how far loads run ahead of stores
 constexpr int kSegmentBytes = Tuning::kSegmentBytes;
@@ -25,7 +25,7 @@ struct StreamShared {
   alignas(8) uint64_t landed[kStages];  // mbarriers
   // The list of the rows that the warp copies, and of the destinations of each row.
   const char* sources[kWarpThreads];
-  int destinations_end[kWarpThreads];  // the end of each row's part of `destinations`
+  int destinations_end[kWarpThreads];  // where each row's `destinations` end
   char* destinations[kWarpThreads];
 };
 
@@ -110,13 +110,13 @@ __device__ inline void copy_listed(Stream& stream, const Segments& segments, int
 __device__ inline void stream_copy(Stream& stream, const Team& team, int num_rows,
                                    int64_t row_bytes) {
   const Segments segments(team, row_bytes);
-  __syncwarp();  // A warp without a segment does not read the list, but may rewrite it next.
+  __syncwarp();  // All lanes have written the list. A warp without a segment does not read it.
   if (segments.first >= row_bytes) return;
   if (lane_index() == 0) copy_listed(stream, segments, num_rows);
   __syncwarp();
 }
 
-// Zeroes a row. `zeros` is kSegmentBytes of zeros in shared memory. Only the first lanes work.
+// Zeroes a row. `zeros` is kSegmentBytes of zeros in shared memory. Only first lanes store.
 __device__ inline void stream_zeros(const Team& team, const char* zeros, char* to,
                                     int64_t row_bytes) {
   if (lane_index() != 0) return;

@@ -9,17 +9,17 @@
 
 namespace moe_a2a {
 
-// `kCount` neighbouring elements. One access loads or stores them.
+// `kCount` neighbouring elements, which one access loads or stores.
 template <typename T, int kCount>
 struct alignas(sizeof(T) * kCount) Pack {
   T v[kCount];
 };
 
-// The number of packs that a thread holds at a time.
+// The number of packs that a thread has in registers at a time.
 constexpr int kSumUnroll = Tuning::kLoadsOfPacks;
 
-// The places of a thread's packs. Pack u starts at element `first + u * stride` if the row has this
-// element. Packs of the team's other threads lie in between.
+// The positions of a thread's packs in a row. Pack u starts at element `first + u * stride`, if
+// there is one. Packs of the team's other threads are in between.
 template <int kCount>
 struct PackOffsets {
   int64_t first, stride, elements;
@@ -32,8 +32,8 @@ struct PackOffsets {
   __device__ bool has(int u) const { return element(u) < elements; }
 };
 
-// Calls `body(PackOffsets)` until the team has covered the row. All lanes of a warp call `body` the
-// same number of times, because it may shuffle.
+// Calls `body(PackOffsets)` until the team has processed the row. All lanes of a warp call `body`
+// equally often, because it may use warp shuffles.
 template <int kCount, typename Body>
 __device__ __forceinline__ void for_each_packs(const Team& team, int64_t elements, Body&& body) {
   for (int64_t base = 0; base * kCount < elements; base += int64_t{kSumUnroll} * team.threads()) {
@@ -66,7 +66,7 @@ template <int kCount>
 struct Accumulator {
   float v[kSumUnroll][kCount] = {};
 
-  // Adds factor(u) * packs. Elements past the row's end hold garbage, which store() does not write.
+  // Adds factor(u) * packs. Elements past the row's end are garbage, which store() does not write.
   template <typename T, typename Factor>
   __device__ void add(const Packs<T, kCount>& packs, Factor&& factor) {
 #pragma unroll
@@ -108,8 +108,9 @@ __device__ __forceinline__ RowWeights row_weights(const CombineParams& p, int64_
   return {p.pair_weights[pair] + row * (elements / p.elements_per_weight), p.elements_per_weight};
 }
 
-// Returns the sum of a token's rows on this rank, in the order of choices. In every warp, `row` of
-// lane k is the row of choice k, or negative. `choices` is the mask of lanes that hold a row.
+// Returns the sum of a token's rows on this rank, added in the order of choices. In every warp,
+// `row` of lane k is the row of choice k, or negative. `choices` is the mask of lanes that have a
+// row.
 template <typename T, int kCount>
 __device__ __forceinline__ Accumulator<kCount> sum_rows(const CombineParams& p,
                                                         const SummedArray& array, int row,
@@ -119,7 +120,7 @@ __device__ __forceinline__ Accumulator<kCount> sum_rows(const CombineParams& p,
   while (choices != 0) {
     const int64_t first = __shfl_sync(kAllLanes, row, __ffs(choices) - 1);
     choices &= choices - 1;
-    // With several pairs, one choice is summed at a time; otherwise two rows are loaded at a time.
+    // With several pairs (params.h), rows of one choice are loaded at a time; otherwise of two.
     const bool both = choices != 0 && p.num_pairs <= 1;
     const int64_t second = both ? __shfl_sync(kAllLanes, row, __ffs(choices) - 1) : 0;
     if (both) choices &= choices - 1;
@@ -137,11 +138,11 @@ __device__ __forceinline__ Accumulator<kCount> sum_rows(const CombineParams& p,
   return acc;
 }
 
-// ---- The fast path: at most one weight per row or row segment, one type, 16-byte words.
+// ---- The fast path: at most one weight per row or row segment, one dtype, 16-byte words.
 
-// The rows that a warp sums, in its shared memory: first this rank's rows in the order of choices,
-// then landed rows in the order of ranks, then an addend. A token has at most kMaxTopK of them and
-// an addend, because each choice adds at most one: a row of this rank, or a landed row of its rank.
+// The addresses of the rows that a warp sums: first this rank's rows in the order of choices, then
+// landed rows in the order of ranks, then an addend. A token has at most kMaxTopK rows and an
+// addend, because each choice has a row on this rank, or adds at most one landed row.
 struct SourceList {
   const char* rows[kMaxTopK + 1];
   float factors[kMaxTopK];  // of this rank's rows; landed rows have none
@@ -149,8 +150,8 @@ struct SourceList {
 
 struct SourceCounts {
   int own;
-  int landed_before;  // partial sums of lower ranks
-  int landed_after;   // partial sums of higher ranks
+  int landed_before;  // number of landed partial sums of lower ranks
+  int landed_after;   // number of landed partial sums of higher ranks
 };
 
 constexpr int kPartWords = Tuning::kPartWords;  // 16-byte words that a thread holds at a time
@@ -177,7 +178,7 @@ struct RowParts {
   }
 };
 
-// This lane's words of a part. Words past the row's end hold garbage, which no result uses.
+// This lane's words of a part. Words past the row's end are garbage, which no result uses.
 struct RowPart {
   uint4 words[kPartWords];
 
@@ -205,7 +206,7 @@ struct Float32Part {
   __device__ __forceinline__ void add(float factor, const RowPart& part) {
     each(part, [factor](float& mine, float other) { mine += factor * other; });
   }
-  // Assigns factor * part. A zero keeps its sign, which add() loses.
+  // Becomes factor * part. Keeps the sign of a zero, unlike add().
   __device__ __forceinline__ void set(float factor, const RowPart& part) {
     each(part, [factor](float& mine, float other) { mine = factor * other; });
   }
@@ -233,7 +234,7 @@ struct Float32Part {
     }
     return part;
   }
-  // Returns the inner product of the words `u` of two parts.
+  // Returns the inner product of this word `u` and the other part's word `u`.
   __device__ __forceinline__ float dot(const Float32Part& other, int u) const {
     float sum = 0.f;
 #pragma unroll
@@ -242,7 +243,7 @@ struct Float32Part {
   }
 };
 
-// Partial sums travel rounded to T. The alternative is EncodedWire in device/wire.cuh.
+// Partial sums travel as numbers of type T. In a token format, EncodedWire replaces this struct.
 template <typename T>
 struct RoundedWire {
   __device__ __forceinline__ RowPart narrow(const Float32Part<T>& sum) const {
@@ -257,11 +258,11 @@ struct RoundedWire {
   }
 };
 
-// A sum is a partial sum that travels, or a token's output row without or with an addend.
+// What sum_parts() computes: a partial sum to send, or an output row without or with an addend.
 enum class Sum { kPartial, kOutput, kOutputPlusAddend };
 
 // Sums the listed rows, part by part. Loads of the next rows are always under way. With
-// RoundedWire, a partial sum is computed like an output row, because a second rounding changes
+// RoundedWire, a partial sum is computed like an output row, because rounding it again changes
 // nothing.
 template <typename T, Sum kSum, typename Wire>
 __device__ __forceinline__ void sum_parts(const Team& team, const SourceList& list,
@@ -272,7 +273,7 @@ __device__ __forceinline__ void sum_parts(const Team& team, const SourceList& li
   const int landed_first = counts.own + counts.landed_before;
   const int addend = landed_first + counts.landed_after;  // its place
   const int total = addend + kAdds;
-  // Returns true if a listed row consists of numbers of type T.
+  // Returns true if a listed row has numbers of type T, false if it is encoded.
   const auto is_plain = [&](int source) {
     return kIsRounded || kSum == Sum::kPartial || source < counts.own ||
            (kAdds && source == addend);
@@ -333,8 +334,8 @@ __device__ __forceinline__ void sum_parts(const Team& team, const SourceList& li
 
 // Computes out = landed partial sums of lower ranks + this rank's partial sum + landed partial sums
 // of higher ranks + addend, in this order. This rank's partial sum is the sum of factor * row, and
-// is rounded or encoded like landed partial sums. For Sum::kPartial, out is this rank's partial sum
-// as it travels. All lanes write the list, then call this function, and may then rewrite the list.
+// is rounded or encoded like landed partial sums. For Sum::kPartial, out is only this rank's
+// partial sum. All lanes write the list, then call this function, and may then rewrite the list.
 template <typename T, Sum kSum, typename Wire>
 __device__ __forceinline__ void sum_listed(const Team& team, const SourceList& list,
                                            const SourceCounts& counts, int64_t row_bytes, char* out,

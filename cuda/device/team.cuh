@@ -1,4 +1,4 @@
-// A team is the threads that share a work item. If rows are few or large, a team has several warps.
+// A team is one or more warps of a block that share a work item. Few or large rows need more warps.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ constexpr uint32_t kAllLanes = 0xFFFFFFFFu;
 
 __device__ inline int lane_index() { return threadIdx.x % kWarpThreads; }
 
-// Each block has the same number of warps in each team. Teams work independently.
+// All teams of a block have equally many warps. Teams work independently.
 class Team {
  public:
   // `mailboxes` has a word of shared memory for each team.
@@ -22,14 +22,14 @@ class Team {
         thread_(threadIdx.x % threads_),
         mailbox_(mailboxes + index_) {}
 
-  __device__ int thread() const { return thread_; }    // of this thread in its team
+  __device__ int thread() const { return thread_; }    // index in the team
   __device__ int threads() const { return threads_; }  // of the team
   __device__ bool is_first_warp() const { return thread_ < kWarpThreads; }
 
   // Waits for all threads of the team, and orders their memory accesses.
   __device__ void sync(MOE_A2A_CALL_SITE) const {
     if (MOE_A2A_IS_LEFT_OUT) return;
-    __syncwarp();  // A named barrier needs whole warps. Barrier 0 is for the whole block.
+    __syncwarp();  // A named barrier needs whole warps. __syncthreads() is barrier 0.
     if (threads_ > kWarpThreads) sync_named(1 + index_, threads_);
   }
 
@@ -40,7 +40,7 @@ class Team {
       __syncwarp();
       return value;
     }
-    sync();  // The previous value has been read.
+    sync();  // All threads have read the previous value.
     if (thread_ == 0) *mailbox_ = value;
     sync();
     return *mailbox_;
@@ -50,7 +50,7 @@ class Team {
   __device__ bool all(bool ok) const {
     if (threads_ == kWarpThreads) {
       ok = __all_sync(kAllLanes, ok);
-      __syncwarp();  // A vote orders no memory.
+      __syncwarp();  // A vote does not order memory accesses.
       return ok;
     }
     sync();

@@ -1,6 +1,6 @@
 // Writes and reads partial sums that travel in a token format, for sum_parts() in device/sum.cuh. A
-// slot holds the values of a row and then its scales. A lane that holds a 16-byte word of sums also
-// holds the encoded values of this word. A group is the words of a few neighbouring lanes.
+// slot has the values of a row and then its scales. A lane encodes its own 16-byte words of sums. A
+// group, which shares a scale, is the words of a few neighbouring lanes.
 #pragma once
 
 #include "device/format.cuh"
@@ -19,7 +19,7 @@ constexpr bool kIsEncoded = false;
 template <TokenFormat F>
 constexpr bool kIsEncoded<Encoded<F>> = true;
 
-// One row of partial sums of type T, or a segment of a row.
+// Encodes and decodes a row of partial sums of type T, or a segment of a row.
 template <TokenFormat F, typename T>
 class EncodedWire {
  public:
@@ -27,7 +27,7 @@ class EncodedWire {
   __device__ EncodedWire(float global_scale, int64_t scales)
       : global_(global_scale), scales_(scales) {}
 
-  // Returns the values and the scale of each word of a part. All lanes call it.
+  // Encodes a part: returns the values and the scale of each word. All lanes call it.
   __device__ __forceinline__ RowPart narrow(const Float32Part<T>& sum) const {
     RowPart part;
 #pragma unroll
@@ -39,7 +39,8 @@ class EncodedWire {
     return part;
   }
 
-  // Loads the values and scales of the part at byte `offset` of the sums, from the landed `row`.
+  // Loads the values and scales of one part from the landed `row`. In sums, the part is at
+  // `offset`.
   __device__ __forceinline__ void load(RowPart& part, const RowParts& range, const char* row,
                                        int64_t offset) const {
     range.each_word(offset, [&](int u, int64_t at) {
