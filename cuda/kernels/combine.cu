@@ -1,19 +1,20 @@
-// combine: sum every token's rows at its source rank. It is the transpose of dispatch.
+// combine: sums every token's rows at its source rank. It is the transpose of dispatch.
 //
 // Holds afterwards: out[token] = sum over ranks, in rank order, of round_to_wire(partial sum), plus
 // addend[token] if there are addends. A rank's partial sum is the sum of weight * row over the
-// token's rows on this rank, in the order of choices. All sums are in float32. Ranks that have no
-// slot for the token are skipped. In a token format, round_to_wire(x) is decode(encode(x))
+// token's rows on this rank, in the order of choices. All sums are in float32. The sum skips ranks
+// that have no slot for the token. With a token format, round_to_wire(x) is decode(encode(x))
 // (docs/formats.md). Choice arrays are not summed: out[token, k] is the entry of the row of choice
 // k, or zero if the choice has no row.
 //
-// Layout: a zone has [num_tokens slots, row_stride] of partial sums for each summed array, in the
-// wire dtype or as values and then their scales. For each choice array, it has [num_tokens slots,
-// top_k]. A token's partial sum lands in the slot that the token had at the rank in dispatch.
+// Layout: a zone has an array [num_tokens slots, row_stride] of partial sums for each summed array.
+// A slot has numbers of the wire dtype, or values and then scales. For each choice array, a zone
+// has [num_tokens slots, top_k]. A rank's partial sum lands in the slot that the token had at this
+// rank in dispatch.
 //
 // Waits: senders wait only for credits of an earlier epoch. For each token, receivers wait for the
-// chunks that hold its partial sums. The highest block waits for the head of every rank. This
-// rank's partial sum never enters a zone, but is rounded like all partial sums. A rank that has
+// chunks with its partial sums. The block with the highest index waits for the head of every rank.
+// A token's partial sum on its source rank needs no zone, but is rounded too. A rank that has
 // dropped all rows of a token still sends zeros, because the source rank waits for this slot.
 //
 // Launch: any number of blocks.
@@ -26,24 +27,24 @@
 namespace moe_a2a {
 namespace {
 
-// How rows are summed. kGeneral accepts any rows and weights. kRows and kSegments use a warp's list
-// (device/sum.cuh). kRows sums whole rows with at most one weight each. kSegments sums one row
-// segment at a time: the elements of one weight, or the whole row.
+// How rows are summed. kGeneral accepts any rows and weights. kRows and kSegments use a warp's
+// SourceList. kRows sums whole rows with at most one weight each. kSegments sums one row segment at
+// a time: the elements of one weight, or the whole row.
 enum class Sums { kGeneral, kRows, kSegments };
 
 constexpr int kNoChoice = -1;  // in slot_rows: no row on this rank; -2: the row was dropped
 
 // Choices of a few consecutive slots: lane i * top_k + k holds choice k of the i-th slot. All lanes
-// load at the same time, because each load costs a latency.
+// load at the same time, because a second load would take as long again.
 struct WarpChoices {
-  int row;  // negative: the choice has no row here
+  int row;  // negative: the choice has no row on this rank
   float weight;
 
   // `slot` is the slot of the choice's token in the zone of `source`; negative if it has none.
   __device__ WarpChoices(const CombineParams& p, int source, int slot, int k, uint64_t epoch)
       : row(kNoChoice), weight(1.f) {
     const RoutingView& routing = p.routing;
-    // wait_for_token() reports a slot that is too large.
+    // If the slot is too large, wait_for_token() reports it.
     if (slot < 0 || slot >= routing.num_tokens) return;
     row = routing.slot_rows[(int64_t{source} * routing.num_tokens + slot) * routing.top_k + k];
     if (row >= routing.capacity) {
@@ -77,7 +78,7 @@ __device__ __forceinline__ void send_sum(const CombineParams& p, const SummedArr
   });
 }
 
-// A row segment, or a whole row, that is summed through the list in one pass.
+// A row segment, or a whole row, that a warp sums through its list in one pass.
 struct ListedSegment {
   int index;
   int64_t row_bytes, first, bytes;
@@ -98,7 +99,7 @@ __device__ __forceinline__ void for_each_listed_segment(const CombineParams& p,
   for (int i = 0; i < segments; ++i) body(ListedSegment{i, row_bytes, i * bytes, bytes});
 }
 
-// Returns the bytes of a row of `elements` partial sums in a slot.
+// Returns the bytes that a row of `elements` partial sums has in a slot.
 template <typename Wire>
 __device__ int64_t wire_bytes(int64_t elements) {
   if constexpr (kIsEncoded<Wire>) {
@@ -108,7 +109,7 @@ __device__ int64_t wire_bytes(int64_t elements) {
   }
 }
 
-// How a row segment of type T travels, and the segment's first byte in the slot's row.
+// The wire form of a row segment of type T, and the segment's first byte in a slot.
 template <typename T, typename Wire>
 struct SegmentOnWire {
   RoundedWire<T> wire;
@@ -237,10 +238,11 @@ __device__ int read_slots(const CombineParams& p, int token_index, TokenSlots& s
   return count;
 }
 
-// Checks that slots at other ranks and rows on this rank are at most top_k. All lanes call it.
+// Checks that a token's slots at other ranks plus its rows on this rank are at most top_k. All
+// lanes call it.
 __device__ bool fits_lists(const CombineParams& p, const SourceToken& token) {
   const int own_rows = __popc(__ballot_sync(kAllLanes, token.own.row >= 0));
-  // This rank's rows count instead of this rank's slot.
+  // The rows on this rank replace its slot in the sum.
   const int count = token.num_ranks + max(0, own_rows - 1);
   const bool fits = count <= p.routing.top_k;
   if (!fits && lane_index() == 0) {
@@ -250,7 +252,7 @@ __device__ bool fits_lists(const CombineParams& p, const SourceToken& token) {
   return fits;
 }
 
-// Waits for the partial sums of a token. Lane i waits for the i-th rank. Each warp calls it.
+// Waits for the partial sums of a token. Lane i waits for ranks[i]. Each warp calls it.
 __device__ bool wait_for_token(const CombineParams& p, const SourceToken& token) {
   const RankView& view = p.view;
   bool landed = true;
@@ -267,7 +269,7 @@ __device__ bool wait_for_token(const CombineParams& p, const SourceToken& token)
     }
   }
   const bool all = __all_sync(kAllLanes, landed);
-  __syncwarp();  // A vote orders no memory: this orders all loads after every lane's acquire.
+  __syncwarp();  // The vote does not order later loads after all lanes' acquires.
   return all;
 }
 
@@ -317,7 +319,8 @@ __device__ __forceinline__ void sum_token(const CombineParams& p, const SummedAr
   });
 }
 
-// Replaces sum_token() if rows are summed through a warp's list. Lane i lists the i-th rank.
+// Replaces sum_token() if rows are summed through a warp's list. Lane i lists the partial sum of
+// ranks[i].
 template <typename T, typename Wire, Sums kSums, bool kAdds>
 __device__ __forceinline__ void sum_listed_token(const CombineParams& p, const SummedArray& array,
                                                  const Team& team, SourceList& list,
@@ -387,7 +390,7 @@ __device__ __forceinline__ void receive(const CombineParams& p, const Team& team
   const RoutingView& routing = p.routing;
   delay_for_test(view, Phase::kReceiveChunk);
   while (true) {
-    // take_item() is also a barrier, so the slots of the previous token have been read.
+    // take_item() is also a barrier, after which no lane reads the slots of the previous token.
     const int token_index = take_item(control(view).next_receive, team);
     if (token_index >= routing.num_tokens) return;
     const int num_ranks = read_slots(p, token_index, slots);

@@ -1,16 +1,17 @@
-// dispatch: send each token to the ranks of its experts, and write the rows of this rank's experts.
+// dispatch: sends each token to the ranks of its experts, and writes the rows of this rank's
+// experts.
 //
-// Holds afterwards: out[row] is the row's token if row_slot[row] >= 0, and zero otherwise. In
+// Holds afterwards: out[row] is the row's token if row_slot[row] >= 0, and zero otherwise. For
 // choice arrays, out[row] is the entry of the row's choice. With `leaves_tail`, rows after the last
 // group are not written.
 //
-// Layout: a zone holds, for each payload array, [num_tokens slots, row_stride]. Slot s of a
+// Layout: a zone has an array [num_tokens slots, row_stride] for each payload array. Slot s of a
 // source's zone at a destination holds the token slot_token[destination][s] of the source. A token
 // has one slot at a rank, even if the rank has several of its experts.
 //
 // Waits: senders wait only for credits of an earlier epoch. Receivers wait for the flag of a chunk
-// of slots before they read the chunk. The highest block waits for all heads. This rank's tokens
-// never enter a zone.
+// of slots before they read the chunk. The block with the highest index waits for all heads. Tokens
+// that stay on this rank need no zone.
 //
 // Why push: with few blocks, stores to peers reach the link limit, but loads from peers do not.
 //
@@ -28,7 +29,7 @@
 namespace moe_a2a {
 namespace {
 
-// Copies rows of one array. A lane whose `has_row` is set has the row's `source` and `destination`.
+// Copies rows of one array: for each lane whose `has_row` is set, from `source` to `destination`.
 __device__ void copy_rows(const MovedArray& array, const Team& team, Stream& stream, bool has_row,
                           const char* source, char* destination) {
   const uint32_t all = __ballot_sync(kAllLanes, has_row);
@@ -59,7 +60,7 @@ __device__ void send_chunk(const DispatchParams& p, const Team& team, Stream& st
   const int64_t per_chunk = slots_per_chunk(p.routing.num_tokens);
   const int end = min((chunk + 1) * per_chunk, int64_t{p.routing.num_tokens});
   char* to_zone = zone(view, destination, epoch, view.rank, p.zone_bytes);
-  fence_global_for_bulk();  // The credit of the zone has been acquired.
+  fence_global_for_bulk();  // This thread has acquired the credit of the zone.
   for (int first = chunk * per_chunk; first < end; first += kWarpThreads) {
     const int slot = first + lane_index();
     const int64_t slot_index = int64_t{destination} * p.routing.num_tokens + slot;
@@ -81,7 +82,7 @@ __device__ void send_chunk(const DispatchParams& p, const Team& team, Stream& st
   }
 }
 
-// Replaces expand_rows() in a weighted dispatch. `partials` is shared memory: a word for each warp.
+// Replaces expand_rows() in a weighted dispatch. `partials` has a word of shared memory per warp.
 template <typename T>
 __device__ void weigh_rows(const DispatchParams& p, const Team& team, float* partials, int row,
                            const char* from) {
@@ -107,7 +108,7 @@ __device__ void weigh_rows(const DispatchParams& p, const Team& team, float* par
       if (team.is_first_warp()) {
         for (int i = 1; i < team.threads() / kWarpThreads; ++i) dot += partials[warp + i];
       }
-      team.sync();  // The partial sums have been read.
+      team.sync();  // All threads have read the partial sums.
     }
     if (team.thread() == 0) w.dotted[this_row] = dot;
   }
@@ -136,10 +137,10 @@ __device__ void expand_chunk(const DispatchParams& p, const Team& team, Stream& 
       fail(view, ErrorKind::kBounds, Phase::kReceiveChunk, source, epoch, routing.capacity, row);
       row = -1;
     }
-    // Wait only after the first rows have been looked up, because the chunk travels meanwhile.
+    // Wait only after the lookup of the first rows, because the chunk travels meanwhile.
     if (!landed) {
       if (!wait_for_chunk(view, team, epoch, source, chunk)) return;
-      fence_global_for_bulk();  // The chunk's flag has been acquired.
+      fence_global_for_bulk();  // This thread has acquired the chunk's flag.
       landed = true;
     }
     if (__ballot_sync(kAllLanes, row >= 0) == 0) continue;
@@ -198,7 +199,7 @@ __device__ void receive(const DispatchParams& p, const Team& team, Stream& strea
   }
 }
 
-// `T` is the element type of a weighted dispatch, or void if rows are only moved.
+// `T` is the element type of a weighted dispatch, or void if the dispatch only moves rows.
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 1)
     dispatch_kernel(const __grid_constant__ Launched<DispatchParams> launched) {
@@ -223,7 +224,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const Team receivers(p.roles.receive_teams, block.mailboxes);
     receive<T>(p, receivers, stream, zeros, partials, block.epoch, num_chunks);
   }
-  wait_until_stored();  // All stores of this block are complete when it leaves.
+  wait_until_stored();  // The block leaves after its bulk stores are complete.
   leave(p.view, block, p.fills, p.num_arrays + (std::is_void_v<T> ? 0 : 1));
 }
 

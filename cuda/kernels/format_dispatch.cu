@@ -1,19 +1,20 @@
-// format_dispatch: a dispatch that quantizes tokens, and with `decode` decodes them on arrival.
+// format_dispatch: a dispatch that encodes tokens in a token format, and can decode them on
+// arrival.
 //
-// Holds afterwards: as in dispatch.cu, except that a leaf has the token's values and scales
-// (docs/formats.md), or the decoded numbers, or both.
+// Holds afterwards: as in dispatch.cu, except that a leaf's outputs are the token's values and
+// scales (docs/formats.md), its decoded numbers, or both.
 //
-// Layout: as in dispatch. Values and scales of a leaf are two arrays of the zone.
+// Layout: as in dispatch.cu. Values and scales of a leaf are two arrays of the zone.
 //
 // Senders: a team encodes a token once in shared memory, and stores it to every rank that needs it.
 // This rank's tokens also land in a zone, so that they are encoded only once. If slots share a
-// flag, a team takes a chunk of slots of one rank instead, and encodes a token once per rank.
+// flag, a work item is a chunk of slots at one rank instead. A token is then encoded once per rank.
 //
-// Waits: as in dispatch, with two differences. Receivers do not wait for slots without a row on
-// this rank, because the flags of these slots may never be stored. Receivers also wait for senders
-// of this rank, which wait only for credits and start before any block that only receives.
+// Waits: as in dispatch.cu, with two differences. Receivers do not wait for slots without a row on
+// this rank, because no sender may raise their flags. Receivers also wait for senders of this rank,
+// which wait only for credits and start before any block that only receives.
 //
-// Why bulk stores: a warp encodes its next segment while stores of its previous segment run.
+// Why bulk stores: a warp encodes a segment while bulk copies store the previous one.
 //
 // This file and dispatch.cu are separate, because a common template made a dispatch in a format 4
 // to 8 % slower for 8 and 128 tokens
@@ -27,7 +28,7 @@
 namespace moe_a2a {
 namespace {
 
-// Sends a token into `slot` at `destination`, for each lane whose `destination` is not negative.
+// For each lane whose `destination` is not negative, sends a token to the lane's `slot` there.
 template <TokenFormat F, typename T>
 __device__ void send_token(const FormatDispatchParams& p, const Team& team, Stream& stream,
                            BulkSegments& segments, uint64_t epoch, int token, int destination,
@@ -40,7 +41,7 @@ __device__ void send_token(const FormatDispatchParams& p, const Team& team, Stre
          slot);
     destination = -1;
   }
-  StreamShared& list = *stream.shared;  // `destinations_end` has the slots
+  StreamShared& list = *stream.shared;  // its `destinations_end` has the slots
   const uint32_t all = __ballot_sync(kAllLanes, destination >= 0);
   if (destination >= 0) {
     const int place = __popc(all & ((1u << lane_index()) - 1));
@@ -60,10 +61,10 @@ __device__ void send_token(const FormatDispatchParams& p, const Team& team, Stre
                array.in + token * array.row_bytes, array.row_bytes, array.width);
     }
   }
-  __syncwarp();  // The list has been read.
+  __syncwarp();  // All lanes have read the list.
 }
 
-// Sends a token to all ranks of its choices, and raises the flags of its slots at these ranks.
+// Sends a token to all ranks of its choices, and raises the flags of its slots there.
 template <TokenFormat F, typename T>
 __device__ void send_everywhere(const FormatDispatchParams& p, const Team& team, Stream& stream,
                                 BulkSegments& segments, uint64_t epoch, int token) {
@@ -85,7 +86,7 @@ __device__ void send_everywhere(const FormatDispatchParams& p, const Team& team,
     }
   };
   if (breaks(view, kFlagBeforeRows)) raise_flags();
-  fence_global_for_bulk();  // The credits of the zones have been acquired.
+  fence_global_for_bulk();  // This thread has acquired the credits of the zones.
   send_token<F, T>(p, team, stream, segments, epoch, token, destination, slot);
   wait_until_stored();
   raise_flags();
@@ -99,10 +100,10 @@ __device__ void send_chunk(const FormatDispatchParams& p, const Team& team, Stre
   const int64_t per_chunk = slots_per_chunk(routing.num_tokens);
   const int end = min((chunk + 1) * per_chunk, int64_t{routing.num_tokens});
   if (breaks(view, kFlagBeforeRows)) raise_chunk(view, team, epoch, destination, chunk);
-  fence_global_for_bulk();  // The credit of the zone has been acquired.
+  fence_global_for_bulk();  // This thread has acquired the credit of the zone.
   for (int slot = chunk * per_chunk; slot < end; ++slot) {
     const int token = routing.slot_token[int64_t{destination} * routing.num_tokens + slot];
-    if (token < 0) continue;  // not the last slot: a batch of routings has empty slots in between
+    if (token < 0) continue;  // later slots may have tokens if routings were batched
     if (token >= routing.num_tokens) {
       fail(view, ErrorKind::kBounds, Phase::kSend, destination, epoch, routing.num_tokens, token);
       break;
@@ -114,7 +115,7 @@ __device__ void send_chunk(const FormatDispatchParams& p, const Team& team, Stre
   raise_chunk(view, team, epoch, destination, chunk);
 }
 
-// Decodes landed rows of one leaf. The lanes hold `row` and `slot` in the order of expand_rows().
+// Decodes landed rows of one leaf. Lanes have `row` and `slot` in the order of expand_rows().
 template <TokenFormat F, typename T>
 __device__ void decode_rows(const FormatDispatchParams& p, int leaf, const Team& team,
                             Stream& stream, BulkSegments& segments, int row, int slot,
@@ -154,7 +155,7 @@ __device__ void expand_chunk(const FormatDispatchParams& p, const Team& team, St
     if (__ballot_sync(kAllLanes, row >= 0) == 0) continue;
     if (!landed) {
       if (!wait_for_chunk(view, team, epoch, source, chunk)) return;
-      fence_global_for_bulk();  // The chunk's flag has been acquired.
+      fence_global_for_bulk();  // This thread has acquired the chunk's flag.
       landed = true;
     }
     int a = 0;
@@ -255,7 +256,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const Team receivers(exchange.roles.receive_teams, block.mailboxes);
     receive<F, T>(p, receivers, stream, zeros, block.epoch);
   }
-  wait_until_stored();  // All stores of this block are complete when it leaves.
+  wait_until_stored();  // The block leaves after its bulk stores are complete.
   leave(exchange.view, block, exchange.fills, p.num_results);
 }
 

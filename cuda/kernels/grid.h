@@ -1,4 +1,4 @@
-// Chooses how many blocks a launch has, and how they share its work.
+// Chooses how many blocks a launch has, and how these blocks share its work.
 #pragma once
 
 #include <algorithm>
@@ -14,23 +14,24 @@ struct Grid {
 };
 
 // Returns the number of blocks that each of `num_ranks` ranks on one device may have, or 0 if the
-// ranks do not fit. Ranks wait for each other, so all blocks of a whole and of a split exchange
-// must be resident at the same time, one on each multiprocessor.
+// ranks do not fit. Ranks wait for each other, so all blocks of a whole exchange and of a split
+// exchange must be resident together, one on each multiprocessor.
 constexpr int64_t colocated_blocks(int64_t num_ranks, int64_t num_sms, bool is_split) {
   const int64_t share = num_sms / num_ranks;
   const int64_t of_split = share < 2 ? 0 : std::max<int64_t>(1, share / 5);
   return is_split ? of_split : share - of_split;
 }
 
-// Returns the number of blocks that a launch may have on the device of one rank. If there are
-// peers, one multiprocessor stays free. Otherwise a whole exchange could fill one device and a
-// split exchange another, and both would wait for each other forever (docs/protocol_split.md).
+// Returns the number of blocks that a launch may have on a device with one rank. If there are
+// peers, one multiprocessor stays free. Without it, a whole exchange could fill one device and a
+// split exchange another device, and both would wait for each other forever
+// (docs/protocol_split.md).
 constexpr int64_t launch_blocks(int64_t num_ranks, int64_t num_sms) {
   return num_ranks == 1 ? num_sms : num_sms - 1;
 }
 
-// Returns the number of teams of a block for `items` rows. If rows are few or large, teams are few
-// and large, so that the last rows end early. With enough rows, there are at least `least` teams.
+// Returns the number of teams of a block for `items` rows. Few or large rows get few teams of many
+// warps, so that the last rows end early. With enough rows, there are at least `least` teams.
 inline int teams_for(int64_t items, int64_t blocks, int64_t row_bytes, int least) {
   int teams = 1;
   while (teams < kMaxTeams &&
@@ -41,7 +42,8 @@ inline int teams_for(int64_t items, int64_t blocks, int64_t row_bytes, int least
   return teams;
 }
 
-// With at most `few` send items for each block, all blocks are senders; otherwise a `share`.
+// With at most `few` send items per block, all blocks are senders; otherwise this `share` of
+// blocks.
 struct Senders {
   int64_t few;
   double share;
@@ -87,7 +89,8 @@ inline Grid grid_of(const RouteParams& p, int64_t num_sms) {
   return {blocks, {blocks, 1, 1}};
 }
 
-// Returns the rows that a rank writes: all rows, or about a balanced load if it leaves the tail.
+// Estimates the rows that a rank writes: all rows, or with `leaves_tail` the rows of a balanced
+// load.
 inline double num_written_rows(const DispatchParams& p) {
   const int64_t balanced = int64_t{p.routing.num_tokens} * p.routing.top_k;
   return static_cast<double>(p.leaves_tail ? std::min<int64_t>(p.routing.capacity, balanced)
@@ -95,7 +98,7 @@ inline double num_written_rows(const DispatchParams& p) {
 }
 
 inline Grid grid_of(const DispatchParams& p, int64_t num_sms) {
-  // While rows travel, blocks that do not send write zeros and the rows of this rank's tokens.
+  // While rows travel, other blocks than senders write zeros and the rows of this rank's tokens.
   const int64_t chunks = num_chunks_of(p.routing.num_tokens);
   const int64_t peers = p.view.num_ranks - 1;
   const double tokens = p.routing.num_tokens, written = num_written_rows(p);
@@ -105,7 +108,7 @@ inline Grid grid_of(const DispatchParams& p, int64_t num_sms) {
       {Tuning::kFewItems, tokens * peers / (tokens * peers + written / Tuning::kRowsPerSent)});
   const bool is_small = p.routing.num_tokens * largest_row(p) <= Tuning::kManySendersBytes;
   if (!p.weighting.is_used() && is_small && num_sms >= Tuning::kFewSms) {
-    // So many blocks reach the limit of memory before the limit of links, so more of them can send.
+    // Many blocks are limited by memory before links, so more of them can send.
     const double share = std::min(0.5, tokens / (tokens + written / Tuning::kRowsPerSentOfMany));
     const auto least = static_cast<int32_t>(std::llround(grid.blocks * share));
     grid.roles.send_blocks = std::max(grid.roles.send_blocks, least);
@@ -126,8 +129,8 @@ inline Grid grid_of(const FormatDispatchParams& p, int64_t num_sms) {
 }
 
 inline Grid grid_of(const RoutedDispatchParams& p, int64_t num_sms) {
-  // Few teams are enough for the links, and more senders would compute the routing late. Arithmetic
-  // limits the encoding, so a whole block encodes a token while there are enough blocks.
+  // Few teams fill the links, and senders compute the routing late, so more would be slower.
+  // Arithmetic limits the encoding, so a whole block encodes a token while there are enough blocks.
   const int32_t least_teams =
       p.encoding.format == kNoFormat ? Tuning::kRoutedTeams : Tuning::kRoutedEncodedTeams;
   const RoutingView& routing = p.exchange.routing;
@@ -149,8 +152,8 @@ inline Grid grid_of(const RoutedDispatchParams& p, int64_t num_sms) {
 }
 
 inline Grid grid_of(const CombineParams& p, int64_t num_sms) {
-  // Many blocks send, because most of the work is to compute partial sums. Partial sums in a format
-  // use the links for half the time, but need more work at the source rank.
+  // Many blocks send, because most of the work is to compute partial sums. Encoded partial sums use
+  // the links for half the time, but need more work at the source rank.
   const bool is_encoded = p.wire_format != kNoFormat;
   const int64_t num_tokens = p.routing.num_tokens, row_bytes = largest_row(p);
   const int64_t items = num_chunks_of(num_tokens) * (p.view.num_ranks - 1);

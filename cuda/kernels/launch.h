@@ -7,7 +7,7 @@
 
 #include "params.h"
 
-// The form of a file's kernels: for ranks that each have a device, or for ranks that share one
+// The form of a file's kernels: for ranks that have a device each, or for ranks that share one
 // device (cuda/colocated/). Each form has its own namespace, so that both can be linked together.
 #ifdef MOE_A2A_COLOCATED
 #define MOE_A2A_FORM colocated
@@ -65,10 +65,10 @@ struct Kernels {
 const Kernels& DirectKernels();
 const Kernels& ColocatedKernels();
 
-constexpr int kMaxLocalExperts = 8192;     // the limit of route_assign's shared memory
+constexpr int kMaxLocalExperts = 8192;     // limited by route_assign's shared memory
 constexpr int kMaxRouteCounts = 16384;     // levels * local experts: route_exchange's shared memory
-constexpr int kMaxRouteExperts = 1 << 19;  // an index of a chunk and an expert has 32 bits
-constexpr int64_t kMaxColocatedBlocks = 65535;         // of a rank: a grid's second dimension
+constexpr int kMaxRouteExperts = 1 << 19;  // an index of a count has 32 bits
+constexpr int64_t kMaxColocatedBlocks = 65535;         // of a rank: the grid's second dimension
 constexpr int kMaxTokensPerRouteChunk = kThreads / 2;  // one for each thread of a route block
 #ifndef MOE_A2A_EMULATION                              // because it has smaller blocks and chunks
 static_assert(Tuning::kRouteMostTokens <= kMaxTokensPerRouteChunk);

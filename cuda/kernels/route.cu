@@ -1,20 +1,21 @@
-// route: compute the slots and rows of all ranks' tokens from their expert ids, in two launches.
+// route: computes the slots and rows of all ranks' tokens from their expert ids, in two launches.
 //
 // route_exchange gathers the ids of all ranks and counts them for each chunk of tokens. Ids outside
-// [0, num_experts) become -1 before they are counted. route_assign turns the counts into positions.
-// Rows are in the order of local expert, source rank, token and choice. For each source and
+// [0, num_experts) become -1 before they are counted. route_assign computes slots and rows from the
+// counts. Rows are in the order of local expert, source rank, token and choice. For each source and
 // destination, slots are in the order of tokens. If rows do not fit, route_assign first finds the
-// threshold, which is the first choice that is dropped. Positions are prefix sums, so no atomic
-// operation decides an order, and two runs return the same bytes.
+// threshold, which is the first choice that is dropped. Slots and rows are prefix sums, so no order
+// of atomic operations matters: equal inputs give equal bytes.
 //
 // Layout: the zone of a source holds its ids, [batch, num_tokens, top_k]. A chunk is
-// `tokens_per_chunk` tokens of one batch element. It has one flag and one entry in the counts.
+// `tokens_per_chunk` tokens of one batch element. Each chunk has one flag and one entry in the
+// counts.
 //
 // Waits: senders wait only for credits of an earlier epoch. Receivers wait for the flag of each
-// chunk. The highest block waits for the head of every rank before the launch ends.
-// route_assign follows the exchange on the stream and waits for no rank. Its blocks check at their
-// begin and at their end whether the domain has failed, in the exchange or in an overlapping
-// launch. After a failure, a block writes an empty routing: no slots, no rows, sizes 0.
+// chunk. The block with the highest index waits for the head of every rank before the launch ends.
+// route_assign follows route_exchange on the stream and waits for no rank. At its begin and at its
+// end, a block checks whether the domain has failed. After a failure, a block writes an empty
+// routing: no slots, no rows, sizes 0.
 //
 // Launch: route_exchange with any number of blocks, which all send until no chunk is left.
 // route_assign with one block for each batch element, source and chunk.
@@ -32,7 +33,7 @@ constexpr int kRouteWarps = kRouteThreads / kWarpThreads;
 static_assert(kRouteThreads % kWarpThreads == 0);
 static_assert(kRouteWarps <= kWarpThreads, "the lanes of a warp add up the warps' sums");
 
-// The set of ranks to which each token of a chunk goes. A mask has the bits of `kBits` ranks.
+// The ranks to which each token of a chunk goes. A mask has a bit for each of `kBits` ranks.
 struct NamedRanks {
   static constexpr int kBits = 64;
   unsigned long long masks[ceil_div(kMaxRanks, kBits)][kMaxTokensPerRouteChunk];
@@ -46,7 +47,7 @@ struct NamedRanks {
 };
 
 // Calls body(rank) for each rank below `num_ranks`, in one thread each. The loop is unrolled,
-// because a loop with a variable number of iterations would need registers.
+// because a variable number of iterations would need more registers.
 template <typename Body>
 __device__ __forceinline__ void for_each_rank(int num_ranks, Body&& body) {
 #pragma unroll
@@ -56,7 +57,7 @@ __device__ __forceinline__ void for_each_rank(int num_ranks, Body&& body) {
   }
 }
 
-// A chunk of one source's tokens in one batch element.
+// A chunk of the tokens that one source has in one batch element.
 struct Chunk {
   int batch, first_token, num_tokens;
   int64_t first_choice, num_choices;  // in a source's [batch, num_tokens, top_k]
@@ -96,7 +97,7 @@ __device__ void send_chunk(const RouteParams& p, uint64_t epoch, int index) {
   }
 }
 
-// Reads one chunk of ids of `source`, stores the ids in `all_ids`, and counts them. `histogram`
+// Reads one chunk of ids from `source`, stores the ids in `all_ids`, and counts them. `histogram`
 // [levels, local_experts] and `named` are in shared memory.
 __device__ void receive_chunk(const RouteParams& p, uint64_t epoch, int source, int index,
                               int32_t* histogram, NamedRanks& named) {
@@ -202,8 +203,8 @@ __device__ void fill(int32_t* values, int64_t count, int32_t value) {
   for (int64_t i = threadIdx.x; i < count; i += kRouteThreads) values[i] = value;
 }
 
-// Writes the plan of a failed exchange, whose counts and ids must not be used. Every block that
-// sees the failure writes the whole plan, because other blocks may already have ended.
+// Writes an empty plan after a failed exchange, whose counts and ids are not valid. Every block
+// that sees the failure writes the complete plan, because other blocks may already have ended.
 __device__ void write_empty_routing(const RouteParams& p) {
   const int64_t tokens = int64_t{p.batch} * p.num_tokens;
   const int64_t rows = int64_t{p.batch} * p.capacity;
@@ -219,15 +220,15 @@ __device__ void write_empty_routing(const RouteParams& p) {
   fill(p.plan.num_dropped, p.batch, 0);
 }
 
-// Returns the counts of one level for the first chunk of source 0, in a batch element.
+// Returns the counts of one level for source 0 and chunk 0, in a batch element.
 __device__ const int32_t* counts_of_level(const RouteParams& p, int batch, int level) {
   return expert_counts(p, batch, 0, 0) + int64_t{level} * p.local_experts();
 }
 
 // Tables of route_assign in shared memory.
 struct AssignShared {
-  int32_t* first_row;  // [local_experts]: where each expert's rows begin, alignment included
-  int32_t* rows;       // [local_experts]: real rows of each expert
+  int32_t* first_row;  // [local_experts]: each expert's first row, after alignment
+  int32_t* rows;       // [local_experts]: each expert's rows with a token
   int32_t* next_row;   // [counting_warps, local_experts]: the next free row of a warp and expert
 };
 
@@ -236,10 +237,10 @@ struct SlotCounts {
   int before, in_all;  // in earlier chunks, in all chunks
 };
 
-// Sums counts. For each expert, `next_row` of warp 0 becomes the sum over the entries before this
-// block's entry, and `rows` becomes the sum over all entries. `landed` counts the tokens that
+// Sums counts. For each expert, `next_row` of warp 0 becomes the sum of the counts before this
+// block's entry, and `rows` the sum of all counts. `landed` counts the tokens that
 // the source sends to this rank. If the source is this rank, `sent` counts its tokens for every
-// rank. The loads of all threads are independent of each other.
+// rank. No load depends on another load.
 __device__ void sum_counts(const RouteParams& p, int batch, int source, int chunk_index,
                            const AssignShared& s, SlotCounts& landed, SlotCounts* sent) {
   const int local_experts = p.local_experts();
@@ -283,14 +284,14 @@ __device__ int rows_of_group(const RouteParams& p, const int32_t* rows, int grou
   return sum;
 }
 
-// Returns the rows that alignment adds after expert `e`; 0 if it is not the last of its group.
+// Returns the rows that alignment adds after expert `e`; 0 unless `e` is the last of its group.
 __device__ int padding_after(const RouteParams& p, const AssignShared& s, int e) {
   if (p.alignment == 1 || e % p.parts != p.parts - 1) return 0;
   const int rows = rows_of_group(p, s.rows, e / p.parts);
   return static_cast<int>(round_up(rows, p.alignment)) - rows;
 }
 
-// Computes `first_row` from `rows`. Returns where the last group ends. All threads call it.
+// Computes `first_row` from `rows`. Returns the end of the last group. All threads call it.
 __device__ int place_experts(const RouteParams& p, const AssignShared& s, int* warp_sums) {
   const int local_experts = p.local_experts();
   for (int e = threadIdx.x; e < local_experts; e += kRouteThreads) {
@@ -301,7 +302,7 @@ __device__ int place_experts(const RouteParams& p, const AssignShared& s, int* w
   return s.first_row[last] + s.rows[last] + padding_after(p, s, last);
 }
 
-// Finds the threshold if the capacity is too small, and removes dropped rows from `rows`. Every
+// Finds the threshold if the capacity is too small, and subtracts dropped rows from `rows`. Every
 // block of a batch element finds the same threshold. All threads call it.
 static __device__ __noinline__ Threshold find_threshold(const RouteParams& p, int batch,
                                                         const AssignShared& s,
@@ -314,7 +315,7 @@ static __device__ __noinline__ Threshold find_threshold(const RouteParams& p, in
   int32_t* trial = s.next_row;
   // Computes `trial` = `rows` + the rows of add(). Returns true if `trial` fits the capacity.
   const auto fits = [&](auto&& add) {
-    __syncthreads();  // The previous `trial` has been read.
+    __syncthreads();  // All threads have read the previous `trial`.
     for (int e = threadIdx.x; e < local_experts; e += kRouteThreads) trial[e] = s.rows[e];
     if (threadIdx.x == 0) padded_rows = 0;
     __syncthreads();
@@ -329,8 +330,8 @@ static __device__ __noinline__ Threshold find_threshold(const RouteParams& p, in
     __syncthreads();
     return padded_rows <= p.capacity;
   };
-  // Adds as many items as fit, but fewer than `high`, to `rows`. Returns their number. add(n) adds
-  // the rows of the first n items to `trial`.
+  // Adds the rows of the first items to `rows`: as many items as fit, but fewer than `high`.
+  // Returns the number of items. add(n) adds the rows of the first n items to `trial`.
   const auto keep_most = [&](int high, auto&& add) {
     const int count = last_that_fits(high, [&](int n) { return fits([&] { add(n); }); });
     fits([&] { add(count); });
@@ -341,7 +342,7 @@ static __device__ __noinline__ Threshold find_threshold(const RouteParams& p, in
   // the counts of the previous level.
   const auto add_level = [&](int level, bool only_this, int end) {
     const int32_t* counts = counts_of_level(p, batch, level);
-    // The index of a count may be larger than an int.
+    // The index of a count fits in 32 bits without sign.
     static_assert(int64_t{kMaxRouteExperts} * kMaxChunks <= UINT32_MAX);
     const uint32_t experts = local_experts;
     for (uint32_t i = threadIdx.x; i < num_ranks * end * experts; i += kRouteThreads) {
@@ -353,7 +354,7 @@ static __device__ __noinline__ Threshold find_threshold(const RouteParams& p, in
   };
 
   Threshold found;
-  __syncthreads();  // Every thread has read `rows`.
+  __syncthreads();  // All threads have read `rows`.
   for (int e = threadIdx.x; e < local_experts; e += kRouteThreads) s.rows[e] = 0;
   found.k = keep_most(p.top_k, [&](int levels) {
     if (levels > 0) add_level(levels - 1, false, p.chunks);
@@ -393,7 +394,7 @@ static __device__ __noinline__ Threshold find_threshold(const RouteParams& p, in
     if (room < p.alignment) break;
     room -= p.alignment;
   }
-  __syncthreads();  // `rows` have been read.
+  __syncthreads();  // All threads have read `rows`.
   for_each_rank(found.source, [&](int source) {
     const int expert = landed_experts[source];
     if (expert >= 0) atomicAdd(&s.rows[expert], 1);
@@ -401,7 +402,8 @@ static __device__ __noinline__ Threshold find_threshold(const RouteParams& p, in
   return found;
 }
 
-// Counts the kept rows before this block's chunk again, because find_threshold() needs `next_row`.
+// Counts the kept rows before this block's chunk again, because find_threshold() overwrites
+// `next_row`.
 static __device__ __noinline__ void sum_kept(const RouteParams& p, int batch, int entry,
                                              const Threshold& threshold, const AssignShared& s) {
   const int local_experts = p.local_experts();
@@ -419,7 +421,7 @@ static __device__ __noinline__ void sum_kept(const RouteParams& p, int batch, in
     atomicAdd(&s.next_row[expert],
               counts[other * stride + int64_t{level} * local_experts + expert]);
   }
-  // Within the threshold's chunk, the ids say which choices with the threshold's index are kept.
+  // In the threshold's chunk, only ids tell which choices of the threshold's index are kept.
   const int first_token = at_chunk * p.tokens_per_chunk;
   const int num_tokens = threshold.token - first_token + 1;
   const int64_t first_of_batch = int64_t{batch} * p.num_tokens;
@@ -434,7 +436,7 @@ static __device__ __noinline__ void sum_kept(const RouteParams& p, int batch, in
 }
 
 // Calls assign(token, slot) for each token of the chunk; the slot is -1 unless named(token). Calls
-// leave_empty(slot) for each empty slot whose number is the number of a token of the chunk.
+// leave_empty(slot) for each empty slot that has the same number as a token of the chunk.
 template <typename Named, typename Assign, typename LeaveEmpty>
 __device__ void assign_slots(const Chunk& chunk, const SlotCounts& counts, int* warp_sums,
                              Named&& named, Assign&& assign, LeaveEmpty&& leave_empty) {
@@ -530,7 +532,7 @@ __global__ void __launch_bounds__(kRouteThreads)
   const int64_t per_warp = round_up(ceil_div(chunk.num_choices, counting_warps), kWarpThreads);
   const int64_t first = warp * per_warp;
   const int64_t last = min(first + per_warp, chunk.num_choices);
-  // Count for the next warp. A prefix sum over warps then turns counts into first rows.
+  // Count in the next warp's `next_row`. A prefix sum over warps then turns counts into first rows.
   if (warp < counting_warps - 1) {
     for (int64_t base = first; base < last; base += kWarpThreads) {
       const int64_t choice = base + lane;
@@ -629,7 +631,7 @@ __global__ void __launch_bounds__(kRouteThreads)
   __syncthreads();
   bool failed = false;
   if (threadIdx.x == 0) {
-    fence_acq_rel_sys();  // This block's results are visible before it overwrites them.
+    fence_acq_rel_sys();  // Orders this block's results before it overwrites them.
     failed = load_relaxed_sys(&control(p.view).poison) != 0;
   }
   if (__syncthreads_or(failed)) write_empty_routing(p);

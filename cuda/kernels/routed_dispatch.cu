@@ -1,18 +1,19 @@
-// routed_dispatch: route and dispatch in one launch, for few tokens. With few tokens, most time is
-// spent on launches and on waits for other ranks.
+// routed_dispatch: route and dispatch in one launch, for few tokens. With few tokens, launches and
+// waits for other ranks take most of the time.
 //
-// Holds afterwards: the bits that route and then dispatch (or format_dispatch) would have written.
+// Holds afterwards: the bits that route and then dispatch (or format_dispatch) would write.
 //
 // Layout: as in route, dispatch and format_dispatch, with one slot in each chunk. Ids land in the
-// header. Each id shares a word with its epoch, so a word with the current epoch is complete.
+// header. A 64-bit word has an id and its epoch. If the epoch is current, the id has arrived.
 //
 // A sender needs only this rank's ids, which determine the slots of its tokens. While rows travel,
-// every block computes the whole routing in shared memory from the ids of all ranks (plan_rows).
+// every block computes the complete plan in shared memory from the ids of all ranks (plan_rows).
 // Then the block waits for rows, token by token.
 //
 // Waits: as in dispatch. Receivers also wait for the ids of every rank. The first block to start
-// sends the ids before any rows. A sender receives only if more items remain than the other blocks
-// have teams. With a format, receivers also wait for this rank's tokens, which land in a zone.
+// sends the ids before any rows. A sender receives afterwards only if more items remain than the
+// other blocks have teams. With a format, receivers also wait for this rank's tokens, which land in
+// a zone.
 //
 // Why ordinary accesses, even for encoded tokens: with few rows, a bulk copy takes longer.
 //
@@ -28,16 +29,16 @@
 namespace moe_a2a {
 namespace {
 
-constexpr int kGroupTokens = kWarpThreads;  // tokens of one source for which one ballot is enough
+constexpr int kGroupTokens = kWarpThreads;  // tokens of one source in one ballot
 constexpr int kMaxGroups = kMaxFusedTokens / kGroupTokens;
 static_assert(kMaxFusedTokens % kGroupTokens == 0);
-constexpr int kMaskBits = 64;               // ranks of a mask
-constexpr int kLoads = Tuning::kPlanLoads;  // loads of a thread in flight
+constexpr int kMaskBits = 64;               // ranks that have a bit in a mask
+constexpr int kLoads = Tuning::kPlanLoads;  // loads that a thread has in flight
 static_assert(kMaxTeams % kLoads == 0);
 // An id travels in the signature bits of a flag. If all these bits are set, the id is -1.
 static_assert(kMaxFusedIds <= kSignatureMask);
 
-// The form in which leaves travel: unchanged, or numbers of type T in a format.
+// The wire form of leaves: unchanged, or numbers of type T in a token format.
 struct Unencoded {
   static constexpr bool kEncodes = false;
 };
@@ -77,7 +78,7 @@ struct Shared {
   int32_t padded_rows;    // rows of a trial in drop_rows()
 };
 
-// Shared memory in which a warp encodes or decodes a segment, and the destinations of the segment.
+// A warp's shared memory: a segment that it encodes or decodes, and the segment's destinations.
 struct Workbench {
   alignas(16) char segment[kMadeBytes];
   char* destinations[kWarpThreads];
@@ -99,9 +100,9 @@ __device__ int choices_per_source(const RoutedDispatchParams& p) {
   return p.exchange.routing.num_tokens * p.exchange.routing.top_k;
 }
 
-// Looks at the tokens of `num_sources` sources from `first_source` on. Warps take groups of 32
-// tokens. For each group, lane l calls store(source, group, named) for token group * 32 + l.
-// `named` is the bitwise or of name(id) over the token's ids; name(-1) is 0.
+// Reads the ids of the tokens of `num_sources` sources from `first_source` on. Warps take groups of
+// 32 tokens. For each group, lane l calls store(source, group, named) for token group * 32 + l.
+// `named` is the bitwise or of name(id) of the token's ids; name(-1) is 0.
 template <typename Name, typename Store>
 __device__ void find_tokens(const RoutedDispatchParams& p, const Tables& t, int first_source,
                             int num_sources, Name&& name, Store&& store) {
@@ -122,8 +123,8 @@ __device__ void find_tokens(const RoutedDispatchParams& p, const Tables& t, int 
   }
 }
 
-// While the first warp enters, the last warp reads the credits. The epoch is not known yet, so each
-// lane reads the credit of one peer for one ring half.
+// While the first warp runs enter(), the last warp reads the credits. The epoch is not known yet,
+// so each lane reads the credit of one peer for one ring half.
 constexpr int kSeenPeers = kWarpThreads / kRingDepth;
 static_assert(kWarpThreads % kRingDepth == 0);
 constexpr int kCreditWarp = kMaxTeams - 1;
@@ -147,7 +148,7 @@ __device__ bool has_credits(const RankView& view, uint64_t epoch, uint64_t seen)
 }
 
 // Computes the slots of this rank's tokens at every rank. The last warp, which has the least to
-// plan, waits for the credits that it has not seen. Returns false if a credit did not arrive.
+// plan, waits for credits that see_credit() has not seen. Returns false if a credit did not arrive.
 __device__ bool plan_sends(const RoutedDispatchParams& p, uint64_t epoch, uint64_t seen_credit,
                            Shared& shared, const Tables& t) {
   const RankView& view = p.exchange.view;
@@ -156,7 +157,7 @@ __device__ bool plan_sends(const RoutedDispatchParams& p, uint64_t epoch, uint64
                        wait_for_credits(view, warp, epoch);
   // Computes id / local_experts: the added 0.5 is far larger than the rounding error of 16-bit ids.
   const float ranks_per_expert = __frcp_rn(static_cast<float>(local_experts(p)));
-  // A mask has 64 ranks, so with more ranks, the warps look at the ids again.
+  // A mask has 64 ranks, so with more ranks, the warps read the ids again.
   for (int first = 0; first < view.num_ranks; first += kMaskBits) {
     const auto rank_of = [&](int id) -> uint64_t {
       const int rank = static_cast<int>((id + 0.5f) * ranks_per_expert) - first;
@@ -173,7 +174,7 @@ __device__ bool plan_sends(const RoutedDispatchParams& p, uint64_t epoch, uint64
   return __syncthreads_and(is_free);
 }
 
-// Copies this rank's ids; invalid ids become -1. The first and the last warp have other work.
+// Copies this rank's ids; invalid ids become -1. The first and the last warp do other work.
 __device__ void load_own_ids(const RoutedDispatchParams& p, int32_t* own_ids) {
   if (threadIdx.x < kWarpThreads || is_credit_warp()) return;
 #pragma unroll 4
@@ -213,7 +214,7 @@ __device__ void raise_token(const RankView& view, const Team& team, uint64_t epo
   }
 }
 
-// Encodes a token's leaves and stores them at all its ranks, this rank last.
+// Encodes a token's leaves and stores them at all its ranks, at this rank last.
 template <typename Form>
 __device__ void send_leaves(const RoutedDispatchParams& p, const Team& team, uint64_t epoch,
                             const Shared& shared, Workbench& bench, int token) {
@@ -239,7 +240,7 @@ __device__ void send_leaves(const RoutedDispatchParams& p, const Team& team, uin
       p.exchange, p.encoding, team, {bench.destinations, bench.slots, count}, segments, token);
 }
 
-// Sends one token to all its ranks. The data of the token is read once.
+// Sends one token to all its ranks. Loads the token's data once.
 template <typename Form>
 __device__ void send_token(const RoutedDispatchParams& params, const Team& team, uint64_t epoch,
                            const Shared& shared, Workbench* bench, int token) {
@@ -272,7 +273,7 @@ __device__ void send_token(const RoutedDispatchParams& params, const Team& team,
   raise_token<Form>(view, team, epoch, shared, token);
 }
 
-// Gathers the ids of all ranks in `row`. Returns false if they did not arrive. All threads call it.
+// Gathers the ids of all ranks in `row`. Returns false if some did not arrive. All threads call it.
 __device__ bool receive_ids(const RoutedDispatchParams& p, uint64_t epoch, int32_t* row) {
   const RankView& view = p.exchange.view;
   const uint64_t* landed = landed_ids(p, view.rank, epoch, 0);
@@ -282,7 +283,7 @@ __device__ bool receive_ids(const RoutedDispatchParams& p, uint64_t epoch, int32
   bool here = true;
   for (int base = threadIdx.x; base < others; base += kLoads * kThreads) {
     uint64_t words[kLoads];
-    // Most ids have arrived by now, and are loaded together.
+    // Most ids have arrived by now, so load several ids together.
 #pragma unroll
     for (int u = 0; u < kLoads; ++u) {
       const int other = base + u * kThreads;
@@ -310,8 +311,8 @@ __device__ int padded(const RoutedDispatchParams& p, int rows) {
 
 constexpr int kDropped = -2;  // replaces the id of a choice that is dropped
 
-// Overwrites the ids of choices that are dropped. Before the call, `rows` counts all choices.
-// Afterwards, count_rows() must count again. All threads call it, at most once.
+// Overwrites the ids of choices that are dropped with kDropped. Before the call, `rows` counts all
+// choices. After it, call count_rows() again. All threads call it, at most once.
 static __device__ __noinline__ void drop_rows(const RoutedDispatchParams& p, Shared& shared,
                                               const Tables& t) {
   const RoutingView& routing = p.exchange.routing;
@@ -329,7 +330,7 @@ static __device__ __noinline__ void drop_rows(const RoutedDispatchParams& p, Sha
   for (int e = threadIdx.x; e < experts; e += kThreads) atomicAdd(&shared.all_rows, t.rows[e]);
   // Counts the rows of the first `count` choices in `trial`. Returns true if these rows fit.
   const auto fits = [&](int count) {
-    __syncthreads();  // The previous `trial` has been read.
+    __syncthreads();  // All threads have read the previous `trial`.
     for (int e = threadIdx.x; e < experts; e += kThreads) trial[e] = 0;
     if (threadIdx.x == 0) shared.padded_rows = 0;
     __syncthreads();
@@ -355,8 +356,8 @@ static __device__ __noinline__ void drop_rows(const RoutedDispatchParams& p, Sha
 }
 
 // Counts the rows of each expert from the ids in `row`, and computes `rows` and `first_row`.
-// `next_row` must hold zeros. For each warp, it becomes the number of each expert's rows before the
-// warp's range of choices. Returns the row at which the last group ends. All threads call it.
+// `next_row` must be zeros. For each warp, it becomes each expert's number of rows before the
+// warp's range of choices. Returns the end of the last group. All threads call it.
 template <typename IsHere>
 __device__ int count_rows(const RoutedDispatchParams& p, Shared& shared, const Tables& t, int all,
                           int per_warp, IsHere&& is_here) {
@@ -370,7 +371,7 @@ __device__ int count_rows(const RoutedDispatchParams& p, Shared& shared, const T
     const int id = base + lane_index() < last ? t.row[base + lane_index()] : -1;
     if (is_here(id)) atomicAdd(&next_row[id - first_expert], 1);
   }
-  __syncthreads();  // The ids have been read, so rows can replace them.
+  __syncthreads();  // All threads have read the ids, so rows can replace them.
   for (int e = threadIdx.x; e < experts; e += kThreads) {
     int count = 0;
     for (int w = 0; w * per_warp < all; w += kLoads) {
@@ -390,9 +391,9 @@ __device__ int count_rows(const RoutedDispatchParams& p, Shared& shared, const T
   return t.first_row[experts - 1] + padded(p, t.rows[experts - 1]);
 }
 
-// Turns the ids of all ranks into rows, in the order of local expert, source, token and choice.
-// Each warp takes a contiguous range of the choices, 32 at a time. The code avoids divisions
-// (twenty instructions of 4 ns), because no block receives before its plan is complete.
+// Replaces the ids of all ranks by rows, in the order of local expert, source, token and choice.
+// Each warp takes a contiguous range of the choices, 32 at a time. Divisions (twenty instructions
+// of 4 ns) are avoided, because no block receives before its plan is complete.
 __device__ void plan_rows(const RoutedDispatchParams& p, Shared& shared, const Tables& t) {
   const RankView& view = p.exchange.view;
   const int experts = local_experts(p);
@@ -429,7 +430,7 @@ __device__ void plan_rows(const RoutedDispatchParams& p, Shared& shared, const T
   __syncthreads();
 }
 
-// Writes the slots of one of this rank's tokens. Also marks slot number `token` as empty at each
+// Writes the slots of this rank's token `token`. Also marks slot number `token` as empty at each
 // rank that receives at most `token` tokens. One warp calls it.
 __device__ void write_sent(const RoutedDispatchParams& p, const Shared& shared, int token) {
   const RoutingView& routing = p.exchange.routing;
@@ -450,8 +451,8 @@ __device__ void write_sent(const RoutedDispatchParams& p, const Shared& shared, 
   p.plan.choice_rank[choice] = is_valid ? id / local_experts(p) : -1;
 }
 
-// Writes the plan of the rows of a token of `source`. Also marks slot number `token` as empty if at
-// most `token` tokens land. Lane k has the row of choice k.
+// Writes the plan's entries for the rows of a token of `source`. Also marks slot number `token` as
+// empty if at most `token` tokens land. Lane k has the row of choice k.
 __device__ void write_landed(const RoutedDispatchParams& p, const TokenSet& landed, int source,
                              int token, int row) {
   const RoutingView& routing = p.exchange.routing;
@@ -524,7 +525,7 @@ __device__ bool receive_token(const RoutedDispatchParams& p, const Team& team, u
   for (; a < exchange.num_arrays; ++a) {
     const MovedArray& array = exchange.arrays[a];
     if constexpr (Form::kEncodes) {
-      if (array.out == nullptr) continue;  // scales of tokens, which only decoding needs
+      if (array.out == nullptr) continue;  // token scales, which only decode_row() reads
       const bool has_scales = a < 2 * p.encoding.num_leaves && a % 2 == 0;
       if (has_scales && array.width == kVectorBytes &&
           exchange.arrays[a + 1].width == kVectorBytes) {
@@ -548,7 +549,7 @@ __device__ bool receive_token(const RoutedDispatchParams& p, const Team& team, u
   return true;
 }
 
-// Writes the plan of the rows without a token among `count` rows from `first`, and zeroes them.
+// Among `count` rows from `first`, zeroes the rows without a token and writes their plan entries.
 template <typename Form>
 __device__ void zero_rows(const RoutedDispatchParams& p, const Team& team, const Shared& shared,
                           const Tables& t, int first, int count) {
@@ -577,7 +578,7 @@ __device__ void zero_rows(const RoutedDispatchParams& p, const Team& team, const
   }
 }
 
-// Writes the sizes of groups, the number of rows and the number of drops. One warp calls it.
+// Writes the plan's group sizes, number of rows and number of drops. One warp calls it.
 __device__ void write_sizes(const RoutedDispatchParams& p, const Shared& shared, const Tables& t) {
   const int capacity = p.exchange.routing.capacity;
   int kept = 0, in_all = 0;
@@ -595,7 +596,8 @@ __device__ void write_sizes(const RoutedDispatchParams& p, const Shared& shared,
   *p.plan.num_dropped = max(in_all, shared.all_rows) - kept;
 }
 
-// The items of receivers: this rank's tokens (unless they land), rows to zero, tokens that land.
+// The work items of receivers: this rank's tokens (unless they land), rows to zero, tokens that
+// land.
 struct ReceiveItems {
   int own, zero, all;
   int rows_each;  // rows to zero in one work item
@@ -618,7 +620,7 @@ __device__ bool is_needed(const RoutedDispatchParams& p, const ReceiveItems& ite
   return __syncthreads_or(threadIdx.x == 0 && taken + others < items.all);
 }
 
-// Takes items until none is left, or until a token does not arrive. `asked`: the first request.
+// Takes items until none is left, or until a token does not arrive. `asked` is the first request.
 template <typename Form>
 __device__ void receive(const RoutedDispatchParams& p, const Team& team, uint64_t epoch,
                         const Shared& shared, Workbench* bench, const Tables& t,
@@ -635,7 +637,7 @@ __device__ void receive(const RoutedDispatchParams& p, const Team& team, uint64_
       zero_rows<Form>(p, team, shared, t, first, min(items.rows_each, routing.capacity - first));
       continue;
     }
-    // Tokens arrive in the order of their numbers, because each source sends them in this order.
+    // Tokens arrive in ascending order, because each source sends them in this order.
     const int landed_item = after_own - items.zero;
     const int source =
         landed_item < 0 ? view.rank : (view.rank + 1 + landed_item % sources) % view.num_ranks;
@@ -673,7 +675,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Team senders(roles.send_teams, shared.block.mailboxes);
   const Team receivers(roles.receive_teams, shared.block.mailboxes);
   int32_t* own_ids = t.row + view.rank * choices_per_source(p);
-  // All these requests are under way at the same time, because none needs a wait.
+  // The loads and the request below run at the same time, because none needs a wait.
   uint32_t asked = ask_before_entering(view, roles, senders);
   const uint64_t seen_credit = see_credit(view);
   load_own_ids(p, own_ids);
@@ -721,7 +723,7 @@ static_assert(most_shared_bytes(true) + sizeof(Shared) + sizeof(RoutedDispatchPa
               Tuning::kMaxSharedBytes);
 
 struct RoutedDispatchKernels {
-  using Key = std::tuple<TokenFormat, ElementType>;  // kNoFormat has the type {}
+  using Key = std::tuple<TokenFormat, ElementType>;  // for kNoFormat, ElementType{}
   using Kernel = void (*)(Launched<RoutedDispatchParams>);
 
   template <typename Add>

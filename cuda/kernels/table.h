@@ -1,6 +1,6 @@
-// A launch chooses its kernel from the table of a family. All kernels are loaded when a workspace
-// opens, because a launch that loads a kernel could block forever if a peer already waits for this
-// launch.
+// A launch chooses its kernel from the table of a kernel family. All kernels are loaded when a
+// workspace opens, because a launch that loads a kernel could block forever if a peer already waits
+// for this launch.
 //
 // A family is a struct with
 //
@@ -18,7 +18,7 @@ namespace moe_a2a {
 
 inline namespace MOE_A2A_FORM {
 
-// Launches the kernel of `key`. Returns the error of this launch only.
+// Launches the kernel of `key`. Returns no error of earlier work.
 template <typename Family, typename Params>
 cudaError_t LaunchListed(const typename Family::Key& key, const Params* ranks, int num_blocks,
                          size_t shared_bytes, cudaStream_t stream) {
