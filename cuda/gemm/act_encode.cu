@@ -1,13 +1,15 @@
-// The kernels between two products in FP8. act_encode applies the activation to the first product,
-// multiplies the activations by router weights, rounds them to the dtype of the product, and
-// encodes them in BlockwiseFp8. act_grad computes the gradients of act_encode.
+// The kernels between two FP8 matrix products. act_encode applies the activation to the first
+// product, multiplies the activations by router weights, rounds them to the dtype of the product,
+// and encodes them in BlockwiseFp8. act_grad computes the gradients of act_encode.
 //
-// Holds afterwards: the results of all rows of groups. Other rows are not read and not written.
+// Holds afterwards: the results of all rows that belong to groups. Other rows are not read or
+// written.
 //
-// Layout: 8 neighbouring lanes have a group of 128 columns. They load 128 contiguous bytes at a
-// time: vector v of lane l starts at byte 16 (8 v + l) of the group. A warp of act_grad has a row.
+// Layout: 8 neighbouring lanes process a group of 128 columns. They load 128 contiguous bytes at a
+// time: vector v of lane l starts at byte 16 (8 v + l) of the group. A warp of act_grad processes a
+// row.
 //
-// Launch: one block on a multiprocessor. A thread loads 64 bytes or more at a time, so enough bytes
+// Launch: one block per multiprocessor. A thread loads 64 bytes or more at a time, so enough bytes
 // are in flight for the full bandwidth of the memory.
 #include "gemm/act_encode.h"
 
@@ -22,7 +24,7 @@
 namespace moe_a2a {
 namespace {
 
-// The largest numbers of threads for which a block has enough registers.
+// The largest numbers of threads for which a multiprocessor has enough registers.
 template <typename T>
 constexpr int kActThreads = sizeof(T) == 2 ? 1024 : 640;
 template <typename T>
@@ -31,8 +33,8 @@ constexpr TokenFormat kFormat = TokenFormat::kBlockwiseFp8;
 constexpr int kGroup = Format<kFormat>::kGroup, kLanes = kGroupLanes<kFormat>;
 constexpr int kGroupsOfWarp = kWarpThreads / kLanes;
 
-// Loads a lane's vectors from `from` on. Streaming loads keep other arrays in the cache for the
-// next product, because the kernel reads its operands only once.
+// Loads a lane's vectors, the first at `from`. Streaming loads leave other arrays in the cache for
+// the next product, because the kernel reads its operands only once.
 template <typename T>
 __device__ __forceinline__ LaneNumbers<T> load_lane(const T* from) {
   LaneNumbers<T> lane;
@@ -51,7 +53,7 @@ __device__ __forceinline__ void store_lane(T* to, const LaneNumbers<T>& lane) {
   }
 }
 
-// Encodes a lane's numbers, and stores them from `to` on. All lanes of a warp call it.
+// Encodes a lane's numbers, and stores them, the first at `to`. All lanes of a warp call it.
 template <typename T>
 __device__ __forceinline__ void store_encoded(const LaneNumbers<T>& numbers, bool stores,
                                               uint32_t member, uint8_t* to, uint32_t* scale) {
@@ -71,7 +73,7 @@ __device__ __forceinline__ void store_encoded(const LaneNumbers<T>& numbers, boo
   if (member == 0) *scale = encoding.scale;
 }
 
-// Returns a word of weighted activations, rounded to T. A weight of 0 makes activations zeros.
+// Returns a word of weighted activations, rounded to T. A weight of 0 gives zeros.
 template <Activation kFunction, typename T, bool kIsGated>
 __device__ __forceinline__ uint32_t activate_word(uint32_t gate_word, uint32_t up_word,
                                                   float weight, const ActEncode& p) {
@@ -96,7 +98,7 @@ __global__ void __launch_bounds__(kActThreads<T>, 1) act_encode(const ActEncode 
   constexpr int kVectorNumbers = sizeof(uint4) / sizeof(T);
   constexpr int kVectors = kLaneElements / kVectorNumbers;
   const uint32_t lane = threadIdx.x % kWarpThreads, member = lane % kLanes;
-  // Consecutive numbers of warps are in different blocks, so that few rows occupy all blocks.
+  // Warps with consecutive numbers are in different blocks, so that few rows occupy all blocks.
   const uint32_t warp = threadIdx.x / kWarpThreads * gridDim.x + blockIdx.x;
   const uint32_t stride = gridDim.x * (kActThreads<T> / kWarpThreads) * kGroupsOfWarp;
   const uint32_t groups_of_row = p.columns / kGroup;
@@ -108,7 +110,7 @@ __global__ void __launch_bounds__(kActThreads<T>, 1) act_encode(const ActEncode 
     const uint32_t end = static_cast<uint32_t>(end_row - first_row) * groups_of_row;
 #pragma unroll 1
     for (uint32_t base = warp * kGroupsOfWarp; base < end; base += stride) {
-      // All lanes must shuffle, so lanes after the end process the last item again.
+      // All lanes must take part in warp shuffles, so lanes past the end repeat the last item.
       const uint32_t item = min(base + lane / kLanes, end - 1);
       const int32_t row = first_row + static_cast<int32_t>(item / groups_of_row);
       const uint32_t group = item % groups_of_row;
@@ -129,7 +131,7 @@ __global__ void __launch_bounds__(kActThreads<T>, 1) act_encode(const ActEncode 
           };
 #pragma unroll
           for (int v = 0; v < kVectors; ++v) {
-            __syncwarp();  // With two vectors at a time, erfc() would spill registers.
+            __syncwarp();  // Otherwise, two vectors at a time would spill registers in erfc().
             const uint4 a = gate.vectors[v], b = up.vectors[v];
             h.vectors[v] = {word(a.x, b.x), word(a.y, b.y), word(a.z, b.z), word(a.w, b.w)};
           }
@@ -141,8 +143,9 @@ __global__ void __launch_bounds__(kActThreads<T>, 1) act_encode(const ActEncode 
   }
 }
 
-// Replaces words of pre-activations by their gradients, and a word `ct_word` of the gradient of
-// activations by weighted activations; zeros if the weight is 0. Adds ct * activation to the dot.
+// Replaces words of pre-activations by their gradients. Replaces `ct_word`, a word of the gradient
+// of activations, by weighted activations. All are zeros if the weight is 0. Adds ct * activation
+// to `dot`.
 template <Activation kFunction, typename T, bool kIsGated>
 __device__ __forceinline__ void grad_word(uint32_t* gate_word, uint32_t* up_word, uint32_t* ct_word,
                                           float weight, const ActGrad& p, float* dot) {
@@ -238,7 +241,8 @@ __global__ void __launch_bounds__(kGradThreads<T>, 1) act_grad(const ActGrad p) 
   }
 }
 
-// Calls body(element type, is gated, kernel, threads) for every kernel whose parameter is a Call.
+// Calls body(element type, is gated, kernel, threads) for every kernel whose parameter type is
+// Call.
 template <typename Call, typename Body>
 void each_kernel(Body&& body) {
   for_each(Types<__nv_bfloat16, float>{}, [&](auto element) {

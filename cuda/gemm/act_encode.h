@@ -1,4 +1,4 @@
-// Launches the kernels between two products in FP8 (gemm/act_encode.cu).
+// Launches the kernels between two FP8 matrix products (gemm/act_encode.cu).
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,13 +11,14 @@
 
 namespace moe_a2a {
 
-// Arrays of B batch elements of C rows. P = I, or P = 2 I for a gated activation: gate, then up.
+// Arrays of B batch elements with C rows each. P = I; for a gated activation P = 2 I: gate, then
+// up.
 struct ActEncode {
   ElementType type;     // of the product: kBFloat16 or kFloat32
   const void* product;  // [B, C, P]
   // [B, C]; a weight of 0 gives zeros. Null: encodes the product itself, without activation.
   const float* row_weights;
-  const int32_t *starts, *sizes;  // [B, L] of groups: the first row, and the number of rows
+  const int32_t *starts, *sizes;  // [B, L] each group's first row and number of rows
   uint8_t* values;                // [B, C, I], float8_e4m3fn
   uint32_t* scales;               // [B, C, I / 128], bits of float32
   int64_t num_rows;               // B * C
@@ -29,16 +30,16 @@ struct ActEncode {
 };
 
 // The arrays of act_grad. `values` [B, C, P] and `scales` [B, C, P / 128] encode the gradient of
-// the product. `row_weights` is not null. A row whose weight is 0 has zeros, except for the dot.
+// the product. `row_weights` is not null. A row whose weight is 0 has zeros, except in d_weights.
 struct ActGrad : ActEncode {
   const void* ct;    // [B, C, I]: the gradient of the activations before their weights
   void* d_pre;       // [B, C, P]: the gradient of the product
   void* h;           // [B, C, I]: weighted activations; may be the same memory as ct
-  float* d_weights;  // [B, C]: the dots of ct and the activations
+  float* d_weights;  // [B, C]: the dots of rows of ct and of activations
 };
 
 cudaError_t LoadActEncode();
-// Launch at most `num_sms` blocks, one on each multiprocessor.
+// These functions launch at most `num_sms` blocks, one per multiprocessor.
 Problem LaunchActEncode(const ActEncode& call, int num_sms, cudaStream_t stream);
 Problem LaunchActGrad(const ActGrad& call, int num_sms, cudaStream_t stream);
 

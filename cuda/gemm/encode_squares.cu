@@ -1,12 +1,13 @@
 // Quantizes weights to BlockwiseFp8. Reads each square of 128 x 128 numbers once, and writes its
-// values and their transpose.
+// values, their transpose, or both.
 //
-// Layout: a thread holds 16 bytes of each of several neighbouring rows, and transposes its values
-// in blocks of 4 x 4 bytes. Afterwards, shared memory has the transposed square in rows of 128
-// bytes. A unit is the bytes that a thread stores at once. Its place is xored with the number of
-// the thread's column, so that stores and loads have no bank conflicts.
+// Layout: a thread loads 16 bytes of each of several neighbouring rows, and transposes its values
+// in blocks of 4 x 4 bytes. Shared memory then has the transposed square in rows of 128 bytes. A
+// unit is the bytes that a thread stores at once. A unit's position is xored with the thread's
+// column, so that stores and loads have no bank conflicts.
 //
-// Launch: a block for each square. Several blocks share a multiprocessor: one loads, others wait.
+// Launch: a block for each square. Several blocks share a multiprocessor, so one can load while
+// others wait.
 #include "gemm/encode_squares.h"
 
 #include "device/element.cuh"

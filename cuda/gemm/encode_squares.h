@@ -1,4 +1,4 @@
-// Launches the quantization of weights to BlockwiseFp8, by squares.
+// Launches the quantization of weights to BlockwiseFp8.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,7 +10,8 @@
 
 namespace moe_a2a {
 
-// L matrices of weights. K and N are multiples of 128, and there are at most 2^31 - 1 squares.
+// L matrices of weights. K and N are multiples of 128; there are at most 2^31 - 1 squares of 128 x
+// 128.
 struct EncodeSquares {
   ElementType type;     // of the weights: kBFloat16 or kFloat32
   const void* weights;  // [L, K, N]

@@ -1,8 +1,9 @@
-// Processes the results of a tile: applies an activation or its derivative if there is one, rounds
-// the results and stores them.
+// Epilogues process the results of a tile: they can apply an activation or its derivative, and they
+// round and store the results.
 //
-// A warp has the results of 16 rows of m and all n. Four neighbouring lanes share two rows, which
-// are 8 rows apart. Of every 8 elements along n, a lane has two neighbours, which become one word:
+// A warp has the results of 16 indices along m and of all n. Four neighbouring lanes share two
+// values of m, 8 apart. Of every 8 elements along n, a lane has two neighbours, which become one
+// word:
 //   d[4 j + 2 r + i]  is  (m = lane / 4 + 8 r, n = 8 j + 2 (lane % 4) + i).
 #pragma once
 
@@ -12,11 +13,11 @@
 
 namespace moe_a2a::gemm {
 
-// Locates the rows of a group, or of a matrix of weights, in the map of their tensor.
+// The coordinates of a group's rows, or of a weight matrix, in its tensor map.
 struct Plane {
   int32_t first, c2, c3;
 
-  // Rows of a group from `end` on count as rows outside of the group.
+  // The group ends before row `end`; later rows count as outside of it.
   __device__ Plane(bool is_ragged, const Work& work, int32_t end)
       : first(is_ragged ? kRaggedRows - end : 0),
         c2(is_ragged ? work.start + end : work.weight),
@@ -25,14 +26,14 @@ struct Plane {
   __device__ Box box(int32_t column, int32_t row) const { return {column, first + row, c2, c3}; }
 };
 
-// A warp's buffers for boxes of results. The warp fills and stores them in turn.
+// A warp's buffers for boxes of results. The warp fills and stores its buffers in turn.
 template <typename F>
 class BoxBuffers {
  public:
   __device__ explicit BoxBuffers(char (&buffers)[kStoreBuffers][F::kStoreBytes])
       : buffers_(buffers) {}
 
-  // Waits for the next buffer, and returns it.
+  // Waits until the next buffer is free, and returns it.
   __device__ char* next() {
     if (lane_index() == 0) wait_until_read<kStoreBuffers - 1>();
     __syncwarp();
@@ -54,7 +55,7 @@ class BoxBuffers {
   int next_ = 0;
 };
 
-// Stores boxes of results of 16 bits.
+// Stores boxes of 16-bit results.
 template <typename F>
 class BoxWriter : BoxBuffers<F> {
  public:
@@ -65,7 +66,7 @@ class BoxWriter : BoxBuffers<F> {
   // Stores a box of 16 rows of m.
   __device__ void write(const CUtensorMap& map, const Box& box, const uint32_t (&words)[kWords]) {
     char* buffer = this->next();
-    // Matrices 0 and 1 are the two halves of the rows for the first 8 of n, 2 and 3 for the next 8.
+    // Matrices 0 and 1 are the two halves of the rows for the first 8 n; 2 and 3, for the next 8 n.
     const int matrix = lane_index() / 8, row = lane_index() % 8;
 #pragma unroll
     for (int n = 0; n < 4 * kWords; n += 16) {
@@ -98,7 +99,8 @@ struct Nothing {
   __device__ explicit Nothing(const Args&...) {}
 };
 
-// The router weights of a lane's two rows, for rows along m. A lane reads them before the products.
+// The router weights of a lane's two rows, if rows lie along m. They are loaded before the
+// products.
 template <typename F>
 struct WeightsAlongM {
   float of[2];
@@ -113,8 +115,8 @@ struct WeightsAlongM {
   __device__ float at(int i) const { return of[i / 2 % 2]; }
 };
 
-// The router weights of a tile's rows, for rows along n. A warp reads them before the products, and
-// each of its lanes reads the weights of different rows.
+// The router weights of a tile's rows, if rows lie along n. A warp loads them before the products;
+// each lane loads the weights of different rows.
 template <typename F>
 class WeightsAlongN {
  public:
@@ -141,7 +143,8 @@ class WeightsAlongN {
 template <typename F>
 using RowWeights = std::conditional_t<F::kIsTurned, WeightsAlongN<F>, WeightsAlongM<F>>;
 
-// Calls body(first, n) for each box of a transposed tile. The box begins at d[first] and row n.
+// Calls body(first, n) for each box of a transposed tile. A box begins at d[first] and at index n
+// along n.
 template <typename F, typename Body>
 __device__ inline void each_box(const Tile<F>& tile, Body&& body) {
 #pragma unroll
@@ -150,7 +153,7 @@ __device__ inline void each_box(const Tile<F>& tile, Body&& body) {
   }
 }
 
-// Stores a warp's results in a transposed tile: 16 rows of m for each product, 64 rows apart.
+// Stores a warp's results of a transposed tile: 16 indices of m per product, 64 apart.
 template <typename T, typename F, int kProducts, int kSize>
 __device__ inline void store_products(const GemmParams& p, BoxWriter<F>& writer,
                                       const Tile<F>& tile, const Plane& plane, int32_t m,
@@ -165,8 +168,8 @@ __device__ inline void store_products(const GemmParams& p, BoxWriter<F>& writer,
   }
 }
 
-// The rounded results of a warp's previous tile, 16 rows of m by all n. The warp stores them while
-// the products of the current tile run. These products therefore wait only for the rounding.
+// The rounded results of a warp's previous tile. The warp stores them while the products of the
+// current tile run. These products therefore wait only for the rounding.
 template <typename F>
 class Rounded {
  public:
@@ -183,7 +186,8 @@ class Rounded {
     columns_ = tile.end_n - tile.n;
   }
 
-  // Stores box number `box` if it exists. Store all boxes in turn before the next take().
+  // Stores box number `box` if it exists. The caller must store all boxes in turn before the next
+  // take().
   __device__ void store(const CUtensorMap& map, BoxWriter<F>& writer, int box) {
 #pragma unroll
     for (int i = 0; i < kBoxes; ++i) {
@@ -196,11 +200,12 @@ class Rounded {
  private:
   uint32_t words_[kBoxes][kBoxElements / 4];
   Box box_;
-  int32_t columns_ = 0;  // from the tile's first column to the end; 0 if nothing is left to store
+  int32_t columns_ = 0;  // from the tile's first column to the last; 0 if all is stored
 };
 
-// Applies biases, activation and router weights. Stores the activations, and the pre-activations if
-// they are kept. A gated tile has gate and up in the two halves of its columns.
+// Applies biases, activation and router weights, if rows lie along m. Stores the activations, and
+// the pre-activations if `keeps`. Half of a gated tile's columns are gate columns, the others up
+// columns.
 template <typename T, typename F, int kSize>
 __device__ inline void store_activations_along_m(const GemmParams& p, BoxWriter<F>& writer,
                                                  const Work& work, const Tile<F>& tile,
@@ -253,9 +258,9 @@ __device__ inline void store_activations_along_m(const GemmParams& p, BoxWriter<
   store(p.d, 0);
 }
 
-// Replaces store_activations_along_m() for rows along n. The two products of a gated tile are gate
-// and up. The two products of other tiles are 64 columns apart. Results and products have different
-// registers, because otherwise the compiler would not let products of any step overlap.
+// Replaces store_activations_along_m() if rows lie along n. The two products of a gated tile are
+// gate and up. The two products of other tiles are 64 columns apart. This function copies results
+// to other registers. Otherwise, the compiler would not let products of any step overlap.
 template <typename T, typename F, int kSize>
 __device__ inline void store_activations_along_n(const GemmParams& p, BoxWriter<F>& writer,
                                                  const Work& work, const Tile<F>& tile,
@@ -328,9 +333,9 @@ struct Operands {
 // these gradients, the weighted activations, and partial dots of d with the unweighted activations.
 //
 // The loader loads pre-activations into the stages of the operands while the last products run. A
-// stage has 64 columns of a tile. Gate columns (or columns of an activation that is not gated) are
-// in place of operand a, and up columns in place of operand b. In the stage, a warp overwrites its
-// rows with their gradients, and stores the gradients from there.
+// stage has 64 columns of a tile. The memory of operand a has the gate columns (or the columns
+// without a gate), and that of operand b has up columns. In the stage, a warp overwrites its rows
+// with their gradients, and stores the gradients from there.
 template <typename T, typename F>
 class Derivative {
  public:
@@ -340,7 +345,7 @@ class Derivative {
   static_assert(kBytes <= F::kBytesA && 2 * kBytes <= F::kBytesB);
   static_assert(F::kTileM == 16 * kConsumerWarps);
 
-  // Loads 64 columns of pre-activations into a stage. One lane calls it.
+  // Loads 64 columns of pre-activations (from column n) into a stage. One lane calls it.
   static __device__ void load(const GemmParams& p, const Tile<F>& tile, const Plane& plane, int n,
                               char* a, char* b, uint64_t* loaded) {
     expect_bytes(loaded, kHalves * kBytes);
@@ -389,7 +394,7 @@ class Derivative {
   }
 
  private:
-  // Computes 32 columns of a stage, from `column` on, with d[first], d[first + 1], ...
+  // Computes 32 columns of a stage, the first at `column`, from d[first], d[first + 1], ...
   template <Activation kFunction, int kSize>
   __device__ void derive(char* gate, char* up, char* act, int column, const float (&d)[kSize],
                          int first, float (&dots)[2]) {
@@ -463,11 +468,12 @@ class Derivative {
   const WeightsAlongM<F> weights_;
 };
 
-// Adds products to a tile of float32 totals in place.
+// Adds products to a tile of float32 totals in global memory.
 //
 // The loader loads totals into the stages of the operands. A stage has 64 columns of a tile: 32 in
-// place of operand a, and 32 in place of operand b. A warp adds its results in shared memory, and
-// stores the sums. Bulk reductions need no load, but the L2 cache adds more slowly than it stores.
+// the memory of operand a, and 32 in that of operand b. A warp adds its results in shared memory,
+// and stores the sums. Bulk reductions would need no load, but the L2 cache adds more slowly than
+// it stores.
 template <typename F>
 class AddToTotals {
  public:
@@ -515,15 +521,15 @@ class AddToTotals {
   }
 
  private:
-  // Adds d[first], d[first + 1], ... to 16 swizzled rows of 128 bytes. At any time, odd rows and
-  // even rows add to different columns, because equal columns have the same banks.
+  // Adds d[first], d[first + 1], ... to 16 swizzled rows of 128 bytes. Odd rows and even rows add
+  // to different columns at a time, because equal columns have the same banks.
   template <int kSize>
   static __device__ void add(char* rows, const float (&d)[kSize], int first) {
     const int lane = lane_index(), row = lane / 4;
     const bool is_odd = row % 2 != 0;
     const int swizzle = (lane % 4 / 2) ^ row ^ (is_odd ? 4 : 0);
     float x[kColumns / 2];
-    // The numbers are copied, because otherwise the compiler would not let products overlap.
+    // Without these copies, the compiler would not let products overlap.
 #pragma unroll
     for (int i = 0; i < kColumns / 2; ++i) {
       asm volatile("mov.f32 %0, %1;" : "=f"(x[i]) : "f"(d[first + i]));

@@ -1,5 +1,5 @@
-// The forms of a grouped GEMM. A form says how a product d[m, n] = sum over k of a[m, k] b[k, n] is
-// divided into tiles. Rows of groups lie along one of the three axes.
+// The forms of a grouped GEMM. A form is a way to divide a product d[m, n] = sum over k of a[m, k]
+// b[k, n] into tiles. The rows of groups are one of the axes m, n and k.
 #pragma once
 
 #include <cuda.h>
@@ -13,26 +13,27 @@ namespace moe_a2a::gemm {
 
 enum class Axis { kM, kN, kK };
 
-// The contiguous axis of an operand: k, or the other axis.
+// The contiguous axis of an operand: k, or its other axis, m or n.
 enum class Major { kK, kMN };
 
-// In shared memory, a tile of an operand consists of boxes of up to 64 rows of 64 elements (128
-// bytes, swizzled). In a K-major box, elements are along k, and rows along m or n. In an MN-major
-// box, elements are along m or n, and rows along k. The next box has the next 64 of m or n.
+// In shared memory, an operand's tile consists of boxes of up to 64 rows. A row has 64 elements
+// (128 bytes, swizzled). In a K-major box, elements are along k, and rows along m or n. In an
+// MN-major box, elements are along m or n, and rows along k. The next box has the next 64 of m or
+// n.
 constexpr int kBoxElements = 64;
 constexpr int kTileK = 64;
 constexpr int kBoxBytes = kBoxElements * kTileK * 2;
 static_assert(kBoxElements * 2 == 128, "the hardware swizzles rows of 128 bytes");
 
-constexpr int kConsumerGroups = 2;  // warp groups that multiply, each half of a tile along m
+constexpr int kConsumerGroups = 2;  // warp groups that multiply: each has half of a tile's m
 constexpr int kConsumerWarps = 4 * kConsumerGroups;
 constexpr int kGemmThreads = 128 * (kConsumerGroups + 1);  // the last warp group loads
-constexpr int kStoreBuffers = 2;                           // of each warp, for results
-// A band has this number of rows of tiles. Clusters take tiles band by band, so that tiles that are
-// computed at the same time share rows and columns.
+constexpr int kStoreBuffers = 2;                           // each warp's, for results
+// A band is this number of rows of tiles. Clusters take tiles band by band, so that tiles of the
+// same time share rows and columns of operands.
 constexpr int kBand = Tuning::kGemmBand;
 
-// Work::tile has 16 bits for a tile's position along one axis, and 15 bits for the other axis.
+// Work::tile has 16 bits for a tile's index along one axis, and 15 bits for the other axis.
 constexpr int64_t kMaxTiles = 1 << 15;
 // The smallest extents of a tile, along the axis of the rows and along the other axes.
 constexpr int kLeastTileRows = 32, kLeastTileColumns = 128;
@@ -44,7 +45,7 @@ enum class Epilogue : int32_t {
   kActivateGated,  // multiplies the activated gate columns by the up columns
   kDerive,         // computes the gradient of pre-activations from the gradient of activations
   kDeriveGated,    // does so for gated activations
-  kAdd,            // adds each result, without rounding, to the float32 number in its place
+  kAdd,            // adds each result, without rounding, to the float32 total in d
 };
 
 template <Axis kRows_, Major kMajorA_, Major kMajorB_, int kTileM_, int kTileN_, int kBlocks_,
@@ -60,41 +61,41 @@ struct Form {
   // The two blocks of a cluster have neighbouring tiles along this axis.
   static constexpr Axis kPaired = kVaries ? Axis::kN : Axis::kM;
   static constexpr int kStepK = kTileK;  // elements of k in a tile of an operand
-  // An empty sum needs a step of zeros, because the first step initializes the results.
+  // A sum over no k needs a step of zeros, because the first step initializes the results.
   static constexpr int kLeastSteps = 1;
 
-  // Weights [L, K, 2 I] have I gate columns and then I up columns. A tile has gate columns and
+  // Weights [L, K, 2 I] have I gate columns and then I up columns. A tile has some gate columns and
   // the corresponding up columns, so it has half as many results.
   static constexpr bool kIsGated = kEpilogue == Epilogue::kActivateGated;
   static constexpr bool kDerives =
       kEpilogue == Epilogue::kDerive || kEpilogue == Epilogue::kDeriveGated;
   static constexpr bool kAdds = kEpilogue == Epilogue::kAdd;
-  // The epilogue reads an array through stages after a tile's operands. A stage has 64 columns.
+  // After a tile's operands, the stages transport an array for the epilogue, 64 columns each.
   static constexpr bool kReads = kDerives || kAdds;
   static constexpr int kReadStages = kReads ? kTileN / kBoxElements : 0;
   static constexpr int kResultM = kIsGated && kRows == Axis::kN ? kTileM / 2 : kTileM;
   static constexpr int kResultN = kIsGated && kRows == Axis::kM ? kTileN / 2 : kTileN;
   static constexpr int kBoxesA = kTileM / kBoxElements;
-  // Boxes have up to 64 rows. If the number of boxes would be odd, there are two larger boxes.
+  // Boxes have up to 64 rows, or more if their number would be odd: then there are two boxes.
   static constexpr int kRowsOfBoxB = kTileN < kBoxElements ? kTileN
                                      : kTileN / kBoxElements % 2 == 0 || kTileN == kBoxElements
                                          ? kBoxElements
                                          : kTileN / 2;
   static constexpr int kBoxesB = kTileN / kRowsOfBoxB;
-  // If kVaries, operand b has one more box of fewer rows. Only large tiles load this box.
+  // If kVaries, large tiles load one more box of operand b, with fewer rows.
   static constexpr int kRowsOfLastBoxB = kTileN - kBoxesB * kRowsOfBoxB;
   static constexpr int kBytesA = kTileM * kTileK * 2, kBytesB = kTileN * kTileK * 2;
-  // The number of products of a warp group for 16 of k.
+  // The number of products of a warp group for each 16 of k.
   static constexpr int kProducts = kTileM / (64 * kConsumerGroups);
   static constexpr bool kHasRaggedA = kRows != Axis::kN, kHasRaggedB = kRows != Axis::kM;
   static constexpr bool kHasRaggedD = kRows != Axis::kK;
   static constexpr bool kWeightsAreA = !kHasRaggedA;
-  // Results are [rows, columns]. If rows lie along n, a tile is transposed when it is stored.
+  // Results are [rows, columns], so a tile is transposed when it is stored if rows lie along n.
   static constexpr bool kIsTurned = kRows == Axis::kN;
   // A warp stores a box of results at a time.
   static constexpr int kStoreColumns = kIsTurned ? 16 : kAdds ? kBoxElements / 2 : kBoxElements;
   static constexpr int kStoreRows = kVaries ? kTileN / 3 : kIsTurned ? kTileN : 16;
-  // The size of a buffer for results. FP8 products may store 16 by 32 numbers of 4 bytes.
+  // The bytes of a buffer for results. An FP8 product may store 16 x 32 numbers of 4 bytes.
   static constexpr int kStoreBytes = kVaries ? kStoreColumns * kStoreRows * 2 : 2048;
   static_assert(kStoreColumns * kStoreRows * (kAdds ? 4 : 2) <= kStoreBytes);
   static_assert(!kAdds || kRows == Axis::kK);
@@ -108,12 +109,13 @@ struct Form {
   static_assert(kBytesA + kBytesB < 1 << 20, "a phase of an mbarrier counts up to 2^20 - 1 bytes");
 };
 
-// Multiplies rows [C, K] by weights [L, K, N]. Two neighbouring tiles share each load of weights.
+// Multiplies rows [C, K] by weights [L, K, N]. The two tiles of a cluster share each load of
+// weights.
 template <Epilogue E>
 using Forward = Form<Axis::kM, Major::kK, Major::kMN, Tuning::kForward.m, Tuning::kForward.n,
                      Tuning::kForward.blocks, Tuning::kForward.stages, E>;
-// Computes the product of Forward for groups of few rows. Rows lie along n, where instructions
-// accept any multiple of 8 as the extent. A tile has only as many rows as its group needs.
+// Computes the product of Forward for groups of few rows. Rows lie along n, because instructions
+// accept any multiple of 8 as the extent along n. A tile has only as many rows as its group needs.
 template <Epilogue E>
 using ForwardFew =
     Form<Axis::kN, Major::kMN, Major::kK, Tuning::kForwardFew.m, Tuning::kForwardFew.n,
@@ -123,17 +125,17 @@ template <Epilogue E>
 using Transposed =
     Form<Axis::kM, Major::kK, Major::kK, Tuning::kTransposed.m, Tuning::kTransposed.n,
          Tuning::kTransposed.blocks, Tuning::kTransposed.stages, E>;
-// Multiplies the transposed rows [K, C] by rows [C, N], for each group.
+// For each group, multiplies transposed rows [K, C] by rows [C, N].
 template <Epilogue E>
 using WeightGradient =
     Form<Axis::kK, Major::kMN, Major::kMN, Tuning::kWeightGradient.m, Tuning::kWeightGradient.n,
          Tuning::kWeightGradient.blocks, Tuning::kWeightGradient.stages, E>;
 
-// A ragged tensor is rows [C, columns] of groups. Outside of a group, the hardware loads zeros and
-// stores nothing. The map of the tensor has an axis of kRaggedRows rows. The last rows of this axis
-// are the rows of a group. Two more axes move them to the group. A step along the first of these
-// two axes is one row. A step along the second axis is kRaggedWrap bytes minus one row, so
-// kRaggedRows steps are -kRaggedRows rows modulo 2^64.
+// A ragged tensor is an array [C, columns] of the rows of groups. Outside of a group, the hardware
+// loads zeros and stores nothing. The tensor map has an axis of kRaggedRows rows, which ends where
+// the group ends. Two more axes choose this end. A step along the first of the two is one row. A
+// step along the second is kRaggedWrap bytes minus one row, so kRaggedRows steps are -kRaggedRows
+// rows modulo 2^64.
 constexpr int32_t kRaggedRows = 1 << 30;
 constexpr int64_t kRaggedWrap = int64_t{1} << 35;
 constexpr int32_t kRaggedEnds = 0x7fff0000;  // the size of the two other axes
@@ -144,8 +146,8 @@ struct ActivationParams {
   Activation function;
   float alpha, limit;        // of kClampedSwiglu
   const float* row_weights;  // [C]
-  const void* bias;          // [L, P] with spare weights, or null; kActivate
-  float* partial_dots;       // [tiles of I, C]; kDerive
+  const void* bias;          // kActivate: [L + num_spare, P], or null
+  float* partial_dots;       // kDerive: [tiles of I, C]
   int32_t num_columns;       // I
   int32_t keeps;             // kActivate: store the pre-activations
   int64_t num_rows;          // C
@@ -156,10 +158,10 @@ struct GemmParams {
   // The gate columns and the up columns of an array [C, P] that the epilogue stores:
   // pre-activations, or their gradient. If the activation is not gated, pre[0] has all columns.
   CUtensorMap pre[2];
-  CUtensorMap read[2];  // pre-activations for kDerive; read[0]: totals for kAdd
-  CUtensorMap spare;    // the weights whose indices are at least first_spare
+  CUtensorMap read[2];  // kDerive: pre-activations; kAdd: read[0] is d
+  CUtensorMap spare;    // the weight matrices from index first_spare on
   CUtensorMap last_b;   // b, with boxes of kRowsOfLastBoxB rows
-  int32_t m, n, k;      // 0 for the axis of the rows; gated results have I columns
+  int32_t m, n, k;      // the axis of the rows is 0; gated results have I columns
   ActivationParams activation;
   const int32_t *starts, *sizes, *weights;  // [groups] (GroupedGemm)
   int32_t num_groups;

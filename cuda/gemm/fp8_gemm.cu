@@ -45,7 +45,7 @@ template <bool kWholeTurns>
 using Fp8Forward = gemm::Fp8Form<gemm::Axis::kM, 128, 192, 2, 4, kWholeTurns>;
 using Fp8ForwardFew = gemm::Fp8Form<gemm::Axis::kN, 256, 64, 1, 4>;
 
-// Calls body(product, Type<element of results>, Type<form>) for every kernel.
+// Calls body(product, Type<type of results>, Type<form>) for every kernel.
 template <typename Body>
 void each_fp8_kernel(Body&& body) {
   for_each(Types<__nv_bfloat16, float>{}, [&](auto element) {

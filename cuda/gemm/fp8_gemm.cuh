@@ -3,19 +3,21 @@
 // Holds afterwards: for every group, d[m, n] = sum over blocks i of k of s[m, n, i] t[m, n, i]. t
 // is the sum of the products of the 128 values of a block. The hardware computes this sum with
 // fewer bits than float32 has. s is the rounded product of the two scales. The sum over blocks is
-// in float32 in the order of k, and is rounded once. The rest is as in gemm/grouped_gemm.cuh.
+// in float32 in the order of k, and is rounded once. All else is as in gemm/grouped_gemm.cuh.
 //
-// Parts: a warp group has kParts products, each of 64 of m by the n of the tile. It multiplies a
-// block of k for one part into temporary registers. Then it adds these results times their scales
+// Parts: a warp group has kParts products, each of 64 of m by the n of the tile. For one part, it
+// multiplies a block of k into temporary registers. Then it adds these numbers times their scales
 // to the part's results. While a warp group reads results, the compiler lets none of its products
-// run. A part therefore starts after the wait for the previous part.
+// run. A part's product therefore starts after the wait for the previous part.
 //
-// Rows along m: one part and one temporary. The products of both warp groups end at the same time,
-// so the time until the next products matters. It is shortest if the number of steps of a tile is a
-// multiple of kStages (kWholeTurns). Stages then have constant places, their descriptors are in
-// uniform registers, and the wait for a step begins while the previous step is added.
+// Rows along m: one part and one set of temporary registers. The products of both warp groups end
+// at the same time, so the time until the next products matters. This time is shortest if a tile's
+// number of steps is a multiple of kStages (kWholeTurns). Stage indices are then constant,
+// descriptors are in uniform registers, and the wait for a step begins while the previous step is
+// added.
 //
-// Rows along n: two parts and two temporaries. A part is added while the next part is multiplied.
+// Rows along n: two parts and two sets of temporary registers. A part is added while the next part
+// is multiplied.
 //
 // Scales: a lane reads scales from global memory into registers, some steps ahead. It receives the
 // scales of other lanes through shared memory (rows along m) or by shuffles (rows along n).
@@ -35,11 +37,11 @@ struct Fp8Form : Form<kRows_, Major::kK, Major::kK, kTileM_, kTileN_, kBlocks_, 
   static constexpr int kStepK = kFp8Block;
   static constexpr int kLeastSteps = 0;  // sums start as zeros
   static constexpr bool kIsTurned = kRows_ == Axis::kN;
-  static constexpr bool kWholeTurns = kWholeTurns_;  // k is a multiple of kStages steps
+  static constexpr bool kWholeTurns = kWholeTurns_;  // the steps of k are a multiple of kStages
   static constexpr int kParts = kTileM_ / (64 * kConsumerGroups);
   static constexpr int kPartSize = kTileN_ / 2;  // registers of a part
   static_assert(kFp8Block == kBoxElements * 2);
-  // The results of a warp group have the scales of at most two blocks of weights.
+  // A warp group's results need the scales of at most two blocks of weights.
   static_assert(kTileM_ == (kIsTurned ? kFp8Block : 64) * kConsumerGroups);
   static_assert(!kWholeTurns || (!kIsTurned && kStages_ % 4 == 0),
                 "the scales of four steps are read at once");
@@ -47,27 +49,29 @@ struct Fp8Form : Form<kRows_, Major::kK, Major::kK, kTileM_, kTileN_, kBlocks_, 
 
 struct Fp8Params : GemmParams {
   const float *row_scales, *matrix_scales;
-  // The strides of row_scales (Fp8Gemm). There are fewer than 2^32 scales.
+  // The strides of row_scales (Fp8Gemm), which has fewer than 2^32 scales.
   uint32_t row_stride, block_stride;
 };
 
 // The scales of a lane's results, for rows along m. The four lanes of a quad have the same rows.
 // Each lane reads the scales of a different step, and stores them for the other three lanes in
-// shared memory. Rows and columns beyond the last have any scales; their results are not stored.
+// shared memory. Rows and columns past the end have arbitrary scales, but their results are not
+// stored.
 template <typename F>
 class ScalesAlongM {
  public:
-  // The number of columns that always have the same scale, wherever a tile begins.
+  // This many aligned columns of a tile always have the same scale.
   static constexpr int kColumns = kFp8Block / 2;
   static constexpr int kSize = F::kTileN / kColumns * 2;
   static constexpr int kLanes = 4;
   static_assert(F::kTileN == 3 * kColumns, "a tile has columns of two blocks of weights");
-  // [step][quad]: the scales of the quad's two rows with the first and with the second block.
+  // [step][quad]: scales of the quad's two rows, times those of the first and of the second block.
   using Shared = float4[kLanes][kWarpThreads / kLanes];
 
   __device__ explicit ScalesAlongM(Shared& of_steps) : of_steps_(of_steps) {}
 
-  // Begins a tile: loads the scales of its first steps. `m` is the warp's first row in its group.
+  // Begins a tile: loads the scales of the tile's first steps. `m` is the warp's first row in its
+  // group.
   __device__ void start(const Fp8Params& p, const Work& work, const Tile<F>& tile, int32_t m) {
     const int32_t row = m + lane_index() / kLanes, last = work.size - 1;
     const int32_t blocks_n = (p.n + kFp8Block - 1) / kFp8Block;
@@ -81,7 +85,7 @@ class ScalesAlongM {
     load(p, 0, steps);
   }
 
-  // Returns the scales of step `first + next`, in index() order; `first` is a multiple of kLanes.
+  // Sets `scales` to those of step `first + next`, as index() orders them. kLanes divides `first`.
   __device__ void get(const Fp8Params& p, int first, int next, int steps, float (&scales)[kSize]) {
     if (next % kLanes == 0) {
       __syncwarp();
@@ -92,7 +96,8 @@ class ScalesAlongM {
       load(p, first + next + kLanes, steps);
     }
     const float4 of_step = of_steps_[next % kLanes][lane_index() / kLanes];
-    // Half h of 64 columns is in block h / 2, or (h + 1) / 2 if the tile begins within a block.
+    // Columns 64 h to 64 h + 63 are in block h / 2, or (h + 1) / 2 if the tile begins within a
+    // block.
     const bool second[] = {false, begins_within_block_, true};
 #pragma unroll
     for (int i = 0; i < kSize / 2; ++i) {
@@ -117,10 +122,10 @@ class ScalesAlongM {
   Shared& of_steps_;
   bool begins_within_block_;
   uint32_t row_, to_second_row_, block_, to_second_block_;  // indices of scales in their arrays
-  float of_row_[2], of_block_[2];                           // of the next steps
+  float of_row_[2], of_block_[2];                           // for the next steps
 };
 
-// The scales for rows along n. Each lane of a warp reads the scales of different rows.
+// The scales if rows lie along n. Each lane of a warp reads the scales of different rows.
 template <typename F>
 class ScalesAlongN {
  public:
@@ -139,7 +144,7 @@ class ScalesAlongN {
     load(p, 0, steps);
   }
 
-  // Returns the scales of `step`: at 2 * j + i, the scale of d[r, 8 j + 2 (lane % 4) + i].
+  // Sets `scales` to those of `step`: index 2 * j + i is for d[r, 8 j + 2 (lane % 4) + i].
   __device__ void get(const Fp8Params& p, int step, int steps, float (&scales)[kSize]) {
     float of_lane[kReads];
 #pragma unroll
@@ -162,13 +167,13 @@ class ScalesAlongN {
       of_row_[i] = load_if(step < steps && static_cast<int32_t>(row) < num_rows_,
                            p.row_scales + row_ + row * p.row_stride + step * p.block_stride);
     }
-    // Even a lane without rows reads this scale for the other lanes.
+    // Even a lane without rows reads this scale, for other lanes.
     of_matrix_ = load_if(step < steps, p.matrix_scales + matrix_ + step);
   }
 
   uint32_t row_, matrix_;             // indices of scales in their arrays
   int32_t num_rows_;                  // from this lane's first row to the group's end
-  float of_row_[kReads], of_matrix_;  // of the next step
+  float of_row_[kReads], of_matrix_;  // for the next step
 };
 
 template <typename F>
@@ -176,19 +181,19 @@ using Scales = std::conditional_t<F::kIsTurned, ScalesAlongN<F>, ScalesAlongM<F>
 
 template <typename F>
 struct Fp8Shared : GemmShared<F> {
-  // The work of each warp is in shared memory, because products need the warp's registers.
+  // Each warp's Work is in shared memory, because products need the warp's registers.
   Work current[kConsumerWarps];
   typename Scales<F>::Shared scales[kConsumerWarps];
 };
 
-// Stores boxes of float32 results, 16 rows of m by 32 of n.
+// Stores boxes of float32 results: 16 along m by 32 along n.
 template <typename F>
 class FloatWriter : BoxBuffers<F> {
  public:
   static constexpr int kColumns = 32;  // of n
   using BoxBuffers<F>::BoxBuffers;
 
-  // Stores d[first], d[first + 1], ... (gemm/epilogue.cuh).
+  // Stores d[first], d[first + 1], ... as in gemm/epilogue.cuh.
   template <typename, int kSize>
   __device__ void write(const CUtensorMap& map, const Box& box, const float (&d)[kSize],
                         int first) {
@@ -233,7 +238,7 @@ __device__ inline void store_results(const Fp8Params& p, WriterOf<T, F>& writer,
   }
 }
 
-// Tells the compiler that a value is the same in all lanes.
+// Tells the compiler that all lanes have the same value.
 __device__ inline uint32_t uniform(uint32_t value) { return __shfl_sync(kAllLanes, value, 0); }
 
 template <typename T, typename F>
@@ -325,9 +330,9 @@ __device__ inline void multiply_fp8_tiles(const Fp8Params& p, Fp8Shared<F>& shar
           add(kLast);
         }
       } else {
-        // Multiplies the step `first + next`, from the stage at `place`.
+        // Multiplies step `first + next`, whose stage is `place`.
         const auto multiply = [&](int first, int next, int place) {
-          wait_until_loaded(&shared.loaded[place], stage.parity);  // products wait for all lanes
+          wait_until_loaded(&shared.loaded[place], stage.parity);  // all lanes start the products
           start(place, 0);
           scales.get(p, first, next, steps, scale);
           wait_for_products<0>();
@@ -354,7 +359,7 @@ __device__ inline void multiply_fp8_tiles(const Fp8Params& p, Fp8Shared<F>& shar
         stage.advance();
       }
     }
-    // Read the next work before the results are stored, so that its first scales arrive meanwhile.
+    // Take the next work before the results are stored, so that its first scales load meanwhile.
     const Work next = take_work();
     const Work done = read_work(shared.current[warp]);
     store_results<T, F>(p, writer, Tile<F>(p, done, rank), Plane(F::kHasRaggedD, done, done.size),

@@ -10,7 +10,7 @@
 
 namespace moe_a2a {
 
-// The numbers of a row that share a scale, and the side of a block of weights that shares a scale.
+// This many numbers of a row share a scale, and the same number squared of weights.
 constexpr int kFp8Block = 128;
 
 enum class Fp8Product : int32_t {
@@ -22,7 +22,7 @@ struct Fp8Gemm {
   Fp8Product product;
   ElementType type;             // of d: kBFloat16 or kFloat32
   const void *rows, *matrices;  // float8_e4m3fn, K contiguous; K is a multiple of kFp8Block
-  const float* row_scales;      // of row c and block i of K at c * row_stride + i * block_stride
+  const float* row_scales;      // row c and block i of K: at c * row_stride + i * block_stride
   int64_t row_stride, block_stride;
   const float* matrix_scales;  // [L + num_spare, ceil(N / kFp8Block), K / kFp8Block]
   void* d;
@@ -31,13 +31,13 @@ struct Fp8Gemm {
   int32_t num_groups;
   int32_t* counter;  // device memory, which the launch may overwrite
   int num_sms;       // the most blocks to launch
-  // More matrices [num_spare, N, K], or null. Their indices follow the indices of `matrices`.
+  // More matrices [num_spare, N, K], or null. Matrix indices count `matrices` and then these.
   const void* spare = nullptr;
   int64_t num_spare = 0;
 };
 
-// Returns a reason if the kernels cannot compute every product of these sizes; otherwise an empty
-// string. Does not check for compute capability 9.0.
+// Returns a problem if the kernels cannot compute all products of these sizes. Does not check for
+// compute capability 9.0.
 Problem WhyNotFp8Gemm(int64_t num_rows, int64_t num_groups, int64_t k, int64_t n);
 
 cudaError_t LoadFp8Gemm();

@@ -1,26 +1,26 @@
-// A grouped GEMM. Multiplies groups of rows by their matrices of weights, or computes the gradient
-// of the weights.
+// A grouped GEMM: multiplies groups of rows by their weight matrices, or computes the gradient of
+// the weights.
 //
 // Holds afterwards: for every group, d[m, n] = sum over k of a[m, k] b[k, n], in float32 and
-// rounded once. Groups with a negative weight have zeros. With Epilogue::kAdd, d has increased by
-// these sums in float32, and is unchanged for a group without rows. Rows that belong to no group
-// are not read and not written. An empty sum is zero.
+// rounded once. Groups with a negative weight index have zeros. With Epilogue::kAdd, d has
+// increased by these sums in float32, and is unchanged for a group without rows. Rows that belong
+// to no group are not read or written.
 //
-// Layout: gemm/form.h says which axes rows lie along, and how tiles lie in shared memory.
+// Layout: gemm/form.h describes the axis of the rows, and the layout of tiles in shared memory.
 //
-// Roles: in the last warp group of a block, one warp takes tiles. Another warp loads tiles of a and
-// b through kStages stages. The two other warp groups are consumers: each multiplies half of the
-// tile's rows, and stores the results. Without an activation, they store while the products of the
-// next tile run. The first block of a cluster takes the next tile, from a counter or in turn, and
-// tells the other block. Any number of blocks completes the work. With a counter, blocks that start
-// late take fewer tiles.
+// Roles: in the last warp group of a block, one warp takes tiles of d. Another warp loads tiles of
+// a and b into kStages stages. The two other warp groups are consumers: each multiplies half of the
+// tile's rows, and stores the results. Without an activation, they store a tile while the products
+// of the next tile run. The first block of a cluster takes the cluster's next tiles, from a counter
+// or in turn, and tells the other block. Any number of blocks completes the work. With a counter,
+// blocks that start late take fewer tiles.
 //
-// An epilogue may read an array, such as pre-activations for a derivative, through kReadStages
-// stages after a tile's operands. A block uses all these stages, even for fewer columns.
+// For an epilogue that reads an array, such as pre-activations, the loader fills kReadStages stages
+// after a tile's operands. A block uses all these stages, even for fewer columns.
 //
-// Waits: the loading warp waits until the consumers of both blocks have released a stage, because
-// its loads may be for both blocks. Consumers wait for the loads. If an epilogue reads a stage,
-// consumers release the stage when their stores have read it. No cluster waits for another cluster.
+// Waits: the loader waits until the consumers of both blocks have released a stage, because a load
+// may be for both blocks. Consumers wait for the loads. If an epilogue reads a stage, consumers
+// release the stage when their stores have read it. No cluster waits for another cluster.
 //
 // Launch: kGemmThreads threads, clusters of kBlocks blocks. `next_tile` is null or points to a 0.
 #pragma once
@@ -64,9 +64,9 @@ __device__ inline Box box_of(const Plane& plane, int32_t mn, int32_t k) {
   return kMajor == Major::kK ? plane.box(k, mn) : plane.box(mn, k);
 }
 
-// Returns the first column of weights in a box of a gated tile. The results of the tile begin at
-// column `first` of I. Operand b has two boxes of gate columns, then two boxes of up columns.
-// Operand a has one gate box and one up box for each warp group.
+// Returns the first column of weights in a box of a gated tile, whose results begin at column
+// `first` of I. Operand b has two boxes of gate columns, then two boxes of up columns. Operand a
+// has one gate box and one up box for each warp group.
 template <bool kIsA>
 __device__ inline int32_t gated_column(int32_t first, int box, int32_t num_columns) {
   const int half = kIsA ? box % 2 : box / 2, of_half = kIsA ? box / 2 : box % 2;
@@ -78,7 +78,7 @@ __device__ inline int32_t end_of_rows(const Work& work, const Tile<F>& tile) {
   return F::kVaries ? tile.end_n : work.size;
 }
 
-// Calls body(std::integral_constant<int, n>) for the extent n of a tile's products along n.
+// Calls body(std::integral_constant<int, extent>) with the extent of a tile's products along n.
 template <typename F, typename Body>
 __device__ inline void with_extent(const Tile<F>& tile, Body&& body) {
   if constexpr (!F::kVaries) {
@@ -96,14 +96,14 @@ __device__ inline void with_extent(const Tile<F>& tile, Body&& body) {
   }
 }
 
-// Reads an entry of work. Another block may overwrite the entry as soon as all lanes have read it.
+// Reads an entry of `work`. The first block may overwrite the entry after all lanes have read it.
 __device__ inline Work read_work(const volatile Work& from) {
   const Work work = {from.start, from.size, from.weight, from.tile};
   __syncwarp();
   return work;
 }
 
-// An epilogue reads an array through stages (Reader), or row weights before the products.
+// What an epilogue reads: an array through stages (Reader), or row weights before the products.
 template <typename T, typename F>
 using Reader = std::conditional_t<F::kDerives, Derivative<T, F>, AddToTotals<F>>;
 template <typename T, typename F>
@@ -111,13 +111,13 @@ using Before = std::conditional_t<
     F::kReads, Reader<T, F>,
     std::conditional_t<F::kEpilogue == Epilogue::kStore, Nothing, RowWeights<F>>>;
 
-// Takes tiles, and tells all warps of the cluster. One warp of each block calls it and does nothing
-// else, so that the next tile is known before the loader needs it.
+// Takes tiles, and tells them to all warps of the cluster. One warp of each block does only this,
+// so that the next tile is known before the loader needs it.
 //
-// The first block writes entries of work in both blocks, and reuses an entry after all warps have
-// read it. If all warps of the second block arrived at a barrier of the first block, consumers
-// would need a cluster-scope fence in each tile, which takes time. They therefore arrive at a
-// barrier of the second block. This function waits there, and then arrives at the first block.
+// The first block writes entries of `work` in both blocks, and reuses an entry after all warps have
+// read it. If the second block's warps arrived at a barrier of the first block, consumers would
+// need a slow cluster-scope fence in each tile. These warps therefore arrive at a barrier of the
+// second block, where this function waits before it arrives at the first block.
 template <typename F>
 __device__ inline void take_tiles(const GemmParams& p, GemmShared<F>& shared, uint32_t rank) {
   constexpr bool kIsCluster = F::kBlocks > 1;
@@ -176,7 +176,7 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
     Work work = receive_work(shared, rank, entry);
     if (work.is_end()) return;
     const Tile<F> tile(p, work, rank);
-    // Only the loader distinguishes the two arrays of weights.
+    // Only the loader distinguishes weights and spare weights.
     const bool is_spare = F::kHasRaggedD && work.weight >= p.first_spare;
     work.weight -= is_spare ? p.first_spare : 0;
     const Plane plane_a(F::kHasRaggedA, work, work.size),
@@ -185,7 +185,7 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
     constexpr int kBytesOfRowB = F::kBytesB / F::kTileN;
     const int rows_b = tile.loaded_rows();
     const int products = tile.steps(), steps = products + F::kReadStages;
-    // A group without weights has one step at the end of k, where the hardware loads zeros.
+    // A group without weights has one step, past the end of k, where the hardware loads zeros.
     const int32_t first_k = F::kRows != Axis::kK && work.weight < 0 ? p.k : 0;
     for (int step = 0; step < steps; ++step) {
       wait_for(&shared.released[stage.place], stage.parity ^ 1);
@@ -200,7 +200,8 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
       } else if (is_first_lane) {
         const int32_t k = first_k + step * F::kStepK;
         expect_bytes(loaded, F::kBytesA + rows_b * kBytesOfRowB);
-        // Branches choose the array, because the loader lacks registers for a computed address.
+        // Branches choose the tensor map, because the loader lacks registers for a computed
+        // address.
         const auto load_from = [&](const CUtensorMap& map, bool has_weights, char* to,
                                    const Box& box, auto&& load) {
           if (has_weights && is_spare) {
@@ -272,8 +273,8 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
   const auto release = [&](int place) {
     if (lane_index() < F::kBlocks) arrive_at(&shared.released[place], lane_index());
   };
-  int held = -1;  // a stage that the epilogue has read and that this warp must still release
-  // Releases the held stage after all groups of stores except the last `pending` have read theirs.
+  int held = -1;  // a stage that this warp has read and must still release; or -1
+  // Releases stage `held` when all store groups except the last `pending` have read their data.
   const auto release_held = [&](auto pending) {
     if (held < 0) return;
     if (lane_index() == 0) wait_until_read<decltype(pending)::value>();
@@ -285,7 +286,7 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
   constexpr std::integral_constant<int, 1> kLast;
   Work work, next = receive_work(shared, rank, entry);
   Tile<F> tile, next_tile(p, next, rank);
-  bool is_loaded = false;  // this warp has seen that the first step of the next tile is loaded
+  bool is_loaded = false;  // the first step of the next tile is loaded
   while (!next.is_end()) {
     work = next, tile = next_tile;
     const int steps = tile.steps();
@@ -307,9 +308,9 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
     Before<T, F> before(p, work, tile, warp_m);
     float d[F::kProducts][F::kTileN / 2];
     int previous = 0;
-    // If rows lie along k, a group's last rows may fill only part of a step. These rows are
-    // multiplied 16 at a time, with a wait after each product. Without these waits, the compiler
-    // would not let products of any step overlap.
+    // If rows lie along k, a group's last step may be partly filled. Its rows are multiplied 16 at
+    // a time, with a wait after each product. Without these waits, the compiler would not let
+    // products of any step overlap.
     const int whole = F::kRows == Axis::kK ? tile.whole_steps() : steps;
     with_extent(tile, [&](auto extent) {
       constexpr int kExtent = decltype(extent)::value;
@@ -338,7 +339,7 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
         } else if constexpr (F::kReads) {
           release_held(kNone);
         }
-        // Store after the release, because a store may wait for earlier stores.
+        // Store after the stage's release, because a store may wait for earlier stores.
         if constexpr (kStoresLate) {
           if (step < rounded.kBoxes) rounded.store(p.d, writer, step);
         }
@@ -354,7 +355,7 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
 #pragma unroll
       for (int i = 0; i < F::kProducts; ++i) {
         fence_registers<kExtent / 2>(d[i]);
-        // Numbers without a value would occupy registers while the products run.
+        // Without values, these numbers would still occupy registers while the products run.
 #pragma unroll
         for (int j = kExtent / 2; j < F::kTileN / 2; ++j) d[i][j] = 0;
       }
@@ -366,7 +367,7 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
         wait_for(&shared.loaded[stage.place], stage.parity);
         const uint32_t a = descriptor_a + stage.place * (F::kBytesA >> 4);
         const uint32_t b = descriptor_b + stage.place * (F::kBytesB >> 4);
-        // A group without rows has one product, of zeros.
+        // A group without rows has one product of zeros.
 #pragma unroll 1
         for (int k = 0; k == 0 || whole * F::kStepK + 16 * k < tile.end_k; ++k) {
           begin_products();
@@ -413,7 +414,7 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
   if (lane_index() == 0) wait_until_stored();
 }
 
-// Runs a block. `multiply` multiplies and stores tiles in the consumers.
+// Runs a block. Consumers call `multiply`, which multiplies and stores all tiles.
 template <typename T, typename F, typename Multiply>
 __device__ inline void run_block(const GemmParams& p, GemmShared<F>& shared, uint32_t rank,
                                  Multiply&& multiply) {
@@ -434,7 +435,7 @@ __device__ inline void run_block(const GemmParams& p, GemmShared<F>& shared, uin
   }
   sync_cluster();
 
-  // A thread of the launch has 168 registers. The number of registers must be a multiple of 8.
+  // At the launch, a thread has 168 registers. Register counts must be multiples of 8.
   constexpr int kLoaderRegisters = 40, kConsumerRegisters = 232;
   static_assert(kLoaderRegisters % 8 == 0 && kConsumerRegisters % 8 == 0);
   static_assert(kLoaderRegisters + kConsumerGroups * kConsumerRegisters <= 3 * 168);
@@ -447,7 +448,7 @@ __device__ inline void run_block(const GemmParams& p, GemmShared<F>& shared, uin
     take_registers<kConsumerRegisters>();
     multiply();
   }
-  // The other block may still arrive at barriers of this block, so neither block may exit yet.
+  // The other block may still arrive at barriers of this block, so no block may exit before this.
   sync_cluster();
 }
 

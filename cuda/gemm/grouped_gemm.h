@@ -23,13 +23,13 @@ enum class GroupedProduct : int32_t {
   kWeightGradient,  // a: rows [C, K], b: rows [C, N], d: [L, K, N]
 };
 
-// The additional operands and results of an activated product. P is I. For a gated activation, P is
-// 2 I, and the gate columns come first.
+// The additional operands and results of a product with an activation. P is I. For a gated
+// activation, P is 2 I, and the gate columns come first.
 //
 // kForward and kForwardFew compute d [C, I] = row_weights * function(a b + bias), with weights
 // [L, K, P]. kTransposed has weights [L, I, N] and g = a b^T. It computes d [C, I] = row_weights *
-// function(pre), and the gradient d_pre [C, P] of pre. partial_dots [ceil(I / kDotColumns), C] are
-// the dots of g with function(pre), for each kDotColumns columns of I.
+// function(pre), and d_pre [C, P], the gradient of pre. partial_dots [ceil(I / kDotColumns), C] are
+// the dots of g and function(pre) over kDotColumns columns each.
 struct ActivatedProduct {
   bool is_gated;
   Activation function;
@@ -48,22 +48,22 @@ struct GroupedGemm {
   const void *a, *b;
   void* d;
   int64_t num_rows, num_weights, k, n;  // C, L, K, N
-  // [groups] in device memory: the first row, the number of rows, and the index of the matrix of
-  // weights. A negative index makes the results zeros; kWeightGradient then writes no results.
+  // [groups] in device memory: each group's first row, number of rows, and weight index. With a
+  // negative index, the results are zeros; kWeightGradient writes no results.
   const int32_t *starts, *sizes, *weights;
   int32_t num_groups;
   int32_t* counter;   // device memory, which the launch may overwrite
   int num_sms;        // the most blocks to launch
-  bool adds = false;  // kWeightGradient: d is float32, and increases by the products
+  bool adds = false;  // kWeightGradient: adds the products to d, in float32
   const ActivatedProduct* activated = nullptr;
-  // More matrices [num_spare, K, N], or null. Their indices follow the indices of b.
+  // More matrices [num_spare, K, N], or null. Indices count b and then these.
   const void* spare = nullptr;
   int64_t num_spare = 0;
 };
 
 cudaError_t LoadGroupedGemm();
-// Returns a reason if the kernels cannot compute every product of these sizes; otherwise an empty
-// string. Does not check for compute capability 9.0. `type` is the dtype's name in Python.
+// Returns a problem if the kernels cannot compute all products of these sizes. Does not check for
+// compute capability 9.0. `type` is the dtype's name in Python.
 Problem WhyNotGroupedGemm(std::string_view type, int64_t num_rows, int64_t num_groups, int64_t k,
                           int64_t n);
 

@@ -23,7 +23,7 @@ __device__ inline void sync_cluster() {
   asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
-// Returns the address of `pointer` in the shared memory of block `rank` of the cluster.
+// Returns the address that `pointer` has in the shared memory of block `rank` of the cluster.
 __device__ inline uint32_t shared_address_of(const void* pointer, uint32_t rank) {
   uint32_t address;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
@@ -38,25 +38,25 @@ __device__ inline void init_barrier(uint64_t* barrier, int num_arrivals) {
                : "memory");
 }
 
-// Arrives at `barrier` of the block `rank`, in the order of a block. This order is enough, because
-// the warp has the results of its reads, and only bytes that it has read are overwritten next. The
-// order of a cluster needs a fence of all global memory, which takes as long as a step of products.
+// Arrives at `barrier` of block `rank`, with block scope. This scope is enough, because the warp
+// has the results of its reads, and only bytes that it has read are overwritten next. Cluster scope
+// needs a fence of all global memory, which takes as long as a step of products.
 __device__ inline void arrive_at(uint64_t* barrier, uint32_t rank) {
   asm volatile(
       "mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(shared_address_of(barrier, rank))
       : "memory");
 }
 
-// Arrives at `barrier` of the block `rank`, in the order of the cluster. Earlier reads of this
-// thread, and reads of threads that it has synchronized with, come before accesses of block `rank`
-// after its `wait_for<true>`. This order is slow.
+// Arrives at `barrier` of block `rank`, with cluster scope, which is slow. Earlier reads of this
+// thread, and of threads that it has synchronized with, come before accesses of block `rank` after
+// its `wait_for<true>`.
 __device__ inline void arrive_in_cluster_order(uint64_t* barrier, uint32_t rank) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(
                    shared_address_of(barrier, rank))
                : "memory");
 }
 
-// Arrives at this block's barrier. Its phase then also waits for `bytes` of asynchronous copies.
+// Arrives at this block's barrier, whose phase then also waits for `bytes` of asynchronous copies.
 __device__ inline void expect_bytes(uint64_t* barrier, uint32_t bytes) {
   asm volatile(
       "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
@@ -64,8 +64,8 @@ __device__ inline void expect_bytes(uint64_t* barrier, uint32_t bytes) {
       : "memory");
 }
 
-// Waits for the phase of this block's barrier with this parity. A whole warp calls it. All lanes
-// see the phase before any lane continues and lets the next phase begin. With kInClusterOrder,
+// Waits for the phase of this block's barrier with this parity. All lanes of a warp call it. They
+// all see the phase before any lane continues and lets the next phase begin. With kInClusterOrder,
 // later accesses come after all accesses that another block made before it called send() or
 // arrive_in_cluster_order(). This order is slow.
 template <bool kInClusterOrder = false>
@@ -118,7 +118,8 @@ __device__ inline void load_box(void* to, const CUtensorMap* map, const Box& box
       : "memory");
 }
 
-// Loads into both blocks of the cluster, at the same address and with the same barrier.
+// Loads into both blocks of the cluster, at the same address and with the barrier at the same
+// address.
 __device__ inline void load_box_for_both(void* to, const CUtensorMap* map, const Box& box,
                                          uint64_t* barrier) {
   constexpr uint16_t kBoth = 3;
@@ -141,13 +142,13 @@ __device__ inline void store_box(const CUtensorMap* map, const Box& box, const v
 // ---- Matrix products of a warp group: d[64, n] += a[64, 16] b[16, n]; a, b in shared memory.
 
 constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
-constexpr uint64_t kEightRows = uint64_t{8 * 128 >> 4} << 32;  // from eight rows to the next
+constexpr uint64_t kEightRows = uint64_t{8 * 128 >> 4} << 32;  // distance of eight rows
 constexpr uint64_t kHigh = kSwizzle128 | kEightRows;
 
-// Returns the lower word of an operand's descriptor. The upper word is in kHigh.
+// Returns the lower word of an operand's descriptor. kHigh is the upper word.
 __device__ inline uint32_t operand_descriptor(const void* shared, Major major) {
   const uint32_t leading = major == Major::kK ? 1 : kBoxBytes >> 4;
-  // The higher bits of the address are the block's rank in its cluster.
+  // Higher bits of the address are the block's rank in its cluster.
   const uint32_t address = shared_address(shared) & 0x3FFFF;
   return leading << 16 | address >> 4;
 }
@@ -164,7 +165,7 @@ template <int kPending>
 __device__ inline void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
-// The compiler must read the first kFirst numbers after this call, and so after the preceding wait.
+// Makes the compiler read the first kFirst numbers after this call, and so after an earlier wait.
 template <int kFirst, int kSize>
 __device__ inline void fence_registers(float (&d)[kSize]) {
 #pragma unroll
@@ -201,7 +202,7 @@ __device__ inline void fence_registers(float (&d)[kSize]) {
 #define MOE_A2A_OUT_72(i) MOE_A2A_OUT_64(i), MOE_A2A_OUT_8(i + 64)
 #define MOE_A2A_OUT_96(i) MOE_A2A_OUT_64(i), MOE_A2A_OUT_32(i + 64)
 #define MOE_A2A_OUT_128(i) MOE_A2A_OUT_64(i), MOE_A2A_OUT_64(i + 64)
-// The operands after the registers of `d` have the numbers `a_` to `tb_`.
+// The asm operands after the registers of `d` have the numbers `a_` to `tb_`.
 #define MOE_A2A_PRODUCT(type, n, registers, outputs, a_, b_, p_, ta_, tb_)                   \
   asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %" p_                                   \
                ", 0;\n\t"                                                                    \
@@ -211,7 +212,8 @@ __device__ inline void fence_registers(float (&d)[kSize]) {
                : "l"(kHigh | a), "l"(kHigh | b), "r"(static_cast<int32_t>(adds)),            \
                  "n"(static_cast<int>(kA == Major::kMN)), "n"(static_cast<int>(kB == Major::kMN)))
 
-// Starts a product. a and b are descriptors. If `adds` is false, overwrites kN / 2 numbers of `d`.
+// Starts a product. a and b are descriptors. If `adds` is false, overwrites the first kN / 2
+// numbers of `d`.
 template <typename T, Major kA, Major kB, int kN, int kSize>
 __device__ inline void multiply(float (&d)[kSize], uint32_t a, uint32_t b, bool adds) {
   constexpr bool kIsBf16 = std::is_same_v<T, __nv_bfloat16>;
@@ -242,7 +244,7 @@ __device__ inline void multiply(float (&d)[kSize], uint32_t a, uint32_t b, bool 
 }
 #undef MOE_A2A_PRODUCT
 
-// The operands after the registers of `d` have the numbers `a_`, `b_` and `p_`.
+// The asm operands after the registers of `d` have the numbers `a_`, `b_` and `p_`.
 #define MOE_A2A_PRODUCT(n, registers, outputs, a_, b_, p_)                                     \
   asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %" p_                                     \
                ", 0;\n\t"                                                                      \
@@ -287,7 +289,7 @@ __device__ inline void load_matrices(const void* row, uint32_t (&r)[4]) {
                : "memory");
 }
 
-// Rounds two numbers; `low` comes first in memory.
+// Rounds two numbers to T; `low` comes first in memory.
 template <typename T>
 __device__ inline uint32_t pack(float low, float high) {
   uint32_t bits;

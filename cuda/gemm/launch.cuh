@@ -17,7 +17,7 @@ template <typename F>
 Problem MakeParams(const GroupedGemm& gemm, GemmParams* p) {
   const int bytes = element_bytes(gemm.type);
   const auto rows_of = [&](const void* data, int64_t columns) {
-    // An array without rows may have no address, but its map needs an address.
+    // An array without rows may have no address, but a tensor map needs one.
     return TensorMap{bytes, gemm.num_rows == 0 ? gemm.d : data, columns, true, 0, 0, 0, 0};
   };
   const auto weights_of = [&](const void* data, int64_t num) {
@@ -83,7 +83,7 @@ Problem MakeParams(const GroupedGemm& gemm, GemmParams* p) {
   return {};
 }
 
-// Launches a kernel. `params` needs no groups, because they are in `gemm`.
+// Launches a kernel. Copies the groups from `gemm` to `params`.
 template <typename F, typename Shared, typename Params, typename Gemm>
 Problem LaunchForm(void (*kernel)(Params), Params params, const Gemm& gemm, cudaStream_t stream) {
   params.starts = gemm.starts;

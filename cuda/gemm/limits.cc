@@ -16,7 +16,7 @@ std::string WeightsOf(int64_t k, int64_t n) {
 Problem WhyTooLarge(int64_t num_rows, int64_t num_groups, int64_t k, int64_t n) {
   using gemm::kMaxTiles;
   constexpr int64_t kMaxAllTiles = 1 << 30;
-  // Count the smallest tiles of all forms (gemm/form.h).
+  // Count tiles of the smallest extents of all forms (gemm/form.h).
   const int64_t tiles_k = k / gemm::kLeastTileColumns + 1,
                 tiles_n = n / gemm::kLeastTileColumns + 1;
   const int64_t tiles_of_rows = num_rows / gemm::kLeastTileRows + num_groups;

@@ -1,4 +1,4 @@
-// Lists the tiles, and the order in which clusters take them.
+// Computes the tiles of a product, and the order in which clusters take them.
 #pragma once
 
 #include <algorithm>
@@ -12,12 +12,12 @@ namespace moe_a2a::gemm {
 // The next work of a cluster: a tile of results for each of its blocks.
 //
 // The two blocks have neighbouring tiles along the axis F::kPaired. If a group has an odd number of
-// tiles along this axis, the last tiles remain. For these, the blocks have neighbouring tiles along
-// the other axis. In both cases, the blocks share the loads of an operand.
+// tiles along this axis, its last tiles have no neighbour. For these, the blocks have neighbouring
+// tiles along the other axis. In both cases, the blocks share the loads of an operand.
 struct alignas(16) Work {
-  int32_t start, size;  // rows of the group; the size is negative if no work is left
+  int32_t start, size;  // of the group's rows; size is negative if no work is left
   int32_t weight;
-  uint32_t tile;  // along the paired axis << 16 | along the other axis << 1 | is the odd tile
+  uint32_t tile;  // index along the paired axis << 16 | along the other axis << 1 | is_odd()
 
   __device__ bool is_end() const { return size < 0; }
   __device__ bool is_odd() const { return (tile & 1) != 0; }
@@ -29,11 +29,11 @@ __device__ inline bool shares_a(const Work& work) {
   return (F::kPaired == Axis::kN) != work.is_odd();
 }
 
-// The tiles of a group's rows if the extents of tiles vary.
+// The tiles of a group's rows with F::kVaries.
 //
-// Loads limit a tile of few rows, and an odd tile shares fewer loads than a pair. A group therefore
-// has pairs of tiles of kBase rows, and then up to four tiles for the remaining rows. These last
-// tiles have equal extents. with_extent() lists the possible extents.
+// Loads limit the speed of a tile of few rows, and an odd tile shares fewer loads than a pair. A
+// group therefore has pairs of tiles of kBase rows, and then up to four tiles for the remaining
+// rows. These last tiles have equal extents. with_extent() lists the possible extents.
 struct RowTiles {
   static constexpr int kBase = 128, kMost = Tuning::kForwardFew.n;
   int32_t full;  // tiles of kBase rows
@@ -50,8 +50,8 @@ struct RowTiles {
   __device__ int32_t count() const { return full + last; }
 };
 
-// A tile of one block. `m` and `n` are its begin. `end_m`, `end_n` and `end_k` are the ends of the
-// product's axes for the tile's group. With F::kVaries, `end_n` is the end of the tile's rows.
+// A tile of one block, which begins at `m` and `n`. `end_m`, `end_n` and `end_k` are the ends of
+// the group's product along each axis. With F::kVaries, `end_n` is the end of the tile's rows.
 template <typename F>
 struct Tile {
   int32_t m, n;
@@ -87,11 +87,12 @@ struct Tile {
            : extent <= F::kBoxesB * F::kRowsOfBoxB ? F::kBoxesB * F::kRowsOfBoxB
                                                    : F::kTileN;
   }
-  // Returns the number of steps that consist of whole products, each over 16 of k.
+  // Returns the number of steps whose products, each over 16 of k, are all necessary.
   __device__ int whole_steps() const { return (end_k + 15) / F::kStepK; }
 };
 
-// Finds the tiles at increasing positions in the list of all tiles. All lanes of a warp call it.
+// Finds tiles by their index in the list of all tiles, at increasing indices. All lanes of a warp
+// call it.
 template <typename F>
 class Walk {
  public:
@@ -151,7 +152,7 @@ class Walk {
     }
   }
 
-  // Returns Work::tile of a group's tile.
+  // Returns Work::tile of tile number `tile` of a group.
   static __device__ uint32_t place(int tile, int paired, int others) {
     const int rows = paired / F::kBlocks;
     if (tile >= rows * others) {

@@ -23,7 +23,7 @@ Problem EncodeTensorMap(const TensorMap& map, CUtensorMap* encoded) {
   }
   const cuuint32_t box[] = {cuuint32_t(map.box_columns), cuuint32_t(map.box_rows), 1, 1};
   const cuuint32_t steps[] = {1, 1, 1, 1};
-  // Only the size of a type matters, because elements outside of the array are zero bytes.
+  // Only the type's size matters, because elements outside of the array are zero bytes.
   const CUtensorMapDataType type = map.element_bytes == 1   ? CU_TENSOR_MAP_DATA_TYPE_UINT8
                                    : map.element_bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16
                                                             : CU_TENSOR_MAP_DATA_TYPE_UINT32;

@@ -1,4 +1,4 @@
-// Describes arrays for the hardware that copies boxes of arrays.
+// Describes arrays for the hardware that copies boxes (TMA).
 #pragma once
 
 #include <cuda.h>
@@ -13,11 +13,11 @@ struct TensorMap {
   int element_bytes;  // 1, 2 or 4
   const void* data;
   int64_t columns;
-  // A ragged array is rows of groups (gemm/form.h). Other arrays are [planes, rows, columns].
+  // Ragged: rows of groups (gemm/form.h). Other arrays are [planes, rows, columns].
   bool is_ragged;
   int64_t rows, planes;
   int box_columns, box_rows;
-  int64_t row_elements = 0;  // from a row to the next; 0: the number of columns
+  int64_t row_elements = 0;  // row stride; 0: the number of columns
 };
 
 // Boxes with rows of 128 bytes are swizzled.
