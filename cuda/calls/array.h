@@ -1,5 +1,5 @@
-// The operands and results of a call, and their checks. The checks are necessary because an
-// exported program can pass any arrays, and kernels index an array by sizes of other arrays.
+// The operands and results of a call, and checks of their shapes. The checks are necessary because
+// an exported program can pass any arrays, and kernels index an array by sizes of other arrays.
 #pragma once
 
 #include <algorithm>
@@ -22,8 +22,8 @@ namespace moe_a2a {
 
 struct DataType {
   std::string name;  // XLA's name of the type
-  int64_t bytes;     // of an element; 0: several elements share a byte
-  uint8_t nan;       // an element whose bytes all have this value is NaN; 0: the type has no NaN
+  int64_t bytes;     // of an element; 0 if several elements share a byte
+  uint8_t nan;       // NaN is this byte repeated; 0 if the type has no NaN
 
   bool operator==(const DataType& other) const { return name == other.name; }
   bool operator!=(const DataType& other) const { return name != other.name; }
@@ -61,10 +61,10 @@ struct Array {
   DataType type;
   Slice<const int64_t> dimensions;
   int64_t bytes;
-  void* data = nullptr;  // on the first rank; null while a program is lowered
-  // The bitwise or of the array's addresses on all ranks, or 0 if all are aligned to 16 bytes.
+  void* data = nullptr;  // on the device's first rank; null during lowering
+  // The bitwise or of the array's addresses on all ranks of the device; 0 if all count as aligned.
   uintptr_t address_bits = 0;
-  size_t index = 0;  // among the operands and then the results of the call
+  size_t index = 0;  // in the list of the call's operands and then its results
 };
 using Arrays = std::vector<Array>;
 
@@ -76,7 +76,7 @@ inline int64_t NumElements(const Array& array, size_t first_axis) {
   return elements;
 }
 
-// Returns the widest number of bytes that kernels can access at once in all rows of these arrays.
+// Returns how many bytes the kernels can load or store at once in all rows of these arrays.
 inline int32_t Width(int64_t row_bytes, std::initializer_list<const Array*> arrays) {
   uintptr_t bits = static_cast<uintptr_t>(row_bytes);
   for (const Array* array : arrays) bits |= array->address_bits;
@@ -106,7 +106,7 @@ inline Problem CheckShape(const Array& array, const char* name, const DataType& 
   return std::string(name) + " must be " + ToString(type, axes) + "; got " + ToString(array);
 }
 
-// Checks the leading axes of an array, and that an element has whole bytes.
+// Checks that `axes` are an array's leading axes, and that an element has whole bytes.
 inline Problem CheckLead(const Array& array, const char* name, Axes axes) {
   if (array.type.bytes == 0) {
     return Unsupported(std::string(name) + " must have elements of whole bytes; got " +
@@ -120,7 +120,7 @@ inline Problem CheckLead(const Array& array, const char* name, Axes axes) {
          "; got " + ToString(array);
 }
 
-// Checks the leading axes of an array, and the bytes of the other axes.
+// Checks that `axes` are an array's leading axes, and that the others have `item_bytes`.
 inline Problem CheckItems(const Array& array, const char* name, Axes axes, int64_t item_bytes) {
   MOE_A2A_TRY(CheckLead(array, name, axes));
   const int64_t items = std::accumulate(axes.begin(), axes.end(), int64_t{1}, std::multiplies<>());

@@ -1,7 +1,7 @@
 // Calls of exchanges. A call is a struct that is derived from ExchangeCall. The members of the
 // struct are the call's attributes. The struct also has:
 //
-//   kTarget       the target of its custom calls
+// kTarget the target of the call's XLA custom calls
 //   Read(read)    calls read(name, &member) for each attribute; returns false if one is missing
 //   Describe(context, args, results, &params)
 //                 sets all parameters, which are zeros before. Returns Unsupported() if the call
@@ -9,8 +9,9 @@
 //                 each other or the attributes.
 //
 // Describe() runs when a program is lowered (calls/why_not.h), and once for each call when the
-// program runs. It binds each address among the parameters (CallContext::Bind), because a handler
-// replaces the addresses at each execution. For ranks that share a GPU, Describe() runs once.
+// program runs. It calls CallContext::Bind() for each parameter that is an address, because a
+// handler replaces the addresses at each execution. For ranks that share a GPU, Describe() runs
+// once.
 #pragma once
 
 #include <cstdint>
@@ -37,14 +38,14 @@ struct Binding {
   size_t array;        // Array::index
 };
 
-// A call on a device. If ranks share the device, the view is the first rank's.
+// The device of a call. If ranks share the device, `view` is the first rank's.
 struct CallContext {
   RankView view;                             // its signature does not cover the call's arrays yet
   bool is_colocated;                         // true: all ranks share the device and the launch
   int64_t num_sms;                           // limits the blocks of each rank
   std::vector<Binding>* bindings = nullptr;  // Bind() appends to this list unless it is null
 
-  // Sets a member of the parameters to the address of an array, and lists the member.
+  // Sets a member of the parameters to the address of `array`, and appends it to `bindings`.
   template <typename T>
   void Bind(T** member, const Array& array) const {
     *member = static_cast<T*>(array.data);
@@ -75,7 +76,7 @@ template <typename KernelParams, Operation kName, bool kIsSplittable = false>
 struct ExchangeCall {
   using Params = KernelParams;
   static constexpr Operation kOperation = kName;     // in error messages
-  static constexpr bool kHasHalves = kIsSplittable;  // the call also has a start and a done
+  static constexpr bool kHasHalves = kIsSplittable;  // the call can be split into start and done
 
   static int64_t ZoneBytes(const Params& p) { return exchange_of(p).zone_bytes; }
 };
@@ -103,14 +104,15 @@ void Mix(uint64_t& hash, Values... values) {
   (Mix(hash, static_cast<uint64_t>(values)), ...);
 }
 
-// Returns the bytes of the landing zones of all sources. A single rank has no zone.
+// Returns the bytes of all sources' landing zones, or 0 for a single rank, which needs no zone.
 template <typename Call>
 int64_t HalfBytes(const typename Call::Params& params) {
   const int64_t num_ranks = view_of(params).num_ranks;
   return num_ranks > 1 ? num_ranks * Call::ZoneBytes(params) : 0;
 }
 
-// Appends an array to a zone, and its row size to the signature. Returns the array's offset.
+// Appends an array to a zone, and its row size to the signature. Returns the array's offset in the
+// zone.
 inline int64_t TakeZone(int64_t& zone_bytes, int64_t num_slots, int64_t row_bytes, RankView& view) {
   Mix(view.signature, row_bytes);
   const int64_t offset = zone_bytes;

@@ -1,6 +1,7 @@
-// The call `combine`. Operands: rows to sum, choice arrays to move, addends, the routing. Results:
-// sums, choice arrays. With pairs, operands: the rows of all pairs, the weights of all pairs, an
-// addend, the routing. Result: the sum over all pairs. Either all sums have an addend, or none.
+// The call `combine`. Operands: arrays of rows to sum, choice arrays, addends, the routing.
+// Results: a sum for each array of rows, choice arrays. With `num_pairs` > 0, operands: the rows of
+// all pairs, the weights of all pairs, an addend, the routing. Result: one sum over all pairs.
+// Addends exist for all sums or for none.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +16,7 @@ namespace moe_a2a {
 
 struct CombineCall : ExchangeCall<CombineParams, Operation::kCombine, /*kIsSplittable=*/true> {
   int64_t num_choice_arrays, num_pairs, num_addends;
-  std::string wire;  // type of partial sums that travel, or name of a format's class in Python
+  std::string wire;  // of partial sums: a dtype, or the Python class of a format
   float global_scale;
 
   static constexpr const char* kTarget = "moe_a2a_combine";
@@ -142,7 +143,7 @@ struct CombineCall : ExchangeCall<CombineParams, Operation::kCombine, /*kIsSplit
     return {};
   }
 
-  // Call this after DescribeSums(), because all pairs belong to the first sum.
+  // Call this after DescribeSums(), which describes summed[0], the sum of all pairs.
   Problem DescribePairs(const CallContext& context, ArraySlice args, CombineParams& p) const {
     const int64_t capacity = p.routing.capacity;
     SummedArray& sum = p.summed[0];
@@ -160,11 +161,11 @@ struct CombineCall : ExchangeCall<CombineParams, Operation::kCombine, /*kIsSplit
       context.Bind(&p.pair_weights[i], weights);
       const int64_t weights_per_row = std::max<int64_t>(1, NumElements(weights, 1));
       p.elements_per_weight = std::max<int64_t>(1, sum.elements / weights_per_row);
-      // A vector must not straddle two weights.
+      // All elements of a 16-byte vector must have the same weight.
       const bool aligned = weights_per_row == 1 || p.elements_per_weight % 8 == 0;
       const bool even = Width(sum.elements * item, {&rows}) == kVectorBytes;
       sum.vectorized = sum.vectorized && aligned && even;
-      // A warp reads its list once for each segment, so unencoded segments must not be short.
+      // A warp reads its SourceList once for each segment, so short segments would be slow.
       const int64_t bytes_per_weight = p.elements_per_weight * item;
       p.weights_per_row = static_cast<int32_t>(weights_per_row);
       const bool is_segment = is_encoded(p) ? p.elements_per_weight % group_size(p.wire_format) == 0

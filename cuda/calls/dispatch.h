@@ -1,4 +1,4 @@
-// The calls `dispatch` and `format_dispatch`. Operands: payload, routing. Results: rows.
+// The calls `dispatch` and `format_dispatch`. Operands: payload, routing. Results: payload rows.
 #pragma once
 
 #include "calls/call.h"

@@ -1,5 +1,5 @@
-// The payload of a dispatch with a token format. Operands: leaves, choice arrays, and optionally
-// the scale of each token. Results: the decoded rows of each leaf (if `decode`), values and scales
+// The payload of a dispatch with a token format. Operands: leaves, choice arrays, and optionally a
+// global scale per token. Results: the decoded rows of each leaf (if `decode`), values and scales
 // of each leaf (unless the call only decodes), choice arrays.
 #pragma once
 
@@ -12,10 +12,10 @@
 namespace moe_a2a {
 
 struct EncodedPayload : MovedPayload {
-  std::string format;  // the name of a class in Python
+  std::string format;  // the name of the format's Python class
   int64_t num_leaves;
   bool decode, keeps_encoded, has_token_scales;
-  float global_scale;  // of NvFp4, if no token has a scale
+  float global_scale;  // of NvFp4, unless has_token_scales
 
   bool Read(const AttributeReader& read) {
     return MovedPayload::Read(read) && read("format", &format) && read("decode", &decode) &&
@@ -23,7 +23,7 @@ struct EncodedPayload : MovedPayload {
            read("global_scale", &global_scale) && read("has_token_scales", &has_token_scales);
   }
 
-  // The caller has set the routing and the view.
+  // The caller must have set the routing and the view.
   template <typename Params>
   Problem Describe(const CallContext& context, ArraySlice args, ArraySlice results,
                    Params& params) const {

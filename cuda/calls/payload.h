@@ -32,7 +32,7 @@ inline Problem AddPlain(const CallContext& context, const Array& in, const Array
   return {};
 }
 
-// Operands and results: payload arrays of tokens, and then `num_choice_arrays` choice arrays.
+// Operands and results: arrays of tokens, and then `num_choice_arrays` choice arrays.
 struct MovedPayload {
   int64_t num_choice_arrays;
   bool leaves_tail;
@@ -41,7 +41,7 @@ struct MovedPayload {
     return read("num_choice_arrays", &num_choice_arrays) && read("leaves_tail", &leaves_tail);
   }
 
-  // The caller has set the routing and the view.
+  // The caller must have set the routing and the view.
   Problem Describe(const CallContext& context, ArraySlice args, ArraySlice results,
                    DispatchParams& p) const {
     if (args.size() != results.size() || num_choice_arrays < 0 ||

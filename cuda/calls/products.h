@@ -1,13 +1,13 @@
-// Calls that run without other ranks: products, the plan of a placement, and the choice of experts.
+// Calls that need no other ranks: matrix products, the plan of a placement, the choice of experts.
 // A call is a struct as in calls/call.h. It has no state, so each execution calls Describe().
 //
-// Take() lists each operand args[i] and each result results[i] with its name, type and axes. C is a
-// number of rows, L a number of weight matrices, and B a batch size.
+// The calls of Take() show the name, type and axes of each operand args[i] and each result
+// results[i]. C is a number of rows, L a number of weight matrices, and B a batch size.
 //
-// All products except kWeightGradient accept spare weights as one more operand. Spare weights have
-// the indices after the weights. Biases and scales are of weights, and then of spare weights.
+// All products except kWeightGradient accept spare weights as one more operand. Matrix indices
+// count weights and then spare weights. So do biases and scales.
 //
-// The table of groups is int32 [3, groups]: first rows, numbers of rows, and indices of weights.
+// The table of groups is int32 [3, groups]: each group's first row, number of rows, matrix index.
 // Python ensures that these values are in range, so they are not checked here.
 #pragma once
 
@@ -29,8 +29,8 @@
 
 namespace moe_a2a {
 
-// The parameters of a call's kernels, and the functions that load and launch the kernels. Kernels
-// are loaded before the first execution on a device, because no launch may load a kernel.
+// The parameter type of a call's kernels, and the functions that load and launch the kernels.
+// Kernels are loaded before the first execution on a device, because no launch may load a kernel.
 template <typename KernelParams, auto kLoadKernels, auto kLaunchKernel>
 struct ProductCall {
   using Params = KernelParams;
@@ -54,7 +54,7 @@ Problem Take(const Array& array, const char* name, const DataType& type, Axes ax
   return CheckShape(array, name, type, axes);
 }
 
-// Takes an array of two axes or more. A call without this array passes an empty array of one axis.
+// Takes an optional array of two axes or more. A call without it passes an array of shape [0].
 template <typename T>
 Problem TakeOptional(const Array& array, const char* name, const DataType& type, Axes axes,
                      T** data) {
@@ -103,7 +103,7 @@ inline Problem DescribeGemm(const Array& rows, const Array& weights, const Array
   gemm->num_weights = weights.dimensions[0];
   gemm->k = weights.dimensions[1];
   gemm->n = weights.dimensions[2];
-  // Check this first, so that the problem names an unsupported dtype.
+  // Check this first, so that an unsupported dtype is reported as such.
   MOE_A2A_TRY(WhyNotGroupedGemm(name, gemm->num_rows, table.dimensions[1], gemm->k, gemm->n));
   const bool is_transposed = gemm->product == GroupedProduct::kTransposed;
   return FirstOf(
@@ -113,8 +113,8 @@ inline Problem DescribeGemm(const Array& rows, const Array& weights, const Array
        TakeGroups(table, counter, gemm)});
 }
 
-// A product of 16-bit numbers. Operands: a, b, table, and optionally for kWeightGradient the total.
-// Results: d, counter. With a total, the product is added to the total, and d has its memory.
+// A product of 16-bit numbers. Operands: a, b, table, and optionally for kWeightGradient a total.
+// Results: d, counter. If there is a total, d has its memory, and the product is added to it.
 struct GroupedGemmCall : ProductCall<GroupedGemm, LoadGroupedGemm, LaunchGroupedGemm> {
   int64_t product;
 
@@ -151,8 +151,8 @@ struct GroupedGemmCall : ProductCall<GroupedGemm, LoadGroupedGemm, LaunchGrouped
   }
 };
 
-// A GroupedGemmCall that cuBLASLt computes. In place of the counter, the call has scratch memory,
-// int32 [LibraryScratch(groups)]. The library expects `mean_rows` rows in a group.
+// A GroupedGemmCall that cuBLASLt computes. Instead of a counter, the call has scratch memory,
+// int32 [LibraryScratch(groups)]. The library plans for `mean_rows` rows in a group.
 struct LibraryGemmCall : GroupedGemmCall {
   int64_t mean_rows;
 
@@ -206,11 +206,11 @@ struct ActivationCall : ProductCall<KernelParams, kLoad, kLaunch> {
 };
 
 struct ActivatedGemm : GroupedGemm {
-  ActivatedProduct epilogue;  // `activated` points to it
+  ActivatedProduct epilogue;  // GroupedGemm::activated points to it
 };
 
 struct ActivatedGemmCall : ActivationCall<ActivatedGemm, LoadGroupedGemm, LaunchGroupedGemm> {
-  // The caller has set `gemm->product`. Sets `width` to the columns of pre-activations.
+  // The caller must have set `gemm->product`. Sets `width` to the columns of pre-activations.
   Problem DescribeActivated(ArraySlice args, const Array& counter, ActivatedGemm* gemm,
                             int64_t* width) const {
     gemm->activated = &gemm->epilogue;
@@ -228,7 +228,7 @@ struct ActivatedGemmCall : ActivationCall<ActivatedGemm, LoadGroupedGemm, Launch
   }
 };
 
-// The activations of the product of rows [C, K] and weights [L, K, P]. Operands: rows, weights,
+// Multiplies rows [C, K] by weights [L, K, P], and applies an activation. Operands: rows, weights,
 // table, biases, router weights. Results: activations [C, I], pre-activations, counter.
 struct DotActCall : ActivatedGemmCall {
   int64_t product;
@@ -258,8 +258,9 @@ struct DotActCall : ActivatedGemmCall {
   }
 };
 
-// The gradients of activations times weights [L, I, N]. Operands: gradient [C, N], weights, table,
-// pre-activations, router weights. Results: d_pre, weighted activations, partial dots, counter.
+// The gradient of activations that were multiplied by weights [L, I, N]. Operands: the product's
+// gradient [C, N], weights, table, pre-activations, router weights. Results: d_pre, weighted
+// activations, partial dots, counter.
 struct ActDotGradCall : ActivatedGemmCall {
   static constexpr const char* kTarget = "moe_a2a_act_dot_grad";
 
@@ -281,7 +282,8 @@ struct ActDotGradCall : ActivatedGemmCall {
   }
 };
 
-// Returns the type that an array must have: float32 if it is float32, otherwise bfloat16.
+// Returns the type that CheckShape() must require of an array: float32 if it is float32, else
+// bfloat16.
 inline const DataType& WideType(const Array& array, ElementType* type) {
   const bool is_float = array.type == kFloat32;
   *type = is_float ? ElementType::kFloat32 : ElementType::kBFloat16;
@@ -368,8 +370,8 @@ struct EncodeCall : ActivationCall<KernelParams, LoadActEncode, kLaunch> {
   }
 };
 
-// The activation between two products in FP8. Operands: product [B, C, P], the table of B * L
-// groups, router weights. Without router weights, the product is encoded without an activation.
+// The activation between two products in FP8. Operands: the first product [B, C, P], the table of B
+// * L groups, router weights. Without router weights, encodes the product itself.
 struct ActEncodeCall : EncodeCall<ActEncode, LaunchActEncode> {
   static constexpr const char* kTarget = "moe_a2a_act_encode";
 
@@ -379,7 +381,7 @@ struct ActEncodeCall : EncodeCall<ActEncode, LaunchActEncode> {
   }
 };
 
-// The gradients of ActEncodeCall. The values and scales are of the gradient of the product.
+// The gradients of ActEncodeCall. The gradient of the product is encoded as values and scales.
 struct ActGradCall : EncodeCall<ActGrad, LaunchActGrad> {
   static constexpr const char* kTarget = "moe_a2a_act_grad";
 
@@ -465,7 +467,7 @@ struct FillSlotsCall : ProductCall<FillSlots, LoadFillSlots, LaunchFillSlots> {
   }
 };
 
-// Chooses the experts of T tokens (router/choose.h). The mask is [T], or [0] if there is no mask.
+// Chooses the experts of T tokens (router/choose.h). The mask has shape [T], or [0] for no mask.
 struct ChooseCall : ProductCall<Choose, LoadChoose, LaunchChoose> {
   int64_t num_groups, top_groups, top_in_group, renormalizes, is_sigmoid;
   float scale;

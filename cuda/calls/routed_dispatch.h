@@ -1,4 +1,4 @@
-// The call `routed_dispatch`. Operands: ids, rank, payload. Results: plan, rows of the payload.
+// The call `routed_dispatch`. Operands: expert ids, rank, payload. Results: plan, payload rows.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ namespace moe_a2a {
 struct RoutedDispatchCall : ExchangeCall<RoutedDispatchParams, Operation::kRoutedDispatch> {
   int64_t num_experts, alignment;
   bool may_drop;
-  EncodedPayload payload;  // if `format` is empty, the payload moves as bytes
+  EncodedPayload payload;  // if `format` is empty, only a MovedPayload
 
   static constexpr const char* kTarget = "moe_a2a_routed_dispatch";
 
@@ -59,7 +59,7 @@ struct RoutedDispatchCall : ExchangeCall<RoutedDispatchParams, Operation::kRoute
                          ToString(ids), " of ", num_ranks, " ranks with ",
                          p.num_experts / num_ranks, " experts each");
     }
-    constexpr int kFirstCount = 8;  // arrays of the plan are first indices, and then counts
+    constexpr int kFirstCount = 8;  // 8 plan arrays of indices, then arrays of counts
     for (int i = 0; i < kNumPlanArrays; ++i) {
       context.BindFill(&p.plan_fills[i], results[i]);
       p.plan_fills[i].byte = i >= kFirstCount ? 0 : 0xFF;

@@ -1,4 +1,4 @@
-// The routing as operands of a call, and the plan as its results.
+// Describes routing arrays (operands of a call) and plan arrays (results).
 #pragma once
 
 #include <algorithm>
@@ -21,7 +21,7 @@ inline void SignShapes(RankView& view, const RoutingView& routing) {
   Mix(view.signature, routing.num_tokens, routing.top_k, routing.capacity);
 }
 
-// Describes the view and the routing arrays, which are the last operands.
+// Sets the view, and the routing from the last operands.
 template <typename Params>
 Problem DescribeRouting(const CallContext& context, ArraySlice args, Params& params) {
   params.view = context.view;

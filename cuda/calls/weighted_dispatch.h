@@ -1,5 +1,6 @@
 // The call `weighted_dispatch`. Operands: a payload array, rows for inner products (optional),
-// weights for scaling (optional), the routing. Results: scaled rows, inner products.
+// weights for scaling (optional), the routing. Results: scaled rows if there are weights, inner
+// products if there are rows.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,5 @@
 // Tells the lowering in Python why the kernels refuse a call. If no kernel supports the call, the
-// lowering chooses another path. If the call is malformed, the lowering raises an error.
+// lowering emits XLA operations. If the call is malformed, the lowering raises an error.
 #pragma once
 
 #include <cstdint>
@@ -20,11 +20,11 @@ using ExchangeCalls = Types<RouteCall, DispatchCall, FormatDispatchCall, RoutedD
                             WeightedDispatchCall, CombineCall>;
 
 struct Verdict {
-  Problem why;             // why the kernels refuse the call; empty if they accept it
+  Problem why;             // empty if the kernels accept the call
   int64_t half_bytes = 0;  // the bytes of a ring half that the call needs
 };
 
-// Returns the verdict about a call whose arrays are aligned.
+// Returns the verdict about a call, as if its arrays were aligned.
 inline Verdict WhyNot(std::string_view target, const AttributeReader& read, const Arrays& args,
                       const Arrays& results, int num_ranks, bool is_colocated) {
   Verdict verdict = {"no kernel has the target '" + std::string(target) + "'"};

@@ -22,10 +22,10 @@ struct CallAttributes {
   int64_t timeout_ns;
   int64_t first_timeout_ns;
   int64_t half_bytes;   // of the landing zones of all sources
-  bool raise_failures;  // false: after a failure, the kernels run and write NaN
-  int64_t scopes;       // a hash of the name scopes around the call in the program
+  bool raise_failures;  // false: after a failure, kernels still run and write NaN
+  int64_t scopes;       // a hash of the named scopes around the call
 
-  // If all ranks are on the device that runs the call, the call names no device.
+  // If all ranks share the device that runs the call, the topology has no device ids.
   bool is_on_one_device() const { return topology.devices.empty(); }
 };
 

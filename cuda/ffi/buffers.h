@@ -14,14 +14,14 @@
 
 namespace moe_a2a {
 
-// Whether arrays count as aligned to 16 bytes, or have the alignment of their current addresses.
+// Whether arrays count as aligned to 16 bytes, or as aligned as this execution's addresses.
 enum class Alignment { kVector, kOfThisExecution };
 
 inline ffi::AnyBuffer BufferOf(ffi::AnyBuffer buffer) { return buffer; }
 inline ffi::AnyBuffer BufferOf(ffi::Result<ffi::AnyBuffer> buffer) { return *buffer; }
 
 inline DataType TypeOf(ffi::DataType type) {
-  switch (type) {  // without a stream for types of products, because each execution describes them
+  switch (type) {  // avoids the slow stream for products, which each execution describes
     case ffi::DataType::BF16: return kBFloat16;
     case ffi::DataType::F16: return kFloat16;
     case ffi::DataType::F32: return kFloat32;
@@ -34,8 +34,9 @@ inline DataType TypeOf(ffi::DataType type) {
   return TypeNamed(name.str());
 }
 
-// Decodes the operands or the results of the first rank. XLA owns the dimensions. If ranks share
-// the device, each buffer has a leading axis of ranks. `first_index` is the first Array::index.
+// Decodes a call's operands or results, of the device's first rank. XLA owns the dimensions. If
+// ranks share the device, each buffer has a leading axis of ranks. `first_index` is the first
+// Array::index.
 template <typename Buffers>
 Problem DecodeArrays(const Buffers& buffers, size_t first_index, int64_t ranks_of_device,
                      Alignment alignment, Arrays* decoded) {
@@ -83,11 +84,11 @@ class AddressList {
   }
 
   Addresses addresses() const { return {list_, count_}; }
-  uintptr_t bits() const { return bits_; }  // all addresses, combined with bitwise or
+  uintptr_t bits() const { return bits_; }  // the bitwise or of all addresses
 
  private:
   static constexpr size_t kMost = 96;
-  // A done has the most arrays of all calls: the operands of its start, and the results two times.
+  // A done has the most arrays of all calls: its start's operands, and the results twice.
   static_assert(kMost >= 2 * kMaxArrays + 1 + kNumRoutingArrays + 2 * kMaxArrays);
 
   char* list_[kMost];

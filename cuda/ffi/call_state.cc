@@ -67,7 +67,7 @@ Problem CallState::Execute(const Execution& execution) {
 Problem CallState::ExecuteIn(Workspace& workspace, const Execution& execution) {
   const DeviceState* state = states_.Find(execution.ordinal);
 #ifdef MOE_A2A_TEST_HOOKS
-  // A test may have changed the limit on the blocks, which is part of the state.
+  // A state contains the limit on the blocks, which a test may have changed.
   if (state != nullptr && state->is_uncapped != workspace.is_uncapped()) state = nullptr;
 #endif
   if (state == nullptr) {

@@ -1,7 +1,7 @@
-// The state of a call of a program: everything that does not change between executions.
+// The state of a call in a program: all that does not change between executions.
 //
 // XLA makes a state when it loads the program. All devices of the process and all threads share the
-// state, so a part of it never changes after it is published. The first execution on a device makes
+// state, so its parts never change after they are published. The first execution on a device makes
 // a DeviceState, because arrays and device are not known earlier. A DeviceState stays valid after
 // Close(), because a workspace keeps its addresses.
 #pragma once
@@ -48,12 +48,12 @@ class CallState {
 
   virtual ~CallState() = default;
 
-  // Reserves the workspace when a program is loaded, before any of its calls runs. If all ranks
+  // Reserves the workspace when a program is loaded, before the program's calls run. If all ranks
   // share a device, the device is not known yet, and Initialize() reserves the workspace.
   Problem Load();
 
   // Opens a closed workspace again, and reports a failure. XLA calls this before every execution.
-  // The replay of a CUDA graph calls only this, and not Execute().
+  // Before the replay of a CUDA graph, XLA calls only this, not Execute().
   Problem Initialize(int32_t ordinal);
 
   // Launches the exchange, or joins a split exchange. Only the first execution on a device
@@ -67,7 +67,7 @@ class CallState {
   Problem SetView(const Workspace& workspace, Operation operation, int32_t ordinal,
                   RankView* view) const;
 
-  // Sets the blocks of each rank: the number in the call, limited by the multiprocessors.
+  // Sets the blocks of each rank to the call's number, limited by the multiprocessors.
   Problem SetBlocksOfRank(const Workspace& workspace, int32_t ordinal, int64_t* num_blocks) const;
 
   const CallAttributes attributes_;

@@ -1,4 +1,4 @@
-// The states of a call of cuda/calls, and of a done.
+// The state of a call that cuda/calls describes, and of a done.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -41,9 +41,9 @@ class CallStateOf final : public CallState {
     Params params;  // of the first rank
     int blocks;
     bool has_run;                   // true: RankView::run is the id of the execution
-    std::vector<int64_t> bytes;     // of each array of a rank
+    std::vector<int64_t> bytes;     // of each array, per rank
     std::vector<Binding> bindings;  // pointers among `params`
-    size_t name;                    // index of the first result that has bytes, or number of arrays
+    size_t name;                    // index of the first result with bytes, or number of arrays
   };
 
   Problem MakeDeviceState(const Execution& execution, Workspace& workspace,
@@ -81,7 +81,7 @@ class CallStateOf final : public CallState {
                     attributes_.half_bytes);
     }
     state->blocks = grid_of(params, num_sms).blocks;
-    state->has_run = !workspace.spans_processes();  // each process has its own ids of executions
+    state->has_run = !workspace.spans_processes();  // ids of executions are per process
     return {};
   }
 

@@ -8,7 +8,7 @@ namespace moe_a2a {
 
 namespace ffi = xla::ffi;
 
-// If memory is lacking, the error code is the same as XLA's.
+// Too little memory has the same error code as in XLA.
 inline ffi::Error ToError(const Problem& problem) {
   if (problem.empty()) return ffi::Error::Success();
   const ffi::ErrorCode code = problem.lacks_memory ? ffi::ErrorCode::kResourceExhausted

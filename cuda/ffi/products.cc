@@ -94,7 +94,7 @@ ffi::Error Load(int32_t ordinal, ffi::Dictionary) {
 
 template <typename Call>
 XLA_FFI_Error* ExecuteHandler(XLA_FFI_CallFrame* frame) {
-  // A graph must not capture cuBLASLt, because it loads a kernel when it first launches the kernel.
+  // A graph must not capture cuBLASLt, which loads a kernel at the kernel's first launch.
   constexpr bool kMayBeCaptured = !std::is_same_v<Call, LibraryGemmCall>;
   static const auto* handler =
       MakeHandler<kMayBeCaptured>(ffi::Ffi::Bind()

@@ -78,8 +78,8 @@ XLA_FFI_Error* ExecuteHandler(XLA_FFI_CallFrame* frame) {
   return handler->Call(frame);
 }
 
-// A CUDA graph may capture only the target "_in_graph". A graph must not capture a start, because
-// it would have to capture the done too, and because the host must see every start.
+// A CUDA graph may capture only the target with the suffix "_in_graph". It must not capture a
+// start, because it would have to capture the done too, and because the host must see every start.
 template <typename Call>
 void AddTargets(std::vector<Target>& targets) {
   const std::string name = Call::kTarget;

@@ -13,7 +13,7 @@ using Handler = XLA_FFI_Error*(XLA_FFI_CallFrame*);
 
 struct Target {
   std::string name;
-  Handler* instantiate;  // XLA calls it when it loads a program; may be null
+  Handler* instantiate;  // XLA calls it when a program is loaded; may be null
   Handler* initialize;   // XLA calls it before each execution
   Handler* execute;
 };

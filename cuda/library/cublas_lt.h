@@ -10,7 +10,7 @@
 namespace moe_a2a {
 
 struct CublasLt {
-  // Values of the library's enumerations.
+  // Values of the library's enumerations, whose names follow.
   static constexpr int kOk = 0;                              // cublasStatus_t
   static constexpr int kFloat = 0, kHalf = 2, kBFloat = 14;  // cudaDataType_t
   static constexpr int kComputeFloat = 68;                   // cublasComputeType_t
@@ -19,7 +19,7 @@ struct CublasLt {
   enum Attribute : int { kPointerMode = 2, kTransposeA = 3, kTransposeB = 4, kSms = 15 };
   enum Preference : int { kWorkspace = 1, kMeanReduction = 13, kMeanRows = 14, kMeanColumns = 15 };
 
-  // A description of a product, a layout or a preference. The library needs at most 256 bytes.
+  // Describes a product, a layout or a preference. The library uses at most 256 bytes.
   struct Object {
     uint64_t data[64];
   };

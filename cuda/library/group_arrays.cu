@@ -1,9 +1,9 @@
 // group_arrays: writes the arrays that cuBLASLt reads for a grouped product.
 //
-// Holds afterwards: each group has its sizes, and pointers to its operands and its result. A group
-// without weights has no rows, and the rows of its result are zeros.
+// Holds afterwards: the arrays have each group's sizes, and pointers to its operands and its
+// result. A group without weights has size 0 there, and the rows of its result are zeros.
 //
-// Launch: any number of blocks. The first block writes the arrays. All blocks write zeros.
+// Launch: any number of blocks. The first block writes the arrays. All blocks write the zeros.
 #include "library/library_gemm.h"
 
 namespace moe_a2a {

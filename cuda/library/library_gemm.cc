@@ -1,6 +1,6 @@
-// Computes a grouped product with cuBLASLt. The library's matrices are column-major, so the library
-// sees the transpose of an array [rows, columns], with `columns` as the first size and the stride.
-// The operands therefore change places: the library's a is operand b.
+// Computes a grouped product with cuBLASLt. The library's matrices are column-major, so an array
+// [rows, columns] is its own transpose there: `columns` is the first size and the stride. Therefore
+// operands change places: the library's a is operand b.
 #include "library/library_gemm.h"
 
 #include <map>
@@ -15,7 +15,7 @@
 namespace moe_a2a {
 namespace {
 
-// The scratch memory is the library's workspace, and then the arrays of groups.
+// The scratch memory has the library's workspace, and then the arrays of GroupArrays.
 constexpr int64_t kWorkspaceBytes = int64_t{32} << 20, kElementBytes = 2;
 constexpr int64_t kBytesOfGroup = 3 * (sizeof(void*) + sizeof(int32_t));
 
@@ -60,7 +60,7 @@ Problem Describe(const CublasLt& library, const GroupedGemm& gemm, int num_sms,
   return lay_out(is_transposed ? k : n, is_gradient ? k : rows, &made->d);
 }
 
-// Returns the algorithm that the library expects to be fastest for groups of this many rows.
+// Sets `algorithm` to what the library expects to be fastest for groups of `rows` rows.
 Problem Find(const CublasLt& library, void* handle, const Description& product,
              const GroupedGemm& gemm, int64_t rows, CublasLt::Algorithm* algorithm) {
   int64_t first = gemm.n, second = rows, reduction = gemm.k;
@@ -102,7 +102,7 @@ int64_t LibraryScratch(int64_t num_groups) {
 }
 
 Problem LaunchLibraryGemm(const LibraryGemm& gemm, int num_sms, cudaStream_t stream) {
-  static Known& known = *new Known;  // calls may outlive static objects
+  static Known& known = *new Known;  // never destroyed: calls may run at exit
   const CublasLt* library = GetCublasLt();
   if (library == nullptr) {
     return "this process has no cuBLASLt with grouped products. Lower the program again";

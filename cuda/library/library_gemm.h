@@ -10,26 +10,26 @@
 
 namespace moe_a2a {
 
-// A product without an activation. `counter` is the scratch memory.
+// A product without an activation. Its `counter` is scratch memory.
 struct LibraryGemm : GroupedGemm {
-  int64_t mean_rows;  // mean rows of a group, as the library expects
+  int64_t mean_rows;  // the rows per group that the library plans for
 };
 
-// Returns the number of int32 numbers of a product's scratch memory.
+// Returns how many int32 numbers a product's scratch memory has.
 int64_t LibraryScratch(int64_t num_groups);
 
 // Computes a product on the current device. The first call with new sizes chooses an algorithm.
 Problem LaunchLibraryGemm(const LibraryGemm& params, int num_sms, cudaStream_t stream);
 
-// An operand or result of all groups. A group has some of its rows, or one of its matrices.
+// An operand or result of all groups: each group has some of the rows, or one of the matrices.
 struct GroupedArray {
   char* data;
   int64_t bytes;          // of a row, or of a matrix
-  int64_t num_weights;    // matrices of `data`; -1: rows
-  char* spare = nullptr;  // more matrices; their indices follow the indices of `data`
+  int64_t num_weights;    // matrices in `data`; -1: `data` has rows
+  char* spare = nullptr;  // more matrices, counted after those of `data`
 };
 
-// The arrays in device memory that the library reads for a product, and the inputs of these arrays.
+// The device arrays that the library reads for a product, and what they are computed from.
 struct GroupArrays {
   const int32_t *starts, *sizes, *weights;  // the table of groups
   int32_t num_groups, num_k, num_n;

@@ -1,12 +1,12 @@
 // fill_slots: fills the spare slots of ranks with replicas of popular experts, bit for bit like
 // `fill_loop` in jax_moe_a2a/_src/placement/fill.py.
 //
-// Layout: one warp makes a plan, because the latency of four reductions limits each step, and more
-// warps would add barriers. Lane l holds the rows of ranks l, l + 32, ... in registers, and is the
-// only lane that accesses slots l, l + 32, ... of a rank in the loop. Slots are in shared memory.
+// Layout: one warp makes a plan. The latency of four reductions limits each step, and more warps
+// would add barriers. Lane l has the rows of ranks l, l + 32, ... in registers. In the loop, only
+// lane l accesses slots l, l + 32, ... of a rank. Slots are in shared memory.
 //
-// Launch: a block of one warp for each plan. Up to 64 ranks have a separate kernel, because a lane
-// looks in each step at all ranks for which it has registers.
+// Launch: a block of one warp for each plan. Up to 64 ranks have a separate kernel with fewer
+// registers, because each step reads all of them.
 #include "placement/fill_slots.h"
 
 #include "device/ptx.cuh"
@@ -29,7 +29,7 @@ struct Largest {
   }
 };
 
-// Of several equal values, returns the value with the smallest index.
+// Returns the largest value of all lanes; of equal values, the one with the smallest index.
 __device__ Largest largest_of_warp(Largest own) {
   const int value = __reduce_max_sync(kAllLanes, own.value);
   return {value, __reduce_min_sync(kAllLanes, own.value == value ? own.index : INT32_MAX)};
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kWarpThreads) fill_slots_kernel(const FillSlot
 #pragma unroll
     for (int i = 0; i < kRanksPerLane; ++i) {
       const int rank = lane + i * kWarpThreads;
-      emptiest.add(free[i] > 0 ? ~loads[i] : INT32_MIN, rank);  // ~ reverses the order
+      emptiest.add(free[i] > 0 ? ~loads[i] : INT32_MIN, rank);  // largest ~load: least load
       fullest.add(loads[i], rank);
     }
     fullest = largest_of_warp(fullest);

@@ -9,7 +9,7 @@
 
 namespace moe_a2a {
 
-// The largest number of experts whose slots fit into shared memory.
+// The largest number of experts for which shared memory has room.
 constexpr int kMaxPlannedExperts = 4096;
 
 // B plans for R ranks. A rank has L slots for its own experts and S spare slots.

@@ -1,11 +1,11 @@
-// choose: chooses the experts of each token. The ids are bit for bit the ids of `_composition` in
-// jax_moe_a2a/_src/layer/choose.py, because keys are only compared, and the few keys of a group are
-// added in the same order.
+// choose: chooses the experts of each token. The ids are equal to those of `_composition` in
+// jax_moe_a2a/_src/layer/choose.py, because keys are only compared, and a group's keys are added in
+// the same order.
 //
-// Layout: one warp chooses for a token. Each lane holds consecutive keys of one group in registers.
-// Lower lanes have lower experts, and several lanes may share a group. A step finds the largest key
-// of the warp by a scan of each lane's keys, a reduction, and a vote on the lowest lane that holds
-// this key. K steps take less time than a sort of all keys, because K is small.
+// Layout: one warp chooses for a token. Each lane has consecutive keys of one group in registers.
+// Lower lanes have lower expert ids, and several lanes may share a group. A step finds the largest
+// key of the warp by a scan of each lane's keys, a reduction, and a vote for the lowest lane that
+// has this key. K steps take less time than a sort of all keys, because K is small.
 //
 // Launch: a warp for each token.
 #include "router/choose.h"
@@ -21,8 +21,8 @@ namespace {
 constexpr int kWarps = 4;          // of a block
 constexpr int kTaken = INT32_MIN;  // in place of a key: less than every key
 
-// Returns an integer. Integers have the order in which lax.top_k sorts numbers: NaN is the highest,
-// and zeros of both signs are equal. The two lowest negative NaNs are also equal.
+// Returns an integer that orders `key` as lax.top_k does: NaN is the highest, and zeros of both
+// signs are equal. The two lowest negative NaNs are also equal.
 __device__ int order_of(float key) {
   const int bits = static_cast<int>(__float_as_uint(key == 0.f ? 0.f : key));
   return max(bits < 0 ? bits ^ INT32_MAX : bits, kTaken + 1);
@@ -32,12 +32,12 @@ __device__ float key_of(int order) {
   return __uint_as_float(static_cast<unsigned>(order < 0 ? order ^ INT32_MAX : order));
 }
 
-// The keys of a lane, in the order of experts.
+// The keys of a lane (order_of()), in the order of experts.
 template <int kKeys>
 struct LaneKeys {
   int orders[kKeys];
 
-  // Returns the largest key, and the index of the first key that is equal to it.
+  // Returns the largest key. Sets `index` to that of the first key that is equal to it.
   __device__ int largest(int* index) const {
     int result = orders[0];
     *index = 0;
@@ -56,12 +56,12 @@ struct LaneKeys {
   }
 };
 
-// Returns the lowest lane of the mask `lanes` whose `own` is `value`.
+// Returns the lowest lane in the mask `lanes` whose `own` is equal to `value`.
 __device__ int lowest_lane_with(int value, int own, unsigned lanes) {
   return __ffs(static_cast<int>(__ballot_sync(kAllLanes, own == value) & lanes)) - 1;
 }
 
-// Returns the value of the lane's group: its `number` highest keys, added from high to low.
+// Returns the value of the lane's group: the sum of its `number` highest keys, from high to low.
 template <int kKeys>
 __device__ int value_of_group(LaneKeys<kKeys> keys, int group_lanes, int number) {
   const int lane = lane_index();
