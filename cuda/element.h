@@ -21,7 +21,7 @@ template <>
 struct Element<__nv_bfloat16> {
   static constexpr ElementType kType = ElementType::kBFloat16;
   static constexpr int kBytes = 2;
-  static constexpr uint32_t kMost = 0x7F7F0000;     // bits of the largest finite number in float32
+  static constexpr uint32_t kMost = 0x7F7F0000;     // the largest finite number, as float32 bits
   static constexpr uint32_t kNanWord = 0x7FC07FC0;  // 32 bits of NaN
 };
 
@@ -41,7 +41,7 @@ struct Element<float> {
   static constexpr uint32_t kNanWord = 0x7FC00000;
 };
 
-// To find the type of a value, a kernel compares with all elements except the last.
+// To find a value's type, kernels compare it with all of these types except the last.
 using Elements = Types<float, __nv_bfloat16, __half>;
 
 MOE_A2A_HOST_DEVICE constexpr int element_bytes(ElementType type) {

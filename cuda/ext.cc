@@ -36,7 +36,8 @@ namespace {
 
 using namespace moe_a2a;
 
-// Reads the attributes of a call at lowering. Converts no types, because handlers convert none.
+// Reads the attributes of a call at lowering. Converts no types, because XLA's handlers convert
+// none.
 AttributeReader ReaderOf(nb::dict attributes) {
   return [attributes](const char* name, AttributePointer value) {
     const auto read_into = [&](auto* to) {
@@ -50,7 +51,7 @@ AttributeReader ReaderOf(nb::dict attributes) {
   };
 }
 
-// An array of a call in Python: XLA's name of the type, and the axes.
+// A call's array in Python: XLA's name of the type, and the axes.
 using ArrayType = std::pair<std::string, std::vector<int64_t>>;
 
 // Returns arrays without data. `types` owns their dimensions.
@@ -61,7 +62,7 @@ Arrays ToArrays(const std::vector<ArrayType>& types, bool is_colocated = false) 
     array.type = TypeNamed(name);
     array.dimensions = {axes.data(), axes.size()};
     array.bytes = NumElements(array, 0) * array.type.bytes;
-    if (is_colocated) array.address_bits = array.bytes;  // the next rank's array follows
+    if (is_colocated) array.address_bits = array.bytes;  // the next rank's part follows
   }
   return arrays;
 }
@@ -72,7 +73,7 @@ Workspace& WorkspaceOf(Devices devices, int num_ranks, int64_t kind) {
   return Workspace::Get({std::move(devices), num_ranks}, static_cast<WorkspaceKind>(kind));
 }
 
-// Defines a function of a workspace. Releases the GIL, because the function may wait.
+// Defines a Python function that calls a method. Releases the GIL, because the method may wait.
 template <typename Result, typename... Args>
 void Define(nb::module_& m, const char* name, Result (Workspace::*method)(Args...)) {
   m.def(
@@ -83,7 +84,7 @@ void Define(nb::module_& m, const char* name, Result (Workspace::*method)(Args..
       nb::call_guard<nb::gil_scoped_release>());
 }
 
-// Defines a function of a workspace that returns a problem and a value.
+// The same for a method that returns a problem and sets a value.
 template <typename Value>
 void Define(nb::module_& m, const char* name, Problem (Workspace::*method)(Value*)) {
   m.def(

@@ -1,4 +1,4 @@
-// Lists of types and of values. A run-time value that is not in its list is an error.
+// Lists of types and of values. A value that is not in its list is an error.
 #pragma once
 
 #include <cstdio>
@@ -35,7 +35,7 @@ constexpr void for_each(Constants<kValues...>, Body&& body) {
   (body(Constant<kValues>{}), ...);
 }
 
-// Ends the program. Kernels never call this function, because the host checks all values.
+// Ends the program. A kernel never gets here, because the host checks all values first.
 [[noreturn]] MOE_A2A_HOST_DEVICE inline void reject_value() {
 #ifdef __CUDA_ARCH__
   __builtin_unreachable();

@@ -18,18 +18,18 @@ struct RankView {
   char* slab[kMaxRanks];  // the slabs of all ranks, including this rank
   ErrorRecord* error;     // in host memory
   uint64_t timeout_ns;
-  uint64_t first_timeout_ns;  // replaces timeout_ns for a peer that has never sent; not smaller
+  uint64_t first_timeout_ns;  // for a peer that has never sent; at least timeout_ns
   uint64_t signature;         // of this call; equal on all ranks
   uint64_t run;     // id of the execution; equal on all ranks, or 0 (docs/protocol.md, section 9)
   uint64_t launch;  // not 0; two launches that overlap on this rank have different numbers
   Operation operation;
 };
 
-// An output, and the byte with which a failed exchange fills it.
+// An output, and the byte that a failed exchange writes to all its bytes.
 struct FailureFill {
   void* data;
   int64_t bytes;
-  uint8_t byte;  // 0xFF or 0x80 for floats, which are then NaN; 0 for integers
+  uint8_t byte;  // 0xFF or 0x80, which make NaN; 0 for integers
 };
 
 #define MOE_A2A_NAME(name) #name,
@@ -48,7 +48,7 @@ struct RoutingView {
 #define MOE_A2A_FIELD(name) const int32_t* name;
   MOE_A2A_ROUTING_ARRAYS(MOE_A2A_FIELD)
 #undef MOE_A2A_FIELD
-  int32_t num_tokens;  // and slots per source
+  int32_t num_tokens;  // also the number of slots per source
   int32_t top_k;
   int32_t capacity;
 };
@@ -92,18 +92,19 @@ struct RouteParams {
   const int32_t* rank;  // [1]: the rank of this device in the mesh of the running program
   int32_t batch, num_tokens, top_k, num_experts, capacity, alignment;
   int32_t tokens_per_chunk, chunks;  // chunks of each batch element
-  bool may_drop;                     // false: the capacity is enough for every routing
+  bool may_drop;                     // false: all rows always fit
   int32_t parts;                     // consecutive experts that form one group
   int64_t zone_bytes;                // of one source
   // Scratch between the two launches.
-  int32_t* all_ids;  // [num_ranks, batch, num_tokens, top_k]; -1: an id of no expert
-  // [batch, num_ranks, chunks, levels * local_experts + 1]; the last number: tokens for this rank
+  int32_t* all_ids;  // [num_ranks, batch, num_tokens, top_k]; invalid ids are -1
+  // [batch, num_ranks, chunks, levels * local_experts + 1]; the last number counts tokens for this
+  // rank
   int32_t* expert_counts;
   int32_t* rank_counts;  // [batch, chunks, num_ranks]: this rank's tokens per destination
   RoutePlan plan;
 
   MOE_A2A_HOST_DEVICE int32_t local_experts() const { return num_experts / view.num_ranks; }
-  // Counts per expert. If rows can be dropped, count i covers the first i + 1 choice indices.
+  // The counts per expert. If rows can be dropped, count i is of choices 0 to i of each token.
   MOE_A2A_HOST_DEVICE int32_t levels() const { return may_drop ? top_k : 1; }
 };
 
@@ -112,13 +113,13 @@ struct MovedArray {
   const char* in;
   char* out;
   int64_t row_bytes;     // of a token, and of its slot
-  int64_t choice_bytes;  // of a choice (row_bytes / top_k); 0 if whole rows move
+  int64_t choice_bytes;  // of a choice array's entry (row_bytes / top_k); or 0
   int64_t zone_offset;
-  int32_t width;  // bytes per access: 16, 4, 2 or 1
+  int32_t width;  // bytes per load and store: 16, 4, 2 or 1
 };
 
 // A weighted dispatch moves one array. It returns each row times a weight, the inner product of
-// each row with the same row of `rows`, or both.
+// each row and the same row of `rows`, or both.
 struct Weighting {
   ElementType type;
   const float* weights;  // [capacity]; null: no scaled rows
@@ -128,27 +129,28 @@ struct Weighting {
   MOE_A2A_HOST_DEVICE bool is_used() const { return weights != nullptr || rows != nullptr; }
 };
 
-// How the source quantizes the leaves of a dispatch. Each leaf has two MovedArrays: values, then
-// scales. `in` of the first array is the leaf. If the destination only decodes, `out` is null.
+// How the source encodes the leaves of a dispatch. Each leaf has two MovedArrays: values, then
+// scales. `in` of the values is the leaf. If the destination only decodes, both `out` are null.
 struct Encoding {
   TokenFormat format;
   ElementType type;
   bool decode;
   int32_t num_leaves;
   char* decoded[kMaxArrays / 2];  // the decoded rows of each leaf if the destination decodes
-  // NvFp4: a scale for all tokens, or for each token. If `decode`, token scales are the last array.
+  // NvFp4: a scale for all tokens, or for each token. With `decode`, token scales travel as the
+  // last array.
   float global_scale;
   const float* token_scales;  // [num_tokens], or null
 };
 
-// Returns the decoded bytes of a row that has `value_bytes` bytes of values.
+// Returns the bytes of a decoded row whose values have `value_bytes`.
 MOE_A2A_HOST_DEVICE constexpr int64_t decoded_bytes(const Encoding& encoding, int64_t value_bytes) {
   const int item_bytes = element_bytes(encoding.type);
   return value_bytes * (8 / value_bits(encoding.format)) * item_bytes;
 }
 
-// The first `send_blocks` blocks that start are senders, with `send_teams` teams each. After that,
-// all blocks receive, with `receive_teams` teams each.
+// The first `send_blocks` blocks that start are senders, with `send_teams` teams each. Then all
+// blocks receive, with `receive_teams` teams each.
 struct Roles {
   int32_t send_blocks, send_teams, receive_teams;
 };
@@ -178,15 +180,15 @@ struct FormatDispatchParams {
 };
 
 struct RoutedDispatchParams {
-  DispatchParams exchange;  // without weighting; its routing has sizes and no arrays
+  DispatchParams exchange;  // without weighting; its routing has only sizes
   const int32_t* ids;       // [num_tokens, top_k]
   const int32_t* rank;      // as in RouteParams
   int32_t num_experts, alignment;
   bool may_drop;  // as in RouteParams
   RoutePlan plan;
   FailureFill plan_fills[kNumPlanArrays];
-  Encoding encoding;    // its format is kNoFormat if tokens are not quantized
-  int32_t num_results;  // of the payload
+  Encoding encoding;    // format kNoFormat: tokens are not encoded
+  int32_t num_results;  // payload results
 };
 
 // The wire dtype of partial sums: the dtype of the rows, or float32.
@@ -195,10 +197,10 @@ enum class WireType : uint8_t { kOfRows, kFloat32 };
 struct SummedArray {
   const void* rows;    // [capacity, elements]; null in a weighted combine, which has pairs
   void* out;           // [num_tokens, elements]
-  const void* addend;  // [num_tokens, elements], added to the sums before they are rounded; or null
+  const void* addend;  // [num_tokens, elements], added before the sums are rounded; or null
   int64_t elements;
   int64_t zone_offset;
-  bool vectorized;  // rows, outputs and addends are multiples of 16 bytes and aligned to 16 bytes
+  bool vectorized;  // rows of all its arrays have 16-byte alignment and multiples of 16 bytes
 };
 
 struct CombineParams {
@@ -206,7 +208,7 @@ struct CombineParams {
   RoutingView routing;
   ElementType type;  // of all summed arrays
   WireType wire;     // of partial sums without a format
-  bool listed;       // all sums go through a warp's list (device/sum.cuh)
+  bool listed;       // all rows are summed through a SourceList
   int32_t num_summed;
   int32_t num_moved;  // number of choice arrays: `in` is [capacity], `out` is [num_tokens, top_k]
   Roles roles;
@@ -220,11 +222,11 @@ struct CombineParams {
   int64_t elements_per_weight;
   const void* pair_rows[kMaxPairs];
   const float* pair_weights[kMaxPairs];  // [capacity, elements / elements_per_weight]
-  TokenFormat wire_format;  // of partial sums; a format needs `listed`, and `wire` is kOfRows
+  TokenFormat wire_format;  // of partial sums; with a format, `listed` is true and `wire` kOfRows
   float wire_global_scale;  // of NvFp4
 };
 
-// Returns the part of a kernel's parameters that describes its exchange.
+// Returns the member of a kernel's parameters that describes its exchange.
 template <typename Params>
 MOE_A2A_HOST_DEVICE auto& exchange_of(Params& p) {
   using P = std::remove_const_t<Params>;

@@ -1,4 +1,4 @@
-// The error record that a kernel writes into host memory, the poison, and the messages of both.
+// The error record that a kernel writes to host memory, the poison word, and the messages of both.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ enum class Operation : uint32_t { kRoute = 1, kDispatch = 2, kCombine = 3, kRout
 
 enum class Phase : uint32_t {
   kStart = 1,        // a block starts or ends, without a wait
-  kSendCredit = 2,   // a source waits until a destination has read the ring half
+  kSendCredit = 2,   // a source waits until a destination has read its rows
   kSend = 3,         // a source writes rows
   kReceiveHead = 4,  // a destination waits for the head of a source
   kReceiveChunk = 5  // a destination waits for a chunk of rows, or for ids
@@ -22,7 +22,7 @@ enum class Phase : uint32_t {
 enum class ErrorKind : uint32_t {
   kNone = 0,
   kTimeout = 1,    // expected: the flag or credit; seen: the last value of this word
-  kMismatch = 2,   // ranks make different calls; expected, seen: (low bits of) signatures, or runs
+  kMismatch = 2,   // different calls; expected, seen: (low bits of) signatures, or runs
   kViolation = 3,  // a flag of a later epoch has arrived; expected, seen: flags
   kWrongRank = 4,  // expected: rank in the group's mesh; seen: rank in the program's mesh
   kBounds = 5,     // expected: upper bound; seen: the index that is out of range
@@ -30,8 +30,8 @@ enum class ErrorKind : uint32_t {
   kStopped = 7     // another rank has failed, and its process knows the reason; seen: the poison
 };
 
-// The poison is a word that a failing rank stores to all ranks. The poison is never 0. Fields from
-// the lowest bit: the failing rank plus 1 (16 bits), kind (8), phase (8), awaited rank (32).
+// The poison is a word that a failing rank stores to all ranks. It is never 0. Its fields, from the
+// lowest bit, are: the failing rank plus 1 (16 bits), kind (8), phase (8), awaited rank (32).
 static_assert(kMaxRanks < 1 << 16 && static_cast<uint32_t>(ErrorKind::kStopped) < 1 << 8 &&
               static_cast<uint32_t>(Phase::kReceiveChunk) < 1 << 8);
 MOE_A2A_HOST_DEVICE constexpr uint64_t make_poison(int rank, ErrorKind kind, Phase phase,

@@ -11,7 +11,7 @@
 namespace moe_a2a {
 
 enum class TokenFormat : int32_t { kBlockwiseFp8 = 1, kMxFp8 = 2, kNvFp4 = 3 };
-constexpr TokenFormat kNoFormat{};  // nothing is quantized
+constexpr TokenFormat kNoFormat{};  // nothing is encoded
 
 template <TokenFormat F>
 struct Format;
@@ -37,7 +37,7 @@ struct Format<TokenFormat::kNvFp4> {
   static constexpr int kGroup = 16, kValueBits = 4;
 };
 
-// To find the format of a value, a kernel compares with all elements except the last.
+// To find a value's format, kernels compare it with all of these formats except the last.
 using TokenFormats =
     Constants<TokenFormat::kNvFp4, TokenFormat::kMxFp8, TokenFormat::kBlockwiseFp8>;
 
@@ -50,7 +50,7 @@ inline TokenFormat format_named(std::string_view name) {
   return found;
 }
 
-// The numbers of a format that is known only at run time.
+// The numbers of a format, for code that knows the format only at run time.
 struct FormatNumbers {
   int group, value_bits, scale_bytes;
 };
@@ -76,14 +76,14 @@ constexpr double rows_per_encoded(TokenFormat format) {
   return value_bits(format) == 8 ? Tuning::kRowsPerEncodedFp8 : Tuning::kRowsPerEncodedFp4;
 }
 
-// Return the bytes of values, and of scales, in a row of `elements` numbers.
+// These functions return the bytes of values and of scales in a row of `elements` numbers.
 MOE_A2A_HOST_DEVICE constexpr int64_t value_bytes(TokenFormat format, int64_t elements) {
   return elements * value_bits(format) / 8;
 }
 MOE_A2A_HOST_DEVICE constexpr int64_t scale_bytes(TokenFormat format, int64_t elements) {
   return elements / group_size(format) * numbers_of(format, TokenFormats{}).scale_bytes;
 }
-// A slot of combine holds the values of a row. The scales of the row begin at scales_offset().
+// A slot of combine has the values of a row, and from scales_offset() on the row's scales.
 MOE_A2A_HOST_DEVICE constexpr int64_t scales_offset(TokenFormat format, int64_t elements) {
   return row_stride(value_bytes(format, elements));
 }

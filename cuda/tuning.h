@@ -1,17 +1,16 @@
-// All measured numbers. Other values that pass the static_asserts change only times, not results.
-// Exception: the inner products of a weighted dispatch are rounded according to the number of
-// teams.
+// All numbers that were chosen by measurement. Other values that pass the static_asserts change
+// only times, not results. Exception: the inner products of a weighted dispatch are rounded
+// depending on the number of teams.
 //
 // To tune the exchange for another GPU, for example of compute capability 10.0:
 //
 // 1. Run `python -m benchmarks.tune` on a host with these GPUs. It measures other values, and
-// prints
-//    a `struct Sm100 : Sm90` with the values that were faster.
+//    prints a `struct Sm100 : Sm90` with the values that were faster.
 // 2. Paste the struct below Sm90, and name it in the line of `Measured`.
 // 3. Commit the record, and refer to it in docs/history/speed.md.
 //
-// Python lowers programs with the numbers of kLoweringTuning, which benchmarks.tune varies. To time
-// another value of the other numbers, which are constants of kernels and launches, build
+// benchmarks.tune varies the numbers of kLoweringTuning, with which Python lowers programs. The
+// other numbers are constants of kernels and launches. To time another value of these, build
 // tools/driver/kernels.cu with MOE_A2A_CANDIDATE.
 //
 // Names in quotation marks are headings or list entries of docs/history/speed.md.
@@ -22,7 +21,7 @@
 #include <utility>
 
 // The lowest compute capability of the build, times 10 (CMakeLists.txt). All kernels of a build use
-// the numbers of this architecture, because host and device must use equal numbers.
+// the numbers for this one, because host and device must use equal numbers.
 #ifndef MOE_A2A_ARCHITECTURE
 #define MOE_A2A_ARCHITECTURE 90
 #endif
@@ -31,14 +30,14 @@ namespace moe_a2a {
 
 // Compute capability 9.0. Measured on H200 and H100 SXM, which have 132 multiprocessors.
 struct Sm90 {
-  // The shared memory of a block on 9.0, 10.x and 11.0 (not measured).
+  // The limit of a block's shared memory on 9.0, 10.x and 11.0 (not measured).
   static constexpr int kMaxSharedBytes = 227 << 10;
 
   // ---- Blocks of a launch. A GPU with fewer multiprocessors gets fewer blocks.
 
   static constexpr int kDefaultSms = 64;  // "Blocks"
   // "Blocks": a launch has kFewSms blocks if a rank has at most kFewTokens tokens, or if the bytes
-  // of these tokens, times the number of ranks, are at most kFewBytes.
+  // of its tokens times the number of ranks are at most kFewBytes.
   static constexpr int kFewTokens = 512;
   static constexpr int kFewBytes = 128 << 20;
   static constexpr int kFewSms = 128;
@@ -56,18 +55,19 @@ struct Sm90 {
   // "Teams": parameters of teams_for().
   static constexpr int kTeamItems = 5, kTeamsPerItems = 7;
   static constexpr int64_t kBytesPerTeam = 2048;
-  // The fewest teams of a block, for rows of kSmallRowBytes or less, and for larger rows.
+  // The least number of teams of a block: for rows of kSmallRowBytes or less, and for larger rows.
   static constexpr int64_t kSmallRowBytes = 16 << 10;
   static constexpr int kLeastTeamsSmallRows = 4, kLeastTeamsLargeRows = 2;
-  // All blocks send first if each block has at most this number of send items.
+  // If each block has at most this number of send items, all blocks send first.
   static constexpr int64_t kFewItems = 1;         // dispatch
   static constexpr int64_t kFewItemsCombine = 8;  // "Senders"
-  // "Senders": sending one row takes as long as writing this number of rows.
+  // "Senders": to send one row takes as long as to write this number of rows.
   static constexpr double kRowsPerSent = 3;
-  // Replaces kRowsPerSent in launches of kFewSms blocks or more, for kManySendersBytes or less.
+  // Replaces kRowsPerSent in launches of kFewSms blocks or more if a rank's tokens have at most
+  // kManySendersBytes.
   static constexpr double kRowsPerSentOfMany = 8;
   static constexpr int64_t kManySendersBytes = 32 << 20;
-  // "Token formats": encoding a token takes as long as writing this number of rows.
+  // "Token formats": to encode a token takes as long as to write this number of rows.
   static constexpr double kRowsPerEncodedFp8 = 8, kRowsPerEncodedFp4 = 20;
   static constexpr double kCombineSenders = 2. / 3;         // "Senders"
   static constexpr double kEncodedCombineSenders = 1. / 2;  // "Token formats"
@@ -78,7 +78,7 @@ struct Sm90 {
   static constexpr int kRoutedLeastSenders = 4;
   static constexpr int kRoutedTeams = 4;
   static constexpr int kRoutedEncodedTeams = 1;  // "Few tokens in one launch"
-  // "Senders": work items per block that zero rows (approximate).
+  // "Senders": about this number of work items per block zero rows.
   static constexpr int kZeroItemsPerBlock = 4;
 
   // ---- Inside a kernel.
@@ -92,7 +92,7 @@ struct Sm90 {
   static constexpr int kMadeBytes = 4096;
   // Loads that a thread keeps in flight.
   static constexpr int kLoadsOfVectors = 8, kLoadsOfWords = 4;  // device/copy.cuh
-  static constexpr int kLoadsOfEncoded = 4;                     // rows in a format
+  static constexpr int kLoadsOfEncoded = 4;                     // rows in a token format
   static constexpr int kLoadsOfPacks = 2;                       // the general sum
   // "Copies and sums": 16-byte words that a thread sums at a time, in sums through a list.
   static constexpr int kPartWords = 2;
@@ -100,7 +100,7 @@ struct Sm90 {
   // "Copies and sums": polls of a warp without a pause, and the pause between later polls.
   static constexpr int kPollsWithoutPause = 16;
   static constexpr int kPauseNs = 20;
-  static constexpr int64_t kLeastListedBytes = 1024;  // that a weight covers (calls/combine.h)
+  static constexpr int64_t kLeastListedBytes = 1024;  // with one weight (calls/combine.h)
 
   // ---- The grouped GEMM ("Grouped products").
 
@@ -118,11 +118,12 @@ struct Sm90 {
   // Python chooses kForwardFew up to this number of rows per group. With 96 and 256 rows per group,
   // kForwardFew takes 0.77 and 0.99 times as long as kForward (H200, "Between few and many rows").
   static constexpr int kGemmFewRows = 128;
-  // In FP8, 32 groups of 64 and 128 rows take 149 and 187 us, and 150 and 160 us with kForward.
+  // The same in FP8: 32 groups of 64 and 128 rows take 149 and 187 us, but 150 and 160 us with
+  // kForward.
   static constexpr int kFp8FewRows = 64;
 };
 
-// The numbers of the architecture. With a struct Sm100 for 10.0 and newer:
+// The numbers for MOE_A2A_ARCHITECTURE. With a struct Sm100 for 10.0 and newer:
 //
 //   using Measured = std::conditional_t<MOE_A2A_ARCHITECTURE >= 100, Sm100, Sm90>;
 using Measured = Sm90;
@@ -136,7 +137,7 @@ using Tuning = Candidate;
 using Tuning = Measured;
 #endif
 
-// The numbers that Python reads, by name (native.tuning).
+// The numbers that Python reads, with their names there (native.tuning).
 constexpr std::pair<const char*, int> kLoweringTuning[] = {
     {"DEFAULT_NUM_SMS", Tuning::kDefaultSms},
     {"FEW_TOKENS", Tuning::kFewTokens},

@@ -8,7 +8,7 @@
 
 namespace moe_a2a {
 
-// Returns the problem of an error of the CUDA runtime. `doing` names the operation that failed.
+// Converts an error of the CUDA runtime to a problem. `doing` says which operation failed.
 inline Problem ProblemOf(cudaError_t error, const std::string& doing) {
   if (error == cudaSuccess) return {};
   return {doing + ": " + cudaGetErrorString(error), error == cudaErrorMemoryAllocation};

@@ -10,7 +10,7 @@
 namespace moe_a2a {
 namespace {
 
-// Never destroyed, because the thread of Listen() runs until the process ends.
+// Never destroyed, because the thread of Listen() uses it until the process ends.
 struct Registry {
   std::mutex mutex;
   std::vector<int> open;
@@ -18,9 +18,9 @@ struct Registry {
 
 Registry* all = nullptr;  // set before the handlers of fork() are registered
 
-// fork() calls these functions in its thread. The mutex is held during the fork, so the list in the
-// child is complete. The child may only make calls that are safe in a signal handler: close(), and
-// clear(), which frees nothing. A descriptor that is not registered yet stays open in the child.
+// fork() calls these functions. The mutex is locked during the fork, so the child's list is
+// complete. The child may only make calls that are safe in a signal handler: close(), and clear(),
+// which frees nothing. A descriptor that is not registered yet stays open in the child.
 void BeforeFork() { all->mutex.lock(); }
 void InParent() { all->mutex.unlock(); }
 void InChild() {
@@ -48,7 +48,7 @@ Descriptor::Descriptor(int fd) : fd_(fd) {
 
 Descriptor::~Descriptor() {
   if (fd_ < 0) return;
-  // Without the lock, a child could close a new descriptor that has received this number.
+  // Without the lock, a child could close a new descriptor with this number.
   std::lock_guard<std::mutex> lock(registry().mutex);
   auto& open = registry().open;
   const auto at = std::find(open.begin(), open.end(), fd_);

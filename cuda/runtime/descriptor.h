@@ -1,5 +1,5 @@
-// A file descriptor. Its destructor closes it, and so does a forked child. Otherwise the child
-// would keep memory of other processes, and a socket on which it never answers.
+// A file descriptor. The destructor closes it, and so does a forked child. The child would
+// otherwise keep memory of other processes, and a socket on which it never answers.
 #pragma once
 
 #include <utility>

@@ -8,7 +8,7 @@
 namespace moe_a2a {
 namespace {
 
-// Never destroyed, because the thread of Listen() runs until the process ends.
+// Never destroyed, because the thread of Listen() uses it until the process ends.
 struct Registry {
   std::mutex mutex;
   std::map<int64_t, DevicePlace> devices;

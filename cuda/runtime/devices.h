@@ -1,4 +1,4 @@
-// The devices of all processes, by JAX's ids, and the process of each device.
+// A registry of the devices of all processes, by JAX's ids, and of the processes.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ constexpr int kElsewhere = -1;
 
 struct DevicePlace {
   int process = 0;
-  int ordinal = kElsewhere;  // in the CUDA runtime; kElsewhere: another process has the device
+  int ordinal = kElsewhere;  // in the CUDA runtime; kElsewhere: of another process
 };
 
 // Python registers the devices of a mesh before it lowers a program with this mesh. Python
@@ -24,8 +24,8 @@ bool FindDevice(int64_t id, DevicePlace* place);
 bool FindOwnDevice(int ordinal, int64_t* id);  // of this process
 bool FindProcess(int process, Endpoint* endpoint);
 
-// SetEnded() marks a process that no longer exists. If the process was restarted, it has another
-// socket, so Python reads the notices of processes that HasEnded(), and calls AddProcess().
+// SetEnded() marks a process that no longer exists. A restarted process has another socket, so if
+// HasEnded(), Python reads the process's new notice, and calls AddProcess().
 void SetEnded(int process);
 bool HasEnded(int process);
 

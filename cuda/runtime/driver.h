@@ -1,4 +1,5 @@
-// The functions of the CUDA driver, looked up at run time, so the package loads without a driver.
+// The functions of the CUDA driver. They are looked up at run time, so the package loads without
+// it.
 #pragma once
 
 #include <cuda.h>

@@ -19,7 +19,7 @@ namespace {
 constexpr int64_t kMaxWords = 1 << 16;  // in a request
 constexpr int64_t kMaxText = 1 << 12;
 constexpr int64_t kMaxAllocations = 1 << 12;
-constexpr auto kRequestTime = std::chrono::seconds(2);  // for a request, and for an answer
+constexpr auto kRequestTime = std::chrono::seconds(2);  // for a request and for an answer, each
 
 Problem Failed(const char* doing) {
   return std::string("workspace: ") + doing + ": " + strerror(errno);
@@ -47,7 +47,7 @@ bool SetDeadline(int socket, Deadline deadline) {
          setsockopt(socket, SOL_SOCKET, SO_SNDTIMEO, &time, sizeof(time)) == 0;
 }
 
-// Makes a call on a socket. Fails with EAGAIN after the deadline. Repeats a call that a signal has
+// Runs `call` on a socket. Fails with EAGAIN after the deadline. Repeats a call that a signal has
 // interrupted, because the system never restarts a call with a time limit.
 template <typename Call>
 ssize_t Try(int socket, Deadline deadline, Call&& call) {
@@ -85,7 +85,7 @@ bool Receive(int socket, void* data, size_t bytes, Deadline deadline) {
   return true;
 }
 
-// A message of one byte and a descriptor. Not copied, because it has pointers to its own members.
+// A message of one byte and a descriptor. It has pointers to its own members, so no copies.
 struct DescriptorMessage {
   char byte = 0;
   iovec data = {&byte, 1};
@@ -130,7 +130,7 @@ Descriptor ReceiveDescriptor(int socket, Deadline deadline) {
 socklen_t AddressOf(const std::string& name, sockaddr_un* address) {
   *address = {};
   address->sun_family = AF_UNIX;
-  // The name is abstract because its first byte is 0.
+  // The first byte is 0, which makes the name abstract.
   const size_t length = std::min(name.size(), sizeof(address->sun_path) - 1);
   std::memcpy(address->sun_path + 1, name.data(), length);
   return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + length);
@@ -227,7 +227,7 @@ Problem Listen(std::function<Answer(const Request&)> answer, Endpoint* endpoint)
           AnswerOne(asker.get(), secret, answer);
         } catch (...) {  // for example out of memory; the connection closes without an answer
         }
-      } else {  // for example too many open files, or a signal
+      } else {  // for example a signal, or too many open files
         std::this_thread::sleep_for(std::chrono::milliseconds(10));
       }
     }
@@ -243,7 +243,7 @@ Problem Ask(const Endpoint& endpoint, const Request& request, Deadline deadline,
   }
   sockaddr_un address;
   const socklen_t size = AddressOf(endpoint.socket, &address);
-  // connect() can be repeated after a signal, because the first call has succeeded or failed.
+  // Try() may repeat connect() after a signal: the first call has already succeeded or failed.
   const auto join = [&](const Descriptor& socket) {
     return Try(socket.get(), deadline,
                [&] { return connect(socket.get(), reinterpret_cast<sockaddr*>(&address), size); });
@@ -252,7 +252,7 @@ Problem Ask(const Endpoint& endpoint, const Request& request, Deadline deadline,
     answer->has_ended = true;
     return "it has ended";
   };
-  // If a second connection is refused, no process has the socket any more.
+  // If a second connection is refused, the process has ended.
   const auto hung_up = [&]() -> Problem {
     const Descriptor again(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
     if (again && join(again) != 0 && errno == ECONNREFUSED) return ended();

@@ -15,9 +15,9 @@ namespace moe_a2a {
 
 using Deadline = std::chrono::steady_clock::time_point;
 
-// The address at which a process answers requests. The socket's name is abstract, so it disappears
-// when the process ends, and any process may take it. Therefore each process checks the other's
-// user, and the requesting process checks the process id before it sends the secret.
+// The address at which a process answers requests. The socket's name is abstract: it disappears
+// when the process ends, and then any process may take it. Therefore both sides check the other's
+// user. The requesting process also checks the process id before it sends the secret.
 struct Endpoint {
   std::string socket;
   std::string secret;  // of kSecretBytes
@@ -27,7 +27,7 @@ struct Endpoint {
 constexpr char kSocketPrefix[] = "jax_moe_a2a-";
 constexpr size_t kSecretBytes = 32;
 
-// `bytes` bytes of memory at `offset` in a slab.
+// `bytes` of memory, to be mapped at `offset` in a slab.
 struct Allocation {
   int64_t offset, bytes;
   Descriptor memory;
@@ -35,7 +35,7 @@ struct Allocation {
 
 enum class Status : int64_t {
   kGiven = 0,
-  kLater = 1,    // the process has closed the group less often; ask again later; see `why`
+  kLater = 1,    // the other process has closed fewer times; ask again later
   kRefused = 2,  // the request failed; see `why`
   kNoMemory = 3  // a device has too little memory; see `why`
 };
@@ -44,12 +44,12 @@ struct Answer {
   Status status = Status::kGiven;
   std::string why;
   std::vector<Allocation> allocations;
-  bool has_ended = false;  // the process no longer exists, so it has not answered
+  bool has_ended = false;  // no answer, because the process no longer exists
 };
 
 using Request = std::vector<int64_t>;
 
-// Starts a thread that answers requests one by one until this process ends. Call this once.
+// Starts a thread that answers one request after another until this process ends. Call this once.
 Problem Listen(std::function<Answer(const Request&)> answer, Endpoint* endpoint);
 
 Problem Ask(const Endpoint& endpoint, const Request& request, Deadline deadline, Answer* answer);

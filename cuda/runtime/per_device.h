@@ -21,7 +21,7 @@ class PerDevice {
     return node == nullptr ? nullptr : node->object.get();
   }
 
-  // Keeps the device's earlier objects, because other threads may use them.
+  // Does not destroy the device's earlier objects, because other threads may use them.
   const T* Publish(int32_t ordinal, std::unique_ptr<const T> object) {
     auto* node = new Node{ordinal, std::move(object), newest_.load(std::memory_order_relaxed)};
     while (!newest_.compare_exchange_weak(node->older, node, std::memory_order_release,

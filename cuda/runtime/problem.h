@@ -6,7 +6,7 @@
 
 namespace moe_a2a {
 
-// Returns texts and numbers as one text.
+// Joins texts and numbers to one text.
 template <typename... Parts>
 std::string Concat(const Parts&... parts) {
   const auto text = [](const auto& part) {
@@ -26,9 +26,9 @@ struct Problem : std::string {
       : std::string(std::move(text)), lacks_memory(lacks_memory) {}
   Problem(const char* text) : std::string(text) {}
 
-  bool lacks_memory = false;  // a device has too little memory; a smaller shape may succeed
-  // No kernel supports this well-formed call, so the lowering chooses another path. If a call has
-  // another problem, the code that made the call has a bug.
+  bool lacks_memory = false;  // a device has too little memory; smaller shapes may fit
+  // The call is well-formed, but no kernel supports it, so the lowering emits XLA operations. Any
+  // other problem of a call means that the code that made the call has a bug.
   bool is_unsupported = false;
   bool is_invalid = false;  // a program's call has a wrong argument
 };
@@ -47,7 +47,7 @@ Problem Unsupported(const Parts&... parts) {
   return problem;
 }
 
-// If the expression is a problem, returns the problem from the enclosing function.
+// If the problem is not empty, returns it from the enclosing function.
 #define MOE_A2A_TRY(...) \
   if (Problem problem = (__VA_ARGS__); !problem.empty()) return problem
 

@@ -14,7 +14,7 @@ static Problem Check(cudaError_t error, const std::string& doing) {
 Problem SideStream::Open() {
   std::lock_guard<std::mutex> lock(mutex_);
   if (stream_ != nullptr) return {};
-  // With the highest priority, the few blocks of an exchange start before other work in the queue.
+  // The priority is the highest, so that an exchange's few blocks start before other queued work.
   int least, greatest;
   MOE_A2A_TRY(Check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "asking for priorities"));
   if (forked_ == nullptr) {
@@ -30,7 +30,7 @@ Problem SideStream::Fork(cudaStream_t stream, int64_t run, cudaStream_t* side) {
   bool is_in_order = true;
   for (Flight& flight : flights_) {
     if (!flight.is_under_way || flight.run == run) continue;
-    is_in_order = false;  // reported once, because the next execution may be in order
+    is_in_order = false;  // report this once only
     flight.is_under_way = false;
   }
   if (!is_in_order) {
@@ -39,7 +39,7 @@ Problem SideStream::Fork(cudaStream_t stream, int64_t run, cudaStream_t* side) {
            "that belongs to other arrays. (An execution that failed in between causes the same "
            "error.)";
   }
-  // One event is enough for all forks, because cudaStreamWaitEvent() reads its state at once.
+  // One event serves all forks, because cudaStreamWaitEvent() reads the event's state at once.
   MOE_A2A_TRY(Check(cudaEventRecord(forked_, stream), "recording XLA's stream"));
   *side = stream_;
   return Check(cudaStreamWaitEvent(stream_, forked_, 0), "waiting for XLA's stream");

@@ -12,7 +12,7 @@
 
 namespace moe_a2a {
 
-// A start calls Fork(): the side stream waits for the work that XLA's stream has so far. Then the
+// A start calls Fork(): the side stream waits for the work that XLA's stream already has. Then the
 // exchange runs on the side stream. A done calls Join(): XLA's stream waits for the exchange.
 class SideStream {
  public:
@@ -25,10 +25,11 @@ class SideStream {
   // Adds an exchange to the table. The last of its operands and results identifies the exchange.
   Problem Started(int64_t run, Addresses arrays);
 
-  // Makes `stream` wait for the exchange with these arrays, and removes it from the table.
+  // Makes `stream` wait for the exchange with these arrays, and removes the exchange from the
+  // table.
   Problem Join(cudaStream_t stream, int64_t run, Addresses arrays);
 
-  // Makes `stream` wait for all started exchanges. Ignores errors, because the caller reports one.
+  // Makes `stream` wait for all started exchanges. Ignores errors: the caller already has one.
   void JoinAll(cudaStream_t stream);
 
   // Clears the table. The device must be idle.

@@ -65,7 +65,7 @@ int64_t Slab::mapped_from(int64_t offset, int64_t most) const {
     for (const Mapped& m : mapped_) {
       if (m.offset <= end) end = std::max(end, m.offset + m.bytes);
     }
-  } while (end > before);  // more than one pass, because allocations have no order
+  } while (end > before);  // in passes, because allocations are in any order
   return std::min(end - offset, most);
 }
 

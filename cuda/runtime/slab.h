@@ -1,7 +1,8 @@
-// The slab of a device: an address range that never moves, with as much memory as shapes need. A
-// slab has the same addresses on all devices of a process, and other addresses in other processes.
+// The slab of a device: a range of fixed addresses, with as much memory as the shapes so far need.
+// A slab has the same addresses on all devices of a process, and other addresses in other
+// processes.
 //
-// The driver's virtual memory can grow at fixed addresses, unlike memory of cudaMalloc. If the
+// Virtual memory of the driver can grow at fixed addresses, unlike memory of cudaMalloc. If the
 // process that owns a slab ends, other processes can still write to the slab without a fault.
 #pragma once
 
@@ -33,14 +34,14 @@ class Slab {
     CUmemGenericAllocationHandle handle;
   };
 
-  // `name` is for messages. `readers` are the devices of this process that access the slab.
+  // `name` is for messages. `readers`: this process's devices that access the slab.
   Slab(std::string name, std::vector<int> readers)
       : name_(std::move(name)), readers_(std::move(readers)) {}
   ~Slab();
 
   // Takes ownership of the handle. On failure, nothing is mapped.
   Problem MapAt(int64_t offset, int64_t bytes, CUmemGenericAllocationHandle handle);
-  // Returns the mapped bytes from `offset` to the first gap, at most `most`.
+  // Returns how many bytes are mapped from `offset` on without a gap, at most `most`.
   int64_t mapped_from(int64_t offset, int64_t most) const;
   Problem Check(CUresult result, const std::string& doing) const;
 
@@ -62,11 +63,11 @@ class OwnSlab : public Slab {
   // Maps memory for the header and the first `half_bytes` of every ring half. Moves nothing.
   Problem Grow(int64_t half_bytes);
   int64_t mapped_bytes() const;
-  // Appends the slab's allocations, beginning with index `first`. The slab must be shared.
+  // Appends the slab's allocations from index `first` on. `is_shared` must be true.
   Problem Share(size_t first, std::vector<Allocation>* allocations);
 
  private:
-  // Maps memory for the first `wanted` bytes of a range. On failure, nothing has changed.
+  // Maps memory for the first `wanted` bytes of a range. Does nothing on failure.
   Problem BackUpTo(int64_t offset, int64_t range, int64_t wanted);
   std::string FreeMemory() const;
 

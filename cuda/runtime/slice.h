@@ -4,7 +4,7 @@
 
 namespace moe_a2a {
 
-// Consecutive elements. Another object owns them.
+// Consecutive elements of another object.
 template <typename T>
 struct Slice {
   T* first = nullptr;

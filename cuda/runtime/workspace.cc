@@ -29,8 +29,8 @@ Problem Check(cudaError_t error, const std::string& doing) {
   return ProblemOf(error, "workspace: " + doing);
 }
 
-// Runs `work` in a thread, because `work` may block forever. Returns nothing if `work` has not
-// ended after `time`. The thread then continues, so `work` must own everything that it uses.
+// Runs `work` in a thread, because it may block forever. Returns nothing if it has not ended after
+// `time`. The thread then continues, so `work` must own everything that it uses.
 std::optional<Problem> RunWithin(std::chrono::nanoseconds time, std::function<Problem()> work) {
   std::packaged_task<Problem()> task(std::move(work));
   std::future<Problem> result = task.get_future();
@@ -39,8 +39,9 @@ std::optional<Problem> RunWithin(std::chrono::nanoseconds time, std::function<Pr
   return result.get();
 }
 
-// Calls work(stream) with a new stream, and waits for this stream. XLA's streams do not wait for
-// the legacy stream, and a device cannot be synchronized while another thread captures a graph.
+// Calls work(stream) with a new stream, and waits for this stream. A new stream is necessary,
+// because XLA's streams do not wait for the legacy stream. The device cannot be synchronized
+// instead, because another thread may be capturing a graph.
 template <typename Work>
 Problem OnOwnStream(int ordinal, const char* doing, Work&& work) {
   cudaStream_t stream;
@@ -178,7 +179,7 @@ Problem Workspace::OpenOrGrowOwn(int64_t half_bytes) {
 }
 
 Problem Workspace::Reserve(int64_t half_bytes, int64_t timeout_ns) {
-  // Without a lock, because the thread that holds the lock may be waiting for a device.
+  // Without a lock, because another thread may have it while it waits for a device.
   if (is_open() && half_bytes <= half_bytes_) return {};
   std::lock_guard<std::mutex> lock(mutex_);
   if (is_open() && half_bytes <= half_bytes_) return {};
@@ -233,7 +234,7 @@ Problem Workspace::ReservePeer(Device& device, int64_t half_bytes, uint64_t gene
       if (answer.has_ended) SetEnded(device.place.process);
       return amiss(p);
     }
-    // Stop asking before the deadline, so that the error has the reason of the last answer.
+    // Stop before the deadline, so that the error has the reason in the last answer.
     constexpr auto kPause = std::chrono::milliseconds(5);
     if (answer.status == Status::kLater && std::chrono::steady_clock::now() + kPause < deadline) {
       std::this_thread::sleep_for(kPause);
@@ -298,7 +299,7 @@ Problem Workspace::WaitUntilIdle(int64_t timeout_ns) {
     if (device->place.ordinal == last) continue;  // ranks that share a device are adjacent
     last = device->place.ordinal;
     MOE_A2A_TRY(Check(cudaSetDevice(device->place.ordinal), "choosing a device"));
-    // After a long wait for other devices, an idle device still has time to be found idle.
+    // Even after a long wait for other devices, an idle device has time to end its wait.
     constexpr std::chrono::nanoseconds kLeast = std::chrono::milliseconds(100);
     const auto left = std::chrono::nanoseconds(timeout_ns) - (Clock::now() - start);
     const std::optional<Problem> problem =
@@ -374,7 +375,7 @@ Problem Workspace::Close(const std::vector<Workspace*>& workspaces, int64_t time
   }
   DeviceScope scope;
   // Wait for all workspaces before any slab is unmapped, because devices of this process may still
-  // write to it. Do not lock own_mutex_ yet, because Serve() needs it.
+  // write to it. Do not lock own_mutex_ during the wait, because Serve() needs it.
   for (Workspace* workspace : workspaces) {
     MOE_A2A_TRY(workspace->WaitUntilIdle(timeout_ns));
   }
@@ -392,7 +393,7 @@ Problem Workspace::CloseIdle() {
   if (!own_is_open_ && !is_open()) return {};
   is_open_.store(false, std::memory_order_release);
   own_is_open_ = false;
-  own_half_bytes_ = half_bytes_;  // forget a larger reservation that failed in another process
+  own_half_bytes_ = half_bytes_;  // drop a size that failed in another process
   Problem first;
   for (Device& device : devices_) {
     Slab* slab = device.is_own() ? static_cast<Slab*>(device.own.get()) : device.peer.get();
@@ -457,7 +458,7 @@ Problem Workspace::View(int ordinal, RankView* view) const {
   }
   view->rank = rank(*device);
   view->num_ranks = topology_.num_ranks;
-  // devices_ holds one domain after the other.
+  // devices_ has the ranks of a domain in order.
   const Device* domain = device - view->rank;
   for (int i = 0; i < topology_.num_ranks; ++i) view->slab[i] = domain[i].base();
   view->error = device->error;
@@ -477,8 +478,8 @@ std::string Workspace::Failure() const {
     if (!device.is_own()) continue;
     const uint32_t kind = *const_cast<volatile uint32_t*>(&device.error->kind);
     if (kind == 0) continue;
-    std::atomic_thread_fence(std::memory_order_acquire);  // `kind` was written last
-    // A rank that detected an error knows more than a rank that timed out or was stopped.
+    std::atomic_thread_fence(std::memory_order_acquire);  // the device writes `kind` last
+    // The most informative rank detected an error itself; then come timeouts, then kStopped.
     const int knows = kind == static_cast<uint32_t>(ErrorKind::kStopped)   ? 1
                       : kind == static_cast<uint32_t>(ErrorKind::kTimeout) ? 2
                                                                            : 3;
@@ -492,7 +493,7 @@ std::string Workspace::Failure() const {
 Problem Workspace::ReadFailure(std::string* failure) {
   *failure = Failure();
   if (!failure->empty()) return {};
-  std::lock_guard<std::mutex> own_lock(own_mutex_);  // Close() unmaps with this lock
+  std::lock_guard<std::mutex> own_lock(own_mutex_);  // Close() locks it to unmap
   if (!is_open()) return {};
   DeviceScope scope;
   for (const Device* device : OwnDevices()) {
@@ -551,7 +552,7 @@ Problem Workspace::SetHooks(int64_t index, uint32_t mutation, uint32_t delay_pha
     Store(&control.delay_phase, delay_phase);
     Store(&control.delay_ns, delay_ns);
     Store(&control.depth, depth);
-    // Mark all ring halves as read, because another depth assigns epochs to other ring halves.
+    // Mark all ring halves as read, because the new depth assigns epochs to other ring halves.
     uint64_t next_epoch;
     cudaMemcpy(&next_epoch, &control.next_epoch, sizeof(next_epoch), cudaMemcpyDeviceToHost);
     StoreCredits(header, next_epoch - 1);

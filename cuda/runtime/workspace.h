@@ -1,4 +1,4 @@
-// The memory for one workspace kind of a topology: a slab per device, opened at the first use. A
+// The memory for a topology and a WorkspaceKind: a slab per device, opened at the first use. A
 // process allocates the slabs of its devices, and maps the slabs of other processes.
 #pragma once
 
@@ -20,7 +20,7 @@
 namespace moe_a2a {
 
 struct Topology {
-  // The id of each rank's device, domain after domain.
+  // For each rank the id of its device, domain after domain.
   std::vector<int64_t> devices;
   int num_ranks;
 
@@ -46,48 +46,50 @@ class Workspace {
   // Returns a problem if devices of this process cannot access each other's memory.
   Problem CheckAccess() const;
 
-  // Opens or grows the workspace. Every ring half then holds `half_bytes` bytes, or as many as
-  // before Close(). Addresses never move. Other processes have `timeout_ns` to share memory.
+  // Opens or grows the workspace. Then every ring half has `half_bytes` of memory, or more if it
+  // had more before Close(). Addresses never move. Other processes have `timeout_ns` to share
+  // memory.
   //
-  // If a device has too little memory, a smaller size can still be reserved. If the workspace was
-  // closed, its memory in this process is freed. Otherwise new memory stays until Close().
+  // After a failure, a smaller size can still be reserved. If the workspace was closed, its memory
+  // in this process is freed. Otherwise new memory stays until Close().
   Problem Reserve(int64_t half_bytes, int64_t timeout_ns);
 
   // Waits until the devices of this process are idle, if the workspace is open. After `timeout_ns`,
-  // returns a problem that says what runs on a device.
+  // returns a problem that says what still runs on a device.
   Problem Wait(int64_t timeout_ns);
 
-  // Waits like Wait(). If the wait times out, nothing has changed. Otherwise frees this process's
+  // Waits like Wait(). If the wait times out, changes nothing. Otherwise frees this process's
   // memory, unmaps other processes' memory, and clears a failure. The next use opens the workspace
-  // again, after other processes have closed it too. Launch no exchange of the topology meanwhile.
+  // again, after other processes have closed it too. Meanwhile, launch no exchange of the topology.
   Problem Close(int64_t timeout_ns) { return Close({this}, timeout_ns); }
 
   // Closes all of these workspaces, or none if a wait times out, because processes that open a
-  // workspace must have closed it equally often. Every caller must pass workspaces in one order.
+  // workspace must have closed it equally often. All callers must pass them in the same order.
   static Problem Close(const std::vector<Workspace*>& workspaces, int64_t timeout_ns);
 
   const Kernels& kernels() const {
     return topology_.is_colocated() ? ColocatedKernels() : DirectKernels();
   }
 
-  // Returns the view of the first rank of device `ordinal`, without the attributes of a call. If
-  // ranks share the device, their error records are adjacent.
+  // Sets the view of the first rank of device `ordinal`, without the attributes of a call. If ranks
+  // share the device, their error records are adjacent.
   Problem View(int ordinal, RankView* view) const;
 
-  // Returns the side stream of device `ordinal`; null for whole exchanges, or if never opened.
+  // Returns the side stream of device `ordinal`; null for whole exchanges, or before the first use.
   SideStream* Side(int ordinal) const;
 
   // Returns the most informative error record of this process as text, or empty. Uses no device.
   std::string Failure() const;
 
-  // Returns Failure(). If there is no record, reads the poison of this process's ranks, because a
-  // rank that has launched nothing since it was poisoned has no record.
+  // Sets `failure` to Failure(). If there is no record, reads the poison of this process's ranks,
+  // because a rank that launched nothing since it was poisoned has no record.
   Problem ReadFailure(std::string* failure);
 
   // Returns the mapped bytes of each device of this process, in the order of the topology.
   std::vector<int64_t> MappedBytes();
 
-  // Returns the counters of each device of this process; none while closed. Devices must be idle.
+  // Sets `values` to the counters of each device of this process; none while closed. Devices must
+  // be idle.
   Problem ReadCounters(std::vector<CounterValues>* values);
 
   bool is_open() const { return is_open_.load(std::memory_order_acquire); }
@@ -111,7 +113,7 @@ class Workspace {
   static Answer Serve(const Request& request);
 
  private:
-  // The device of a rank, in a domain that has a device of this process.
+  // The device of a rank, in a domain that includes a device of this process.
   struct Device {
     DevicePlace place;
     size_t index;  // in the topology
@@ -127,7 +129,7 @@ class Workspace {
   std::vector<Device*> OwnDevices();
   // Returns the first rank on a device of this process, or null.
   const Device* FirstOn(int ordinal) const;
-  // Returns the ordinals of this process's devices in the domain of `device`.
+  // Returns the ordinals of this process's devices in the same domain as `device`.
   std::vector<int> ReadersOf(const Device& device) const;
   int rank(const Device& device) const {
     return static_cast<int>(device.index) % topology_.num_ranks;
@@ -137,7 +139,7 @@ class Workspace {
   Problem ReserveOwn(int64_t half_bytes);
   Problem OpenOrGrowOwn(int64_t half_bytes);
   Problem OpenOwn(Device& device);
-  // Locks mutex_ before the timeout ends, and reduces the timeout by the time that this took.
+  // Locks mutex_ within the timeout, and subtracts the time that this took.
   Problem LockWithin(int64_t* timeout_ns, std::unique_lock<std::mutex>* lock);
   // The callers of the next four functions hold mutex_.
   Problem WaitUntilIdle(int64_t timeout_ns);
@@ -148,15 +150,16 @@ class Workspace {
 
   const Topology topology_;
   const WorkspaceKind kind_;
-  Problem unknown_;                // names a device that was not registered, or is empty
+  Problem unknown_;                // of a device that was not registered; or empty
   ErrorRecord* errors_ = nullptr;  // of this process's ranks, in host memory
   bool spans_processes_ = false;
   std::vector<Device> devices_;  // in the order of the topology
-  // The second mutex lets another process request memory while this process waits for that process.
+  // There are two, so that another process can get memory while this process waits for that
+  // process.
   std::mutex mutex_;      // locked before own_mutex_
   std::mutex own_mutex_;  // guards this process's devices and the next three members
   bool own_is_open_ = false;
-  int64_t own_half_bytes_ = 0;  // more than half_bytes_ after a larger request of another process
+  int64_t own_half_bytes_ = 0;  // larger than half_bytes_ if another process requested more
   uint64_t generation_ = 0;     // number of Close() calls; eventually equal in all processes
 #ifdef MOE_A2A_TEST_HOOKS
   // Waits until the devices are idle. Then calls set(header) for the ranks of `index`.
@@ -165,7 +168,7 @@ class Workspace {
   std::atomic<bool> is_uncapped_{false};
 #endif
   std::atomic<bool> is_open_{false};
-  std::atomic<int64_t> half_bytes_{0};  // the most that all processes have reserved
+  std::atomic<int64_t> half_bytes_{0};  // the largest size that all processes have
 };
 
 }  // namespace moe_a2a
