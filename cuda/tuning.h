@@ -100,7 +100,7 @@ struct Sm90 {
   // "Copies and sums": polls of a warp without a pause, and the pause between later polls.
   static constexpr int kPollsWithoutPause = 16;
   static constexpr int kPauseNs = 20;
-  static constexpr int64_t kLeastListedBytes = 1024;  // with one weight (calls/combine.h)
+  static constexpr int64_t kLeastListedBytes = 1024;  // bytes with one weight (calls/combine.h)
 
   // ---- The grouped GEMM ("Grouped products").
 

@@ -5,7 +5,7 @@
 // results[i]. C is a number of rows, L a number of weight matrices, and B a batch size.
 //
 // All products except kWeightGradient accept spare weights as one more operand. Matrix indices
-// count weights and then spare weights. So do biases and scales.
+// count weights and then spare weights. Biases and scales have this order, too.
 //
 // The table of groups is int32 [3, groups]: each group's first row, number of rows, matrix index.
 // Python ensures that these values are in range, so they are not checked here.

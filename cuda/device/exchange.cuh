@@ -230,7 +230,7 @@ __device__ inline void leave(const RankView& view, BlockState& block, const Fail
     if (!block.ok) {
       fail(view, ErrorKind::kStopped, Phase::kStart, poisoner(poison), block.epoch, 0, poison);
     }
-  } else if (threadIdx.x == blockDim.x - 1) {  // another warp, at the same time
+  } else if (threadIdx.x == blockDim.x - 1) {  // another warp than above, at the same time
     block.stopped = load_relaxed_sys(&control(view).poison) != 0;
   }
   is_last = __syncthreads_or(is_last);

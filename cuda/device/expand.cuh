@@ -6,7 +6,7 @@
 
 namespace moe_a2a {
 
-// Returns true if rows move through shared memory: not entries of choices, and 16-byte words.
+// Returns true if rows move through shared memory: rows of 16-byte words, but no choice arrays.
 __device__ inline bool is_streamed(const MovedArray& array) {
   return array.choice_bytes == 0 && array.width == kVectorBytes;
 }

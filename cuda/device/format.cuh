@@ -129,7 +129,7 @@ struct GlobalScale {
     const uint32_t bits = __float_as_uint(scale);
     value = __uint_as_float(min(max(bits, kLeast), kMost));
     inverse = __frcp_rn(value);
-    is_valid = bits < kInfinity;  // The bits of negative numbers are larger.
+    is_valid = bits < kInfinity;  // As bits, negative numbers exceed infinity.
   }
 };
 

@@ -42,7 +42,7 @@ __device__ int last_that_fits(int high, Fits&& fits) {
 }
 
 // Gives each lane's choice the next row of its expert, in the order of lanes. Returns -1 if `here`
-// is false. `next_row` is this warp's [local_experts]. All lanes call it.
+// is false. `next_row` is this warp's table of next rows, by expert. All lanes call it.
 __device__ inline int take_row(int32_t* next_row, int expert, bool here) {
   const uint32_t same = __match_any_sync(kAllLanes, here ? expert : -1 - lane_index());
   const int before = __popc(same & ((1u << lane_index()) - 1));

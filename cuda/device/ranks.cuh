@@ -84,7 +84,7 @@ inline dim3 grid_of_launch(int, int num_blocks) { return dim3(num_blocks); }
 
 #endif
 
-// Launches a kernel with `num_blocks` blocks for each rank. Returns no error of earlier work.
+// Launches a kernel with `num_blocks` blocks for each rank. Returns only errors of this launch.
 template <typename Params, typename... More>
 cudaError_t Launch(void (*kernel)(Launched<Params>, More...), const Params* ranks, int num_blocks,
                    int num_threads, size_t shared_bytes, cudaStream_t stream, More... more) {

@@ -206,7 +206,7 @@ struct Float32Part {
   __device__ __forceinline__ void add(float factor, const RowPart& part) {
     each(part, [factor](float& mine, float other) { mine += factor * other; });
   }
-  // Becomes factor * part. Keeps the sign of a zero, unlike add().
+  // Sets the numbers to factor * part. Keeps the sign of a zero, unlike add().
   __device__ __forceinline__ void set(float factor, const RowPart& part) {
     each(part, [factor](float& mine, float other) { mine = factor * other; });
   }

@@ -1,4 +1,5 @@
-// A team is one or more warps of a block that share a work item. Few or large rows need more warps.
+// A team is one or more warps of a block that share a work item. If rows are few or large, teams
+// have more warps.
 #pragma once
 
 #include <cstdint>

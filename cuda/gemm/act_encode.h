@@ -18,7 +18,7 @@ struct ActEncode {
   const void* product;  // [B, C, P]
   // [B, C]; a weight of 0 gives zeros. Null: encodes the product itself, without activation.
   const float* row_weights;
-  const int32_t *starts, *sizes;  // [B, L] each group's first row and number of rows
+  const int32_t *starts, *sizes;  // [B, L]: each group's first row and number of rows
   uint8_t* values;                // [B, C, I], float8_e4m3fn
   uint32_t* scales;               // [B, C, I / 128], bits of float32
   int64_t num_rows;               // B * C

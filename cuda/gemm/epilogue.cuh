@@ -74,7 +74,7 @@ class BoxWriter : BoxBuffers<F> {
       if constexpr (F::kIsTurned) {
         address = buffer + (n + matrix / 2 * 8 + row) * 32 + matrix % 2 * 16;
       } else {
-        const int chunk = (n / 8 + matrix / 2) ^ row;  // as the map swizzles
+        const int chunk = (n / 8 + matrix / 2) ^ row;  // as the tensor map swizzles
         address = buffer + (matrix % 2 * 8 + row) * 128 + chunk * 16;
       }
       const uint32_t* of = words + n / 4;

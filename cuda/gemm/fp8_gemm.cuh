@@ -209,7 +209,7 @@ class FloatWriter : BoxBuffers<F> {
           auto* to = reinterpret_cast<float*>(buffer) + (8 * j + 2 * place) * 16 + m;
           to[0] = x.x, to[16] = x.y;
         } else {
-          const int chunk = (2 * j + place / 2) ^ quad;  // as the map swizzles
+          const int chunk = (2 * j + place / 2) ^ quad;  // as the tensor map swizzles
           *reinterpret_cast<float2*>(buffer + m * 128 + chunk * 16 + place % 2 * 8) = x;
         }
       }

@@ -10,7 +10,7 @@
 
 namespace moe_a2a {
 
-// This many numbers of a row share a scale, and the same number squared of weights.
+// A scale is for this many numbers of a row, or for a block of weights with this side.
 constexpr int kFp8Block = 128;
 
 enum class Fp8Product : int32_t {

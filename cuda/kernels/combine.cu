@@ -269,7 +269,7 @@ __device__ bool wait_for_token(const CombineParams& p, const SourceToken& token)
     }
   }
   const bool all = __all_sync(kAllLanes, landed);
-  __syncwarp();  // The vote does not order later loads after all lanes' acquires.
+  __syncwarp();  // The vote does not order later loads after all lanes' acquires, but this does.
   return all;
 }
 

@@ -18,7 +18,7 @@ namespace moe_a2a {
 
 inline namespace MOE_A2A_FORM {
 
-// Launches the kernel of `key`. Returns no error of earlier work.
+// Launches the kernel of `key`. Returns only errors of this launch.
 template <typename Family, typename Params>
 cudaError_t LaunchListed(const typename Family::Key& key, const Params* ranks, int num_blocks,
                          size_t shared_bytes, cudaStream_t stream) {

@@ -1,5 +1,5 @@
-// The functions of the CUDA driver. They are looked up at run time, so the package loads without
-// it.
+// The functions of the CUDA driver. They are looked up at run time, so the package loads without a
+// driver.
 #pragma once
 
 #include <cuda.h>

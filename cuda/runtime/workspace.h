@@ -168,7 +168,7 @@ class Workspace {
   std::atomic<bool> is_uncapped_{false};
 #endif
   std::atomic<bool> is_open_{false};
-  std::atomic<int64_t> half_bytes_{0};  // the largest size that all processes have
+  std::atomic<int64_t> half_bytes_{0};  // the most that all processes have reserved
 };
 
 }  // namespace moe_a2a
