@@ -1,5 +1,5 @@
 // Tells the lowering in Python why the kernels refuse a call. If no kernel supports the call, the
-// lowering emits XLA operations. If the call is malformed, the lowering raises an error.
+// lowering uses other operations. If the call is malformed, the lowering raises an error.
 #pragma once
 
 #include <cstdint>

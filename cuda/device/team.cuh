@@ -30,7 +30,7 @@ class Team {
   // Waits for all threads of the team, and orders their memory accesses.
   __device__ void sync(MOE_A2A_CALL_SITE) const {
     if (MOE_A2A_IS_LEFT_OUT) return;
-    __syncwarp();  // A named barrier needs whole warps. __syncthreads() is barrier 0.
+    __syncwarp();  // A named barrier needs whole warps. Barrier 0 is for the block.
     if (threads_ > kWarpThreads) sync_named(1 + index_, threads_);
   }
 

@@ -27,7 +27,7 @@ struct Problem : std::string {
   Problem(const char* text) : std::string(text) {}
 
   bool lacks_memory = false;  // a device has too little memory; smaller shapes may fit
-  // The call is well-formed, but no kernel supports it, so the lowering emits XLA operations. Any
+  // The call is well-formed, but no kernel supports it, so the lowering uses other operations. Any
   // other problem of a call means that the code that made the call has a bug.
   bool is_unsupported = false;
   bool is_invalid = false;  // a program's call has a wrong argument
