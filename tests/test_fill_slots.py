@@ -135,14 +135,15 @@ def test_the_reason_for_the_loop_is_logged(monkeypatch, caplog):
 
     plan = functools.partial(ma.plan_placement, num_ranks=4, spare=2)
     load = jax.ShapeDtypeStruct((16,), np.int32)
-    monkeypatch.setattr(native, "local_gpus", lambda: [Gpu()])
-    assert WHY_NO_KERNEL(128, 4096) == ""
-    assert "at most 128 ranks and 4096 experts; got 129 and 258" in WHY_NO_KERNEL(129, 258)
-    assert "got 1 and 4097" in WHY_NO_KERNEL(1, 4097)
-    monkeypatch.setattr(Gpu, "compute_capability", "8.0")
-    assert "9.0 or newer" in WHY_NO_KERNEL(4, 16)
+    # On GPUs, the fixtures read the counters of exchanges after this test, so both patches end here.
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "local_gpus", lambda: [Gpu()])
+        assert WHY_NO_KERNEL(128, 4096) == ""
+        assert "at most 128 ranks and 4096 experts; got 129 and 258" in WHY_NO_KERNEL(129, 258)
+        assert "got 1 and 4097" in WHY_NO_KERNEL(1, 4097)
+        patch.setattr(Gpu, "compute_capability", "8.0")
+        assert "9.0 or newer" in WHY_NO_KERNEL(4, 16)
     jax.clear_caches()
-    # On GPUs, the fixtures read the counters of exchanges after this test, so the patch ends here.
     with (
         monkeypatch.context() as patch,
         caplog.at_level(logging.INFO, logger="jax_moe_a2a"),
