@@ -1,6 +1,7 @@
-"""Test which choices are dropped if the rows of a rank do not fit.
+"""Test which choices are dropped if a rank receives more rows than its capacity.
 
-Other tests compare drops with the oracle. These tests check consequences of the definition.
+Other tests compare the dropped choices with the oracle. These tests check properties that follow
+from the definition.
 """
 
 import functools
@@ -15,12 +16,13 @@ import jax_moe_a2a as ma
 RANKS, TOKENS, TOP_K, LOCAL_EXPERTS = 4, 24, 3, 4
 EXPERTS = RANKS * LOCAL_EXPERTS
 CAPACITY = TOKENS * TOP_K  # a capacity factor of 1
-pytestmark = pytest.mark.exchanges(0)  # ranks are a vmap on the portable path
+pytestmark = pytest.mark.exchanges(0)  # ranks are emulated on the portable path
 
 
 @functools.cache
 def program(capacity, alignment):
-    """Return a program from ids [R, T, K] to a bool [R, T, K]: True if a choice has a row."""
+    """Return a function from ids [R, T, K] to a bool array [R, T, K]: True for a choice that has a
+    row."""
     group = ma.Group(axis_name="ep", size=RANKS, implementation="portable")
 
     def kept(ids):
@@ -37,7 +39,8 @@ def kept_choices(ids, capacity=CAPACITY, alignment=1):
 
 
 def ids_of(seed, spread=0.7):
-    """Draw distinct ids [R, T, K]. A larger spread makes the loads of experts less even."""
+    """Return random ids [R, T, K], distinct for each token. A larger spread makes the loads of
+    experts less even."""
     rng = np.random.default_rng(seed)
     logits = rng.normal(0, spread, EXPERTS) + rng.gumbel(size=(RANKS, TOKENS, EXPERTS))
     return np.argsort(-logits, axis=-1)[..., :TOP_K]
@@ -45,7 +48,8 @@ def ids_of(seed, spread=0.7):
 
 @pytest.mark.parametrize("alignment", (1, 4))
 def test_at_a_rank_no_choice_is_dropped_before_a_later_one(alignment):
-    """At each rank, no kept choice has a larger k than a dropped choice."""
+    """Among the choices of a rank's experts, no kept choice has a larger k than a dropped
+    choice."""
     ids = ids_of(0)
     kept = kept_choices(ids, alignment=alignment)
     for rank in range(RANKS):
@@ -58,7 +62,7 @@ def test_at_a_rank_no_choice_is_dropped_before_a_later_one(alignment):
 
 
 def test_the_last_expert_of_a_rank_is_dropped_no_more_than_the_first():
-    """The last experts of ranks drop less than twice as many choices as the first experts."""
+    """The last local experts of ranks have less than twice as many dropped choices as the first."""
     dropped = [0, 0]
     for seed in range(8):
         ids = ids_of(seed, spread=0.5)
@@ -70,7 +74,8 @@ def test_the_last_expert_of_a_rank_is_dropped_no_more_than_the_first():
 
 
 def test_sources_lose_alike():
-    """All ranks have equal ids. Per destination, their dropped choices differ by at most one."""
+    """All ranks have equal ids. For each destination rank, their numbers of dropped choices differ
+    by at most one."""
     ids = np.broadcast_to(ids_of(1)[:1], (RANKS, TOKENS, TOP_K))
     dropped = np.sum(~kept_choices(ids), axis=(1, 2))
     assert dropped.min() > 0 and dropped.max() - dropped.min() <= RANKS

@@ -1,7 +1,8 @@
-"""Run the kernels as C++ on a CPU. Random sequences must pass, and mutations must fail.
+"""Run the kernels as C++ on a CPU. Random sequences of exchanges must pass. If a mutation damages a
+kernel, a sequence must fail.
 
-The hash of the commit selects a third of the mutations; ``make emulate`` runs all mutations. The
-tests need a C++ compiler.
+A test run tries a third of the mutations, selected by the hash of the commit; ``make emulate``
+tries all. The tests need a C++ compiler.
 """
 
 import subprocess
@@ -9,11 +10,12 @@ import subprocess
 import pytest
 from emulation import mutations, runs
 
-# Each kind runs the number of sequences of its variant. A "tsan" sequence takes seconds.
+# A test of each kind in KINDS runs as many sequences as SEEDS has for the kind's variant. A "tsan"
+# sequence runs for seconds.
 SEEDS = {"plain": 4, "colocated": 3, "tsan": 2}
-# These kinds run more sequences, because mutations of tests/mutations/list.toml need them.
+# These kinds need more sequences to detect the mutations in tests/mutations/list.toml.
 MORE_SEEDS = {"sequences": 6, "drops": 6}
-# Only ``make emulate`` runs kinds of other variants.
+# Only ``make emulate`` runs the kinds that have other variants.
 KINDS = [name for name, kind in runs.KINDS.items() if kind.variant in SEEDS]
 THIRDS = 3
 
