@@ -102,8 +102,9 @@ def test_products_without_gradients_write_one_orientation(hopper):
 
 
 def test_a_gradient_of_a_program_that_read_one_orientation():
-    """Dead-code elimination removes the transposed weights from a program. The gradient of the
-    reduced program needs them, and equals the gradient of the full program."""
+    """Dead-code elimination removes one orientation of the weights (plain or transposed) from a
+    program. The gradient of the reduced program needs it, and equals the full program's
+    gradient."""
     rng, sizes = np.random.default_rng(0), np.array([4, 5], np.int32)
     rows, w = (rng.normal(size=shape).astype("float32") for shape in ((9, 128), (2, 128, 256)))
     trained = functools.partial(ma.quantize_experts, trainable=True)

@@ -1,5 +1,5 @@
-"""In every mode and under every transform, the load equals the numbers of rows that the oracle
-counts."""
+"""Test that `ExpertLoad` equals the oracle's counts of rows, in every mode and under every
+transform."""
 
 import dataclasses
 import functools
@@ -44,7 +44,7 @@ def load_of(ids, layout, group, **options):
 
 @functools.cache
 def program(layout, ranks):
-    """Return a jitted function from ids [R, T, K] to an ExpertLoad, which is equal on all ranks."""
+    """Return a jitted function from ids [R, T, K] to an ExpertLoad, equal on all ranks."""
     mesh = harness.mesh_of(ranks)
     load = functools.partial(load_of, layout=layout, group=harness.group_of(ranks))
     return harness.jit(harness.over_ranks(load, mesh, out_axes=None))
