@@ -33,7 +33,7 @@ def test_each_process_as_a_host_has_the_rows_sums_and_gradients_of_a_flat_group(
 
 
 def test_a_host_that_is_killed_ends_the_others_with_an_error_within_the_bound():
-    """One of two hosts, each with two processes, is killed. The other must fail before the timeout
-    of XLA's collectives."""
+    """One of two hosts, each with two processes, is killed. The other must fail by the timeout of
+    XLA's collectives."""
     done = campaign.run_one(1, 0, ["programs: a killed host"])
     assert done.outcome == "error", done

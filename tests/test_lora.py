@@ -199,8 +199,8 @@ def test_adapters_have_derivatives_of_finite_differences():
 
 
 def gradients_of_all(fn, args):
-    """Return the output of `fn`, and the gradients of all floats. Check that gradients of FP8
-    weights are zeros."""
+    """Return fn's output, and all gradients. The gradients of FP8 weights, which must be zeros, are
+    added to the output."""
     *floats, ids = args
     ct = jnp.asarray(cases.normal(np.random.default_rng(1), floats[0].shape, "float32"))
     y, transpose = jax.vjp(lambda *floats: fn(*floats, ids), *floats)

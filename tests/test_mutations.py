@@ -1,4 +1,4 @@
-"""The list of mutations fits the sources."""
+"""Test that each mutation in the list of tests/mutations can be applied to the sources."""
 
 import pytest
 from mutations import catalogue

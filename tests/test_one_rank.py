@@ -1,4 +1,5 @@
-"""A group of one rank exchanges nothing, so its results vary only where its inputs vary."""
+"""Test groups of one rank. They exchange nothing, so a result varies over a mesh axis (in
+shard_map's types) only if an input does."""
 
 import functools
 
@@ -41,7 +42,8 @@ def whole(x, ids, weights, **route_args):
 @pytest.mark.parametrize("make_group", GROUPS.values(), ids=GROUPS)
 @pytest.mark.parametrize("layer, tokens", ((whole, TOKENS), (whole, 300), (split, TOKENS)))
 def test_replicated_inputs_have_replicated_results(make_group, layer, tokens):
-    """With check_vma=True, out_specs=PartitionSpec() is an error for a result that varies."""
+    """Results of replicated inputs are typed as replicated: otherwise, check_vma=True would reject
+    out_specs=PartitionSpec()."""
     group, replicated = make_group(), PartitionSpec()
     route_args = dict(group=group, num_experts=EXPERTS)
 
