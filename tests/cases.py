@@ -13,7 +13,7 @@ import jax_moe_a2a as ma
 INT32 = np.iinfo(np.int32)
 ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
 RANKS_ON_ONE_GPU = int(os.environ.get("MOE_A2A_TEST_RANKS_ON_ONE_GPU", "0"))
-# One launch routes and dispatches at most this many tokens of a rank, and choices of all ranks.
+# A launch that routes and dispatches accepts so many tokens of a rank, and choices of all ranks.
 FUSED_TOKENS, FUSED_CHOICES = 256, 16_384
 
 
@@ -219,8 +219,7 @@ LAYOUTS = (
     Layout("many_experts", tokens=9, top_k=2, local_experts=32),
     Layout("many_tokens", tokens=150, top_k=6, local_experts=4, hidden=33),
 )
-# These layouts need GPUs. They use many blocks and chunks, and each half of the ring buffer several
-# times.
+# These layouts need GPUs. In the kernels, they use many blocks and chunks.
 GPU_LAYOUTS = (
     Layout("a_thousand_tokens", tokens=1024, top_k=8, local_experts=16, hidden=256),
     Layout("wide_rows", tokens=257, top_k=3, local_experts=4, alignment=128, hidden=7169),
@@ -233,8 +232,8 @@ def for_many_ranks(layout):
     """Return a layout that fits on one GPU for any number of ranks.
 
     With the worst-case capacity, the memory grows with the square of the number of ranks. The
-    returned layout therefore has twice the mean load as its capacity. On more than `MOST_RANKS`
-    ranks, the layouts for GPUs also have fewer tokens.
+    returned layout's capacity is therefore twice the mean number of rows of a rank. On more than
+    `MOST_RANKS` ranks, the layouts for GPUs also have fewer tokens.
     """
     if RANKS_ON_ONE_GPU <= MOST_RANKS or layout.tokens * layout.top_k < 500:
         return layout

@@ -1,8 +1,9 @@
 """Choose the devices of the tests before JAX is imported.
 
-The tests run on 8 virtual CPU devices or, with MOE_A2A_TEST_GPU=1, on real GPUs. If GPUs are
-requested but absent, the session fails. MOE_A2A_TEST_IMPLEMENTATION sets the argument
-`implementation` of every group. `python -m tests.processes` divides the devices among processes.
+The tests run on 8 virtual CPU devices or, with MOE_A2A_TEST_GPU=1, on real GPUs. If
+MOE_A2A_TEST_GPU is 1 but there is no GPU, the session fails. MOE_A2A_TEST_IMPLEMENTATION sets the
+argument `implementation` of every group. `python -m tests.processes` divides the devices among
+processes.
 
 If JAX promotes a dtype or a number of axes, it raises an error, except in tests with the marker
 `promotes`.
@@ -117,7 +118,7 @@ def pytest_runtest_protocol(item):
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
     """If all ranks share one GPU, check that the test makes the exchanges that it declares."""
-    # Tests in tests/gpu call close() and set_epoch(), which change counters, so they count
+    # Tests in tests/gpu change the counters by close() and set_epoch(), so they check them
     # themselves.
     counts_by_itself = item.path.parent.name == "gpu" or item.get_closest_marker("counts_by_itself")
     if not (harness.RANKS_ON_ONE_GPU and ON_GPU) or counts_by_itself:
@@ -153,7 +154,7 @@ def exact_products():
 
 @pytest.fixture
 def devices_pass_for_gpus(monkeypatch):
-    """Make every group believe that its devices are GPUs that run the kernels."""
+    """Make every group choose the kernels, although its devices are no GPUs."""
     monkeypatch.setattr(ma.Group, "_why_portable", "")
 
 

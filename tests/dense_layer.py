@@ -29,7 +29,7 @@ def dense_experts(x, weights, ids, experts):
         experts = jax.tree.map(lambda w: w[None], experts)
     activation = experts.activation or swiglu
     arrays = experts.w_in, experts.w_out, activation, experts.b_in, experts.b_out
-    if experts.weigh_input:  # one product per choice, because a token may choose an expert twice
+    if experts.weigh_input:  # a token may choose an expert twice, with two weights
         of_choice = lambda weight, k: dense(
             weight[..., None] * x, jnp.ones_like(weight)[..., None], ids[..., k : k + 1], *arrays
         )

@@ -1,4 +1,4 @@
-"""Read the counters of exchanges that a group's workspace keeps in device memory."""
+"""Read the exchange counters that a workspace has in device memory."""
 
 import dataclasses
 
@@ -10,24 +10,23 @@ from jax_moe_a2a._src.group import native
 
 @dataclasses.dataclass(frozen=True)
 class DeviceCounters:
-    """The exchange counters of one rank on one device. An epoch is the number of an exchange, from
-    1."""
+    """The exchange counters of a rank on a device. Epoch n is the n-th exchange."""
 
     device: jax.Device
     rank: int
     num_exchanges: int
     credits: tuple[tuple[int, ...], ...]
     """[ring halves, ranks]: for each peer, the last epoch of which the peer has read this rank's
-    rows. 0 for this rank itself, and for a peer that has read no rows."""
+    rows. 0 for this rank, and for a peer that has read no rows."""
     heads: tuple[tuple[int, ...], ...]
     """[ring halves, ranks]: for each peer, the last epoch that the peer has announced to this rank.
-    0 for this rank itself, and for a peer that has announced no epoch."""
+    0 for this rank, and for a peer that has announced no epoch."""
 
 
 def epochs_of(topology, kind=native.WHOLE):
     """Return (next epoch, poison, credits, heads) of each device, or [] if the workspace is closed.
-    Credits and heads contain all ranks for the first half of the ring buffer, then for the second.
-    The caller must ensure that no exchange runs."""
+    Credits and heads are lists: all ranks for the first ring half, then for the second. The caller
+    must ensure that no exchange runs."""
     problem, values = native._native.counters(*topology, kind)
     native._raise(problem)
     return values

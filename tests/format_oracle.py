@@ -50,7 +50,7 @@ def encode(fmt, x):
         groups = x.astype(np.float64).reshape(-1, fmt.group_size)
     is_finite = np.isfinite(groups).all(axis=1)
     groups[~is_finite] = 0
-    groups[np.abs(groups) < 2.0**-126] *= 0.0  # keeps the sign of zero
+    groups[np.abs(groups) < 2.0**-126] *= 0.0  # becomes 0 or -0, with the same sign
     encode_groups = encode_nv if isinstance(fmt, ma.NvFp4) else encode_power_of_two
     codes, scales = encode_groups(fmt, np.abs(groups))
     sign = np.signbit(groups).astype(np.uint8)
@@ -104,7 +104,7 @@ def encode_squares(w, size=128):
 
 
 def decode(fmt, values, scales, dtype):
-    """Decode the values and scales of a format. Return the products in `dtype`."""
+    """Decode the values and scales of a format. Return the numbers in `dtype`."""
     global_scale = 1.0
     if isinstance(fmt, ma.NvFp4):
         nibbles = np.stack([values & 15, values >> 4], axis=-1)
@@ -123,7 +123,7 @@ def decode(fmt, values, scales, dtype):
     return np.where(bad, np.array(np.nan, out.dtype), out)
 
 
-# The next functions use NvFp4 with one global scale (scales [*lead]) per token [*lead, ..., H].
+# In the next functions, each token of tokens [*lead, ..., H] has a global scale, scales [*lead].
 
 
 def of_each_token(fn, scales, *arrays):

@@ -168,11 +168,11 @@ def jit(fn, exchanges=None, split=0, **options):
 
 
 def gathered(arrays):
-    """Return numpy arrays of arrays that are divided over processes. One program sends all
+    """Convert arrays that are divided over processes to numpy arrays. One JAX program sends all
     bytes."""
 
     def parts(array, process):
-        """Return the shards (device, slices) of a process, sorted by device."""
+        """Return the process's (device, index of its shard), sorted by device."""
         indices = array.sharding.devices_indices_map(array.shape).items()
         own = [(device, index) for device, index in indices if device.process_index == process]
         return sorted(own, key=lambda part: part[0].id)
@@ -342,7 +342,7 @@ def exchanged():
 
 
 def splits_fit():
-    """Return False if too many ranks share a GPU for split exchanges."""
+    """Return False if so many ranks share a GPU that split exchanges cannot run."""
     if not (RANKS_ON_ONE_GPU and ON_GPU):
         return True
     num_sms = jax.devices()[0].core_count
@@ -374,7 +374,7 @@ def stated(exchanges, split):
 def every_exchange_is_stated():
     """Fail unless the test declares all its exchanges. A test without exchanges must declare 0."""
     ledger.stated, ledger.num_statements = Count(), 0
-    run_case.cache_clear()  # a cached result would make no exchanges
+    run_case.cache_clear()  # for a cached case, no exchange would run
     before = exchanged()
     yield
     actual = exchanged() - before

@@ -30,8 +30,8 @@ def inside(name, *command):
 
 @contextlib.contextmanager
 def namespaces(count):
-    """Yield the names of `count` new hosts. At the end, kill the processes on the hosts and remove
-    the hosts."""
+    """Make `count` hosts, and yield their names. At the end, kill the processes on the hosts and
+    remove the hosts."""
     if os.geteuid() or not shutil.which("ip"):
         raise RuntimeError("network namespaces need root, and `ip` of iproute2")
     names = [f"moe-a2a-{os.getpid()}-{host}" for host in range(count)]

@@ -19,7 +19,7 @@ TAIL = -2  # in place of the slot of a row after the last group
 
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """The fields of the package's Routing as int32 arrays, with the rank axis first."""
+    """The fields of the package's Routing as int32 numpy arrays, with a leading rank axis."""
 
     token_slot: np.ndarray  # [R, T, R]
     slot_token: np.ndarray  # [R, R, T]
@@ -68,8 +68,8 @@ def kept_choices(ids, first_expert, local_experts, capacity, alignment):
     """Return the set of choices (source, token, k) that get rows on one rank.
 
     Choices get rows in the order of k, then token, then source. If an expert needs a row, it gets
-    `alignment` rows. The first choice that gets no row is dropped, and all later choices are
-    dropped, too.
+    `alignment` rows. The first choice for which no row is left is dropped, and so are all later
+    choices.
     """
     ranks, tokens, top_k = len(ids), len(ids[0]), len(ids[0][0]) if ids[0] else 0
     rows, room, kept = [0] * local_experts, capacity, set()
@@ -91,7 +91,7 @@ def kept_choices(ids, first_expert, local_experts, capacity, alignment):
 def route(ids, num_experts, capacity, alignment=1):
     """Compute the routing of ids [R, T, K]. Expert e is on rank e // L."""
     ranks, tokens, top_k = ids.shape
-    ids = ids.tolist()  # Python integers do not overflow
+    ids = ids.tolist()  # Python integers, which do not overflow
     local_experts = num_experts // ranks
     assert local_experts * ranks == num_experts
 
@@ -343,7 +343,8 @@ def route_mode(ids, local_experts, capacity, alignment, replicated):
 
 
 def capacity_of_factor(factor, ranks, tokens, top_k, local_experts, alignment, replicated):
-    """Return the capacity for a `capacity_factor`: the factor times the mean load, plus padding."""
+    """Return the capacity of a `capacity_factor`: the factor times the mean number of rows, plus
+    padding."""
     factor = decimal.Decimal(str(factor))
     in_all = (1 if replicated else ranks) * tokens * top_k
     rows = 0
@@ -416,7 +417,7 @@ def grouped_dot_fp8(rows, w, sizes, block=128):
 
     Rows are (values [C, K], scales [C, K / block]). Weights are (values [L, N, K], scales [L, N /
     block, K / block]). Return the float32 results [C, N], and for each result the sum of its terms'
-    magnitudes. Error bounds are relative to the latter.
+    magnitudes. Error bounds are relative to these sums.
     """
     (values, scales), (w_values, w_scales) = rows, w
     wide = lambda x: x.astype(np.float64)
@@ -434,7 +435,8 @@ def grouped_dot_fp8(rows, w, sizes, block=128):
 
 
 def grouped_outer(x, y, sizes):
-    """Return x^T y [L, K, N] of each group's rows. This is the gradient of `w` in `grouped_dot`."""
+    """Return x^T y [L, K, N] of each group's rows. For a cotangent y, this is the gradient of `w`
+    in `grouped_dot`."""
     out = np.zeros((len(sizes), x.shape[1], y.shape[1]), type_of((x, y)))
     for group, (start, end) in enumerate(spans(sizes, len(x))):
         out[group] = x[start:end].T @ y[start:end]

@@ -35,9 +35,9 @@ def problems(jaxpr):
 
 
 def problems_of_one(jaxpr):
-    """Return `problems` of one jaxpr. Nested jaxprs must not receive arrays in flight."""
+    """Return `problems` of one jaxpr. No start's result may be an operand of a nested jaxpr."""
     found = []
-    origin = {}  # array in flight -> (index of the start's equation, index of its result)
+    origin = {}  # variable -> (index of the start's equation, index of its result)
     dones = {}  # index of a start's equation -> number of its dones
 
     def origins(atoms):

@@ -1,4 +1,4 @@
-"""Define fake GPUs for tests of groups whose ranks are in several processes."""
+"""Define fake GPUs for tests of groups with several processes."""
 
 import dataclasses
 

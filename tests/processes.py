@@ -27,7 +27,7 @@ import tempfile
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-VARIABLE = "MOE_A2A_TEST_PROCESS"  # <coordinator address>,<processes>,<process>,<devices of each>
+VARIABLE = "MOE_A2A_TEST_PROCESS"  # coordinator address,processes,process,devices of each
 ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
 CPU_DEVICES = 8  # of all processes together
 GRACE = 30  # seconds between the end of the first process and the kill of all other processes
@@ -128,9 +128,9 @@ def free_address():
 def met_by_chance(*printed):
     """Return True if the run may have failed by chance, so that the caller should repeat it once.
 
-    Another program may have taken the free port. On two busy cores with jax 0.10.2, processes also
-    stalled about once in hundreds of runs. If processes made calls in different orders, every run
-    would stall.
+    Another program may have used the free port first. On two busy cores with jax 0.10.2, processes
+    also stalled about once in hundreds of runs. If processes made calls in different orders, every
+    run would stall.
     """
     return any(told in text for text in printed for told in ("already in use", STALLED))
 

@@ -62,7 +62,7 @@ def draw(case, activation, dtype, powers_of_two=False):
     has_token = np.arange(num_rows) < sum(sizes)
     has_token[3::7] = False
     product[~has_token], weights[~has_token] = np.nan, 0
-    weights[sum(sizes) :] = np.nan  # weights after the last group are not read
+    weights[sum(sizes) :] = np.nan  # unused weights, after the last group
     return product, weights, np.asarray(sizes, np.int32)
 
 

@@ -123,8 +123,8 @@ def test_a_batch_is_one_call_of_the_same_rows(path, shares_sizes):
 
 
 def test_derivatives_are_those_of_the_gradients():
-    """The tangents of `act_grad` equal the tangents of plain products. This includes rows of weight
-    0, which `act_grad` skips."""
+    """The tangents of `act_grad` equal those of the same gradients in plain JAX. This includes rows
+    of weight 0, which `act_grad` skips."""
     *floats, sizes = (jnp.asarray(x) for x in operands("no_tail", SWIGLU, "float32"))
     floats = [jnp.where(jnp.isnan(x), 0.5, x) for x in floats]
     of_primitive = lambda *floats: bind_act_grad(*floats, sizes, activation=SWIGLU, num_sms=None)[

@@ -45,7 +45,7 @@ def dense_losses(kernel, x, ids):
 @axis_types
 def test_losses_over_micro_batches_of_sequences_and_of_first_choices_are_the_dense_ones(axis_type):
     """The three losses of a layer equal `dense_losses`, although each rank has only a share of the
-    tokens. Their gradients equal finite differences."""
+    tokens. The losses' gradients equal finite differences."""
     rng = np.random.default_rng(0)
     draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
     experts = ma.Experts(draw(EXPERTS, HIDDEN, 2, 1), draw(EXPERTS, 1, HIDDEN))
@@ -99,8 +99,8 @@ def test_counts_of_earlier_micro_batches_are_those_of_all_ranks_and_have_no_grad
 
 
 def dense_histogram(scores, bias, k, num_bins):
-    """Return (biases, histograms). A token chooses an expert if the expert's bias is above
-    biases[token, expert]. histograms[expert] is the histogram of biases[:, expert]."""
+    """Return (biases, histograms). biases[token, expert] is the bias above which the token chooses
+    the expert. histograms[expert] is the histogram of biases[:, expert]."""
     cutoffs = np.sort(scores + bias, axis=1)[:, -k - 1, None]
     edges = np.linspace(bias.min() - 1, bias.max() + 1, num_bins + 1)
     biases = cutoffs - scores
@@ -108,7 +108,8 @@ def dense_histogram(scores, bias, k, num_bins):
 
 
 def dense_next_bias(bias, histogram, k):
-    """Return the quantile k / E of each histogram, minus the mean of these quantiles."""
+    """Return the next biases: the quantile k / E of each histogram, minus the mean of these
+    quantiles."""
     width = (bias.max() - bias.min() + 2) / histogram.shape[1]
     found = []
     for counts in histogram:

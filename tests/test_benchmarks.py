@@ -267,7 +267,7 @@ def test_the_sweep_of_sms_ends_with_all_sms_of_the_gpu(monkeypatch, num_sms):
 def test_candidates_of_the_tuning_are_measured_in_turns(tmp_path):
     found = run_on_cpu(tune, "--only FEW_NUM_SMS ROUTE_CHUNKS", tmp_path / "tune.json")
     assert [each["number"] for each in found["numbers"]] == ["FEW_NUM_SMS", "ROUTE_CHUNKS"]
-    assert all(each["keep"] for each in found["numbers"])  # On CPUs, all programs are the same.
+    assert all(each["keep"] for each in found["numbers"])  # on CPUs, no candidate is better
     values = [row["value"] for row in found["rows"] if row["number"] == "FEW_NUM_SMS"]
     assert values[0] == native.tuning("FEW_NUM_SMS") and {16, 66, 132} <= {*values}
 
@@ -347,8 +347,8 @@ def test_the_program_of_the_link_limit_compiles(tmp_path):
 
 
 def test_the_documents_have_the_calculated_layers_with_replicas():
-    """docs/placement.md has the record's table, and break-even rows computed from the record's
-    times."""
+    """docs/placement.md has the benchmark record's table, and break-even numbers of rows that
+    follow from it."""
     page = (ROOT / "docs/placement.md").read_text()
     rows = json.loads((record.FOLDER / "2026-11-26-placement-layers.json").read_text())["rows"]
     assert "\n".join(placement.table(rows)) in page

@@ -1,7 +1,7 @@
-"""Test the hash that each kernel call has of the names of the named scopes around it. By this hash,
-ranks detect that they run calls in different orders.
+"""Test the attribute `scopes` of kernel calls: a hash of the named scopes around the call. By this
+hash, ranks detect that they run calls in different orders.
 
-It must depend only on the program, and must be equal in every process.
+The hash must depend only on the program, and be equal in every process.
 """
 
 import functools
@@ -23,8 +23,7 @@ X, IDS, WEIGHTS = test_lowering.aval(8, 16), test_lowering.IDS, test_lowering.WE
 
 
 def scopes(fn):
-    """Return the scope hashes of all dispatches, and of all combines, that fn(x, ids, weights)
-    makes."""
+    """Return the hashes of all dispatches and of all combines that fn(x, ids, weights) makes."""
     text = test_lowering.lower(fn, X, IDS, WEIGHTS)
     found = re.findall(r"@moe_a2a_(\w+?)(?:_in_graph)?\(.*?\bscopes = (-?\d+) : i64", text)
     assert len(found) == text.count("custom_call @moe_a2a_")
@@ -122,8 +121,8 @@ print(*re.findall(r"scopes = (-?\\d+)", text_of(model)))
 
 
 def test_the_names_are_the_same_in_processes_of_other_folders_and_caches(tmp_path):
-    """Two processes print equal hashes. They have different file names, and one has traced a
-    program before."""
+    """Two processes with different file names, one of which has traced a program before, print
+    equal hashes."""
     package = os.path.dirname(os.path.dirname(ma.__file__))
     found = []
     for folder, name, *state in (("a", "one.py"), ("b/c", "other.py", "warm")):

@@ -158,7 +158,7 @@ def with_identity(tokens, logits, _, __):
 
 
 def scaled(tokens, logits, per_token, whole):
-    """Choose after scaling the logits of each token. The scales of masked tokens are NaN."""
+    """Scale each token's logits, then choose experts. The scales of masked tokens are NaN."""
     choices = ma.TopK(TOP_K)(logits * jnp.sqrt(per_token["scale"])[:, None])
     return choices._replace(weights=choices.weights * jnp.cos(tokens[:, :1]))
 

@@ -1,4 +1,5 @@
-"""Test that the `choose` kernel returns the ids of ``lax.top_k``, and is called only on GPUs."""
+"""Test the kernel that chooses experts: it returns the ids of ``lax.top_k``, and is called only on
+GPUs."""
 
 import functools
 import logging
@@ -133,8 +134,8 @@ def test_the_emulated_kernel_is_the_composition(emulated, case, is_masked):
 def test_the_composition_has_the_order_of_a_sort(case):
     keys, values, _ = arrays_of(case)
     _, k, groups, _ = case
-    # Without this change, the sum of a group's keys could be NaN. NaN's sign, and so the order of
-    # groups, is undefined.
+    # Without this change, a group's sum could be NaN. NaN's sign, and so the order of groups, is
+    # undefined.
     rows = keys if groups is None else np.where(np.isnan(keys) | (keys > 3e38), -5, keys)
     expected = [numpy_choice(row, k, groups) for row in rows]
     np.testing.assert_array_equal(composed(case, rows, values)[0], expected)

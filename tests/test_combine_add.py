@@ -199,7 +199,7 @@ def test_gradients_and_tangents_of_a_combine_are_those_of_the_oracle(weighted, d
         if not weighted:
             harness.assert_same_bytes(found[0], oracle.dispatch(g, routing), name)
             continue
-        # Each element of `of_weights` is a sum of 7 products in any order.
+        # An element of `of_weights` is a sum of 7 products, in any order.
         of_y, of_weights = oracle.combine_transpose(g, y, routing, weights)
         harness.assert_same_bytes(found[0], of_y, name)
         assert found[2].dtype == np.float32
@@ -250,7 +250,7 @@ def test_a_batch_is_one_exchange(batched, weighted):
     group = harness.group_of(RANKS)
     elements = [inputs(case, RANKS, trailing=(8,), seed=seed) for seed in range(batch)]
     axes = [0 if batched in (name, "all") else None for name in ("ids", "y", "addend")]
-    in_axes = (axes[0], axes[1], axes[0], axes[2])  # weights have a batch axis if ids do
+    in_axes = (axes[0], axes[1], axes[0], axes[2])  # weights are batched if ids are
     args = [
         np.stack([e[0][i] for e in elements], axis=1) if axis == 0 else elements[0][0][i]
         for i, axis in enumerate(in_axes)

@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.exchanges(0),
 ]
 
-COMPILED = []  # functions to call after each compilation of this process
+COMPILED = []  # functions that are called after each compilation
 jax.monitoring.register_event_duration_secs_listener(
     lambda event, *_, **__: (
         [noted() for noted in COMPILED] if event.endswith("backend_compile_duration") else None
@@ -71,8 +71,7 @@ def recipes(request, monkeypatch):
 
 @pytest.mark.promotes("optax mixes numbers and arrays")
 def test_the_recipe_compiles_once_with_adamw_accumulation_and_restore(recipes, tmp_path):
-    """After the first step, neither two more steps nor a step from a checkpoint compile a
-    program."""
+    """After the first step, two more steps and a step from a checkpoint compile no program."""
     recipes["optimizer"] = optax.MultiSteps(optax.adamw(1e-3), every_k_schedule=2)
     axes, mesh = ma.Axes("ep", data="data", fsdp="data"), recipes["mesh"]
     with jax.set_mesh(mesh):
@@ -96,8 +95,7 @@ def test_the_recipe_compiles_once_with_adamw_accumulation_and_restore(recipes, t
         with counted() as compiled:
             step(params, state, x)
         assert not compiled
-        # With Explicit axes, results have longer specs than arguments, so the cache has two
-        # entries.
+        # With Explicit axes, results have longer specs than arguments: two cache entries.
         if AxisType.Auto in mesh.axis_types:
             assert step._cache_size() == 1
 
@@ -125,4 +123,4 @@ def test_only_a_state_that_is_placed_otherwise_compiles_a_second_program(recipes
         unplaced = jax.jit(optimizer.init)(params)
         with counted() as compiled:
             step(params, unplaced, x)
-        assert bool(compiled) == is_auto  # Explicit axes give the state params' shardings
+        assert bool(compiled) == is_auto  # with Explicit axes, the state is sharded

@@ -1,5 +1,4 @@
-"""Compare layers with exchanges inside scan, cond and while_loop with dense layers outside of
-them."""
+"""Compare layers in scan, cond and while_loop with dense layers outside of them."""
 
 import functools
 
@@ -98,8 +97,7 @@ def test_cond_with_a_uniform_predicate_runs_the_layers_it_is_told_to():
 
 def test_a_while_loop_runs_until_all_ranks_agree_to_stop():
     """A while_loop repeats a layer until a sum over ranks exceeds a limit. The number of steps,
-    outputs and tangents equal those of the dense layer. (JAX cannot compute gradients of a
-    while_loop.)"""
+    outputs and tangents equal those of the dense layer."""
     layer = small_layer.layer_of(harness.group_of(RANKS))
     floats, ids, kept = small_layer.arguments(RANKS)
     directions = small_layer.directions(RANKS)
@@ -136,7 +134,7 @@ def test_a_while_loop_runs_until_all_ranks_agree_to_stop():
 
     num_steps = next(n for n in range(10) if norm(dense(n, *floats)) >= limit)
     assert num_steps > 1
-    # One loop has the layer and its tangent; a second loop has only the layer.
+    # JAX makes two loops: of the layer with its tangent, and of only the layer.
     with harness.expect_exchanges(num_steps * (5 + 2)):
         out, tangent, steps = program(floats, directions)
     np.testing.assert_array_equal(steps, num_steps)

@@ -1,5 +1,4 @@
-"""Test that dead-code elimination removes unused exchanges, and arrays of an exchange that are
-unused."""
+"""Test that dead-code elimination removes unused exchanges, and unused arrays of exchanges."""
 
 import functools
 

@@ -233,7 +233,7 @@ INTEGRATIONS = ("linen", "maxtext", "nnx", "transformers")
 def integrations():
     """Return a dict from the public names of the modules in `integrations` to their values."""
     modules = [importlib.import_module(f"jax_moe_a2a.integrations.{name}") for name in INTEGRATIONS]
-    exported = "jax_moe_a2a.integrations._quantized"  # its public names are exported by others
+    exported = "jax_moe_a2a.integrations._quantized"  # other modules export its names
     return {
         f"{module.__name__.removeprefix('jax_moe_a2a.')}.{name}": value
         for module in modules

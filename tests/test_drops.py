@@ -1,7 +1,6 @@
 """Test which choices are dropped if a rank receives more rows than its capacity.
 
-Other tests compare the dropped choices with the oracle. These tests check properties that follow
-from the definition.
+Other tests compare them with the oracle. These tests check consequences of the definition.
 """
 
 import functools
@@ -62,7 +61,7 @@ def test_at_a_rank_no_choice_is_dropped_before_a_later_one(alignment):
 
 
 def test_the_last_expert_of_a_rank_is_dropped_no_more_than_the_first():
-    """The last local experts of ranks have less than twice as many dropped choices as the first."""
+    """Last experts of ranks have less than twice as many dropped choices as first experts."""
     dropped = [0, 0]
     for seed in range(8):
         ids = ids_of(seed, spread=0.5)
@@ -74,8 +73,8 @@ def test_the_last_expert_of_a_rank_is_dropped_no_more_than_the_first():
 
 
 def test_sources_lose_alike():
-    """All ranks have equal ids. For each destination rank, their numbers of dropped choices differ
-    by at most one."""
+    """If all ranks have equal ids, their numbers of dropped choices at a rank differ by at most
+    one."""
     ids = np.broadcast_to(ids_of(1)[:1], (RANKS, TOKENS, TOP_K))
     dropped = np.sum(~kept_choices(ids), axis=(1, 2))
     assert dropped.min() > 0 and dropped.max() - dropped.min() <= RANKS

@@ -1,8 +1,8 @@
-"""Run the kernels as C++ on a CPU. Random sequences of exchanges must pass. If a mutation damages a
-kernel, a sequence must fail.
+"""Run the kernels as C++ on a CPU. Random sequences of exchanges must pass; with a mutation of the
+kernels, one must fail.
 
-A test run tries a third of the mutations, selected by the hash of the commit; ``make emulate``
-tries all. The tests need a C++ compiler.
+The hash of the commit selects a third of the mutations; ``make emulate`` runs all. The tests need a
+C++ compiler.
 """
 
 import subprocess
@@ -10,10 +10,9 @@ import subprocess
 import pytest
 from emulation import mutations, runs
 
-# A test of each kind in KINDS runs as many sequences as SEEDS has for the kind's variant. A "tsan"
-# sequence runs for seconds.
+# The number of sequences that each kind of a variant runs. A "tsan" sequence lasts seconds.
 SEEDS = {"plain": 4, "colocated": 3, "tsan": 2}
-# These kinds need more sequences to detect the mutations in tests/mutations/list.toml.
+# These kinds need more, to detect the mutations of tests/mutations/list.toml.
 MORE_SEEDS = {"sequences": 6, "drops": 6}
 # Only ``make emulate`` runs the kinds that have other variants.
 KINDS = [name for name, kind in runs.KINDS.items() if kind.variant in SEEDS]

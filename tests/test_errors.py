@@ -87,7 +87,7 @@ def combine(*names, modes=(), **options):
 
 
 def test_right_input_is_accepted():
-    """The calls of the other tests raise no error if their arguments are not changed."""
+    """With valid arguments, the calls of the other tests raise no error."""
     assert trace(combine(), Y).shape == (RANKS, TOKENS, HIDDEN)
     assert trace(combine("add", weights=None), Y, X).shape == (RANKS, TOKENS, HIDDEN)
     for call in (route(), dispatch()):
@@ -295,8 +295,8 @@ def test_numpy_integers_are_integers():
     ids=lambda changed: next(iter(changed)),
 )
 def test_what_only_equals_that_of_a_routing_is_refused(dispatch, changed):
-    """A dispatch with a Routing refuses an option that equals the Routing's but has a different
-    type."""
+    """If an option of a dispatch equals the Routing's option but has a different type, that is an
+    error."""
     (name,) = changed
 
     def call(x, ids):
@@ -309,8 +309,8 @@ def test_what_only_equals_that_of_a_routing_is_refused(dispatch, changed):
 
 
 def test_padding_that_would_wrap_the_numbers_of_rows_is_refused():
-    """Each of 2 local experts needs `alignment` rows. For 2^30, the number of rows exceeds
-    int32."""
+    """Each of 2 local experts needs `alignment` rows. If `alignment` is 2^30, the number of rows
+    exceeds int32."""
     fits, wraps = (route_args(num_experts=4, alignment=alignment) for alignment in (2**29, 2**30))
     trace(lambda ids: ma.route(ids, **fits), IDS)
     naming = ("alignment", "num_experts", str(2**30), "4", r"int32\[6,3\]")

@@ -110,7 +110,7 @@ def test_replicated_tokens_count_once():
     per_rank = counts.reshape(ranks, -1).sum(axis=1, dtype=np.int32)
     none = np.zeros_like(per_rank)
     assert_load_is(load(same, replicated=True), (counts, per_rank, none, counts, none))
-    same = np.where(same == ids[0, 0, 0], 4, same)  # 4 is not an expert
+    same = np.where(same == ids[0, 0, 0], 4, same)  # there is no expert 4
     num_invalid = (same[0] == 4).sum(dtype=np.int32)
     found = load(same, replicated=True).invalid_per_rank
     np.testing.assert_array_equal(found, [num_invalid, 0])

@@ -1,4 +1,4 @@
-"""Test the tables of a `Placement`, planning one in NumPy and JAX, and the choice among
+"""Test the tables of a `Placement`, plans of placements in NumPy and JAX, and the choice of
 replicas."""
 
 import functools
@@ -99,7 +99,7 @@ def test_replicas_are_worth_their_slots():
 
 
 def test_experts_are_packed_in_the_order_of_their_loads():
-    """Only if the planner places the experts with the most rows first, both ranks have 9 rows."""
+    """If the planner places the experts with the most rows first, both ranks have 9 rows."""
     placement = ma.plan_placement([9, 4, 4, 1, 0, 0], num_ranks=2, spare=0, home=False)
     assert rank_loads(placement, [9, 4, 4, 1, 0, 0], 2).tolist() == [9, 9]
 

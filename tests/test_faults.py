@@ -18,7 +18,8 @@ pytestmark = [
     pytest.mark.exchanges(0),  # this process makes no exchange
 ]
 
-# The number of faults of each kind: all `memory` faults last 2 seconds, all `programs` faults 8.
+# Number of faults of each kind. In total, the `memory` faults last 2 seconds, the `programs` ones
+# 8.
 RUNS = {"memory": 8, "programs": 2}
 SEED = 1
 

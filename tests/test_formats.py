@@ -405,8 +405,7 @@ def on_the_wire(fmt):
     return lambda sums: decode(fmt, *encode(fmt, sums), "float32").reshape(sums.shape)
 
 
-# In the kernels, a row's groups do not fill a warp or need several steps, or its values do not fill
-# the last vector.
+# In these cases, groups do not fill a warp, or a warp needs several steps, or a vector is not full.
 WIRES = (
     ("blockwise", dataclasses.replace(cases.PADDED, hidden=640), "bfloat16"),
     ("mx", dataclasses.replace(cases.CUT, hidden=96), "float16"),
@@ -460,8 +459,8 @@ def test_sums_in_a_format_are_those_of_the_definition_for_every_routing(name, la
 
 @pytest.mark.exchanges(8, split=1)
 def test_batches_halves_and_gradients_of_sums_in_a_format():
-    """A batched combine equals combines of its elements, a split combine equals an unsplit one, and
-    gradients equal those without a format."""
+    """A batched combine equals combines of its elements. A split combine equals an unsplit one.
+    Gradients equal those without a format."""
     fmt, ranks = FORMATS["nv"], RANKS
     ids, group = cases.Case(SMALL, "uniform").ids(ranks), harness.group_of(ranks)
     rng = np.random.default_rng(4)

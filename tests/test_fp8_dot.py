@@ -165,7 +165,7 @@ def test_a_product_is_that_of_the_definition(path, case):
             )
         )
         # Decoding rounds to bfloat16. Tensor cores shift 32 products to the exponent of the largest
-        # one, and keep 13 bits after its first bit. For random normal numbers, both errors are
+        # one, and keep 13 bits after its first bit. For random normal numbers, these errors are
         # below 2^-7 of the sum of the products' magnitudes.
         is_exact = path == "reference" or (path != "kernel" and powers_of_two)
         out = dot(rows, ma.QuantizedExperts(*w), sizes)

@@ -308,7 +308,7 @@ def test_training_makes_as_many_exchanges_and_products_in_fp8():
     assert counts["straight_through_dot"] == 3  # the first product, and the gradients of rows
     assert counts["act_dot"] == counts["act_grad"] == 1 and counts["encode_squares"] == 2
     assert counts["combine"] == 2
-    # One for each gradient of two arrays of weights and two biases.
+    # Two arrays of weights and two biases each have a gradient.
     assert counts["grouped_outer"] == 4
     run = functools.partial(value_and_grads, in_fp8=True, num_chunks=2)
     counts = small_layer.counts(run, floats, ids, ct)
@@ -348,7 +348,7 @@ def test_a_policy_saves_all_numbers_in_fp8(in_fp8, policy):
         assert tuple(counts) == (2, 4)  # once or twice for two arrays of weights
     if policy is OF_PRODUCTS:
         counts = (small_layer.counts(fn, x)["straight_through_dot"] for fn in (saving, again))
-        assert tuple(counts) == (3, 4)  # `saving` does not repeat the first product
+        assert tuple(counts) == (3, 4)  # with the policy, no product is repeated
     # Saved numbers are rounded to bfloat16, so some activations become a neighbouring FP8 value.
     assert relative_error(*(harness.quickly(fn)(x) for fn in (saving, again))) < 0.1
 

@@ -24,8 +24,8 @@ def problem():
 @pytest.mark.exchanges(5)
 @pytest.mark.parametrize("check_vma", (True, False), ids=("vma", "no_vma"))
 def test_gradients_of_the_ranks_own_losses_taken_inside_equal_those_of_the_dense_layer(check_vma):
-    """If each rank differentiates its own loss, cotangents cross ranks, so each rank gets the
-    gradient of the sum of all ranks' losses."""
+    """Each rank differentiates its own loss. Cotangents cross ranks, so it gets the gradient of the
+    sum of all losses."""
     floats, ids, expected = problem()
     layer = small_layer.layer_of(harness.group_of(RANKS))
 
@@ -39,8 +39,8 @@ def test_gradients_of_the_ranks_own_losses_taken_inside_equal_those_of_the_dense
 
 @pytest.mark.several_devices("it tests the derivative of psum in shard_map")
 def test_gradients_of_the_summed_loss_taken_inside_equal_those_of_the_dense_layer():
-    """A rank differentiates the psum of all losses. With check_vma, its gradient is that of the
-    sum."""
+    """If each rank differentiates the psum of all losses, it gets the gradient of the sum (with
+    check_vma)."""
     floats, ids, expected = problem()
     layer = small_layer.layer_of(harness.group_of(RANKS))
 

@@ -348,7 +348,7 @@ def test_vmap_of_any_operand(path, has, dtype):
         for each, is_batched in zip((rows, w, sizes), has, strict=True)
     ]
     axes = [0 if is_batched else None for is_batched in has]
-    if has[0]:  # the batch axis may be any axis
+    if has[0]:  # make the batch axis the last one
         operands[0], axes[0] = np.moveaxis(operands[0], 0, 2), 2
     ct = np.stack(cts)
 

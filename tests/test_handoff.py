@@ -37,7 +37,7 @@ REFUSED = 2
 @pytest.fixture
 def told(monkeypatch):
     """Replace JAX's coordination service by a dict of notices, which processes publish about
-    themselves. Act as if kernels existed and as if processes could connect to each other."""
+    themselves. Patch the package: kernels exist, and processes can connect to each other."""
     told = {}
     monkeypatch.setattr(compat, "coordination_set", told.__setitem__)
     monkeypatch.setattr(compat, "coordination_get", lambda key, timeout: told.get(key))
@@ -325,9 +325,9 @@ def test_a_request_without_the_secret_gets_no_answer(endpoint):
 
 OTHER_VERSION = "it runs another version"
 NOT_UNDERSTOOD = "it does not understand the request"
-UNDERSTOOD = "is unknown in this process"  # the reply to a valid request
+UNDERSTOOD = "is unknown in this process"  # reply to a valid request: no process owns the devices
 DEVICES = (7001, 7002)
-MOST_BYTES = 32 << 30  # of half of the ring buffer
+MOST_BYTES = 32 << 30  # the largest half of the ring buffer
 
 
 def request_of(
@@ -625,8 +625,8 @@ def test_a_dead_process_is_known_to_have_ended_while_a_child_that_it_forked_live
 
 @needs_a_compiler
 def test_a_forked_child_does_not_hold_memory_that_its_parent_was_giving(peers):
-    """The test uses a pipe in place of memory. Reading ends when no process has the other end
-    open."""
+    """The test uses a pipe in place of memory. Reading from the pipe ends when no process has the
+    other end open."""
     reading, writing = os.pipe()
     with open(reading, "rb") as memory:
         with Listener([peers, "hold", str(writing)], pass_fds=[writing]) as listener:

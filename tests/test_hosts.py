@@ -1,8 +1,7 @@
-"""Test two-level groups over several hosts on CPU. Each process acts as a host, and gloo connects
-the processes.
+"""Test two-level groups on CPU. Each process acts as a host, and gloo connects the processes.
 
-As root, the tests give each process a separate network (hosts.py). `make test-hosts` runs all tests
-of two-level groups with these numbers of hosts and ranks.
+As root, each process has a separate network (hosts.py). `make test-hosts` runs all tests of
+two-level groups with these numbers of hosts and ranks.
 """
 
 import os
@@ -33,7 +32,7 @@ def test_each_process_as_a_host_has_the_rows_sums_and_gradients_of_a_flat_group(
 
 
 def test_a_host_that_is_killed_ends_the_others_with_an_error_within_the_bound():
-    """One of two hosts, each with two processes, is killed. The other must fail by the timeout of
-    XLA's collectives."""
+    """One of two hosts, each with two processes, is killed. The processes of the other raise an
+    error after the timeout of XLA's collectives."""
     done = campaign.run_one(1, 0, ["programs: a killed host"])
     assert done.outcome == "error", done

@@ -152,7 +152,7 @@ def choices_of(kind, block, token):
     scores = sigmoid(logits) if is_sigmoid else np.exp(logits) / np.exp(logits).sum()
     bias = [x.reshape(-1) for name, x in block.items() if name.endswith("correction_bias")]
     chosen_by = scores + (bias[0] if bias else 0)
-    if kind.startswith("deepseek"):  # choose in the best of two groups
+    if kind.startswith("deepseek"):  # choose only in the best of two groups
         groups = chosen_by.reshape(2, 2)
         values = groups.max(axis=1) if kind == "deepseek_v2" else groups.sum(axis=1)
         chosen_by = np.where(np.repeat(values == values.max(), 2), chosen_by, -np.inf)

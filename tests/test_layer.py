@@ -130,7 +130,7 @@ def test_without_tokens_gradients_of_weights_are_zero():
 @pytest.mark.exchanges(0)
 def test_rows_without_a_token_add_nothing_to_gradients_of_arrays_that_an_activation_reads():
     """At h = 0, the derivative of slope * log(abs(h)) with respect to slope is infinite. Multiplied
-    by 0, it would be NaN."""
+    by 0, this is NaN."""
     group = ma.Group(axis_name=harness.AXIS, size=RANKS, implementation="portable")
 
     def of_ranks(*args, **options):
@@ -167,8 +167,8 @@ POLICIES = jax.checkpoint_policies
 ROUTING, ROWS = ma.ROUTING_CHECKPOINT_NAME, ma.ROWS_CHECKPOINT_NAME
 PRODUCTS = ma.PRODUCTS_CHECKPOINT_NAME
 save = POLICIES.save_only_these_names
-# Each case is (policy, number of routes, of exchanges of tokens and of first products). The numbers
-# are for a forward and a backward pass, as in the table of docs/concepts.md.
+# Each case is (policy, dict of the numbers of routes, of token exchanges and of first products).
+# The numbers are for a forward and a backward pass, as in the table of docs/concepts.md.
 REMAT = {
     "no checkpoint": (None, dict(route=1, exchange=4, product=1)),
     "nothing": (POLICIES.nothing_saveable, dict(route=2, exchange=5, product=2)),

@@ -74,7 +74,8 @@ def test_the_fields_of_a_routing_have_one_order():
 
 
 def test_token_formats_agree():
-    """``Format`` in ``cuda/token_format.h`` agrees with the classes of ``formats.py``."""
+    """The struct ``Format`` in ``cuda/token_format.h`` has the sizes of the classes in
+    ``formats.py``."""
     classes = {
         name
         for name, found in vars(formats).items()

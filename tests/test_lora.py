@@ -1,5 +1,5 @@
 """Test that layers with low-rank adapters equal layers whose weights include the adapters, and that
-of both only the adapters get gradients."""
+only adapters, not frozen weights, get gradients."""
 
 import functools
 

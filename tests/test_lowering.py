@@ -625,7 +625,7 @@ def routed_to_many(x, ids, group):
 
 
 def tangent_of_sums(y, ids, group):
-    """Return the tangent of a weighted combine in MxFp8 by rows and weights."""
+    """Return the tangent of a weighted combine in MxFp8 with respect to rows and weights."""
     sums = lambda y, w: ma.combine(y, route(ids, group), weights=w, wire_dtype=ma.MxFp8())
     primals = y, jnp.ones(len(y), jnp.float32)
     return jax.jvp(sums, primals, primals)[1]
@@ -666,8 +666,8 @@ WIRE_FORMATS = {"blockwise": ma.BlockwiseFp8(), "mx": ma.MxFp8(), "nv": ma.NvFp4
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16", "float32"))
 @pytest.mark.parametrize("name", WIRE_FORMATS)
 def test_sums_in_a_token_format_are_quantized_by_the_custom_call(name, dtype):
-    """The operands (rows) and results (sums) of the call are not quantized. The program has no
-    array in FP8 or FP4."""
+    """The operands (rows) and results (sums) of the call are not quantized. No other operation of
+    the program has FP8 or FP4 arrays."""
     fmt, hidden = WIRE_FORMATS[name], 3 * 128
     y, weights = aval(ROWS, hidden, dtype=dtype), aval(ROWS, dtype="float32")
 
@@ -778,7 +778,7 @@ def ids_of(*shape):
     return aval(*shape, dtype="int32")
 
 
-# Each case has a limit of the kernels, how much of it one step needs, a program of n steps with
+# Each case has a limit of the kernels, what one step adds to it, a program of n steps with
 # arguments, the program's calls, and one of its operations. With one step more than the limit
 # allows, this operation uses the portable path.
 LIMITS = {

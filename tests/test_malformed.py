@@ -1,7 +1,7 @@
 """If the package's lowering makes a malformed kernel call, that is a bug. It must raise an error
 while the program is lowered; the portable path must not hide it.
 
-Each test damages calls in several ways before the extension checks them.
+Each test damages a call in several ways, before the extension checks the call.
 """
 
 from collections.abc import Callable

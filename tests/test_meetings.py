@@ -1,5 +1,5 @@
-"""Test how processes find and wait for each other (meet). Two processes with fake GPUs meet, lower
-programs in different orders, and begin a second JAX job. They use JAX's coordination service.
+"""Test how two processes with fake GPUs wait for each other (meet) by JAX's coordination service,
+also with programs in different orders, and in a second JAX job.
 
 Both processes run this file, once for all tests. Each test checks one scenario.
 """

@@ -1,6 +1,6 @@
-"""Test that tracing a call raises an error if its pytree (such as a Routing or a Placement) was
-made for a different group, size or form. A routing with an array of a wrong dtype or shape raises
-an error, too.
+"""Test that tracing a call raises an error if a Routing, Placement or other pytree was made for a
+different group, size or form. A routing with an array of a wrong dtype or shape raises an error,
+too.
 
 These tests run no program. Each pytree is made in a program for its group. It is then used in a
 program for a group of 8 ranks.

@@ -1,6 +1,6 @@
 """Test that dispatches of replicated tokens return the rows of oracle.py.
 
-The oracle computes these rows with a usual routing of changed ids.
+oracle.py computes these rows with the routing of tokens that are not replicated, for changed ids.
 """
 
 import dataclasses

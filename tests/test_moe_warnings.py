@@ -63,7 +63,7 @@ def test_an_axis_that_divides_tokens_and_is_in_no_argument_is_named_once():
     for axes in ((), ("ep",)):
         assert not warnings_of(explicit, over(explicit, *axes))
         assert not warnings_of(auto, over(auto, *axes), known=True)
-    assert_warns_once(warnings_of(auto, over(auto)), REPEATED)  # they could divide the tokens
+    assert_warns_once(warnings_of(auto, over(auto)), REPEATED)  # "data" could divide the tokens
     for mesh in (explicit, auto):
         divided = over(mesh, "data")
         assert not warnings_of(mesh, divided, axes=ma.Axes("ep", data="data"))

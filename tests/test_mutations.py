@@ -1,4 +1,4 @@
-"""Test that each mutation in the list of tests/mutations can be applied to the sources."""
+"""Test that the mutations of tests/mutations fit the sources."""
 
 import pytest
 from mutations import catalogue

@@ -1,5 +1,5 @@
-"""Test groups of one rank. They exchange nothing, so a result varies over a mesh axis (in
-shard_map's types) only if an input does."""
+"""A group of one rank exchanges nothing, so in shard_map's types, results vary only if inputs
+vary."""
 
 import functools
 
@@ -42,8 +42,7 @@ def whole(x, ids, weights, **route_args):
 @pytest.mark.parametrize("make_group", GROUPS.values(), ids=GROUPS)
 @pytest.mark.parametrize("layer, tokens", ((whole, TOKENS), (whole, 300), (split, TOKENS)))
 def test_replicated_inputs_have_replicated_results(make_group, layer, tokens):
-    """Results of replicated inputs are typed as replicated: otherwise, check_vma=True would reject
-    out_specs=PartitionSpec()."""
+    """If a result varied, out_specs=PartitionSpec() would be an error with check_vma=True."""
     group, replicated = make_group(), PartitionSpec()
     route_args = dict(group=group, num_experts=EXPERTS)
 

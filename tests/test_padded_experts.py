@@ -103,8 +103,8 @@ def test_padding_changes_no_number(name):
 
 @functools.cache
 def gradients(name, *, is_padded=False, num_chunks=None):
-    """Return gradients of a layer on one device: by x, by router weights and, unless they are
-    frozen, by experts."""
+    """Return a layer's gradients on one device: of x, router weights and, unless they are frozen,
+    experts."""
     x, topk_weights, experts, ids = arguments()
     if is_padded:
         experts = jax.vmap(lambda experts: experts.padded())(experts)

@@ -109,8 +109,8 @@ BATCH = P("expert")
 
 
 def test_ep_tp_and_fsdp_together():
-    """Weights are divided over the mesh axes of ep, tp and fsdp. They are gathered over fsdp. Each
-    tp rank returns its share of H."""
+    """Weights are divided over three mesh axes: expert, tp and fsdp. They are gathered over fsdp.
+    Each tp rank returns its share of H."""
 
     def body(x, logits, w_gate, w_up, w_out):
         gather = functools.partial(lax.all_gather, axis_name="fsdp", tiled=True)

@@ -34,7 +34,7 @@ def aval(*shape, dtype="float32"):
 
 
 def num_operations(num_layers, *, ranks, top_k, tokens=16):
-    """Return the number of StableHLO operations in a program of layers and their gradients."""
+    """Return the number of StableHLO operations of layers and their gradients."""
 
     def loss(floats, ids, group):
         x, topk_weights = floats

@@ -1,5 +1,5 @@
 """Test exchanges under jax.checkpoint. An exchange whose results are saved is not repeated. No
-policy changes a result."""
+checkpoint policy changes a result."""
 
 import functools
 

@@ -50,7 +50,7 @@ def test_invalid_ids_route_like_masked_ones():
 def test_ids_of_any_integer_dtype_route_alike(dtype):
     layout, ranks = cases.PLAIN, harness.SEVERAL
     ids = cases.Case(layout, "uniform").ids(ranks)
-    ids = np.where(ids <= np.iinfo(dtype).max, ids, 0)  # int8 cannot hold all ids
+    ids = np.where(ids <= np.iinfo(dtype).max, ids, 0)  # int8 cannot represent all ids
     actual = route_program(layout, ranks)(ids.astype(dtype))
     harness.assert_routing_is(actual, expected_routing(layout, ids))
 

@@ -316,8 +316,8 @@ def test_losses_and_bias_over_two_axes():
 
 
 def test_bias_follows_the_choices_before_drops():
-    """Only expert 0 is chosen more often than the mean. If dropped choices were not counted, the
-    bias of expert 2 would also fall."""
+    """Only expert 0 has more than the mean number of choices. If only rows that are not dropped
+    were counted, the bias of expert 2 would also fall."""
     group, bias = harness.emulated_group(2), jnp.zeros(4)
     ids = np.array([[[0], [0], [0], [0]], [[0], [1], [2], [3]]], np.int32)
 

@@ -57,9 +57,9 @@ def test_scopes_of_the_user_stay_around_those_of_the_package(names):
 
 
 def test_a_scope_is_not_in_itself(names):
-    """In forward operations, no scope is directly inside itself. (In the backward pass, JAX repeats
-    the names around a checkpoint.) Additions of a sum are skipped, because their names do not tell
-    the pass."""
+    """No scope of a forward operation is directly inside itself. (Backward, JAX repeats names
+    around a checkpoint.) Additions of a sum are skipped, because their names do not tell the
+    pass."""
     of_passes = [op_name for op_name in names if op_name.startswith("jit(")]
     forward = [op_name for op_name in of_passes if "transpose(" not in op_name]
     assert forward

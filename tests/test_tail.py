@@ -1,8 +1,8 @@
 """Test tail="unspecified": a dispatch that does not write the rows after the last group (the tail)
 changes no other result.
 
-On the portable path, unwritten rows are NaN or extreme integers. If they affect a result, a test
-fails.
+On the portable path, unwritten rows are NaN or extreme integers. If such a row affects a result, a
+test fails.
 """
 
 import functools

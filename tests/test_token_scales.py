@@ -202,8 +202,8 @@ def by_form(form, group, ids, **options):
 )
 @of_every_form
 def test_derivatives_are_those_of_a_dispatch_without_a_format(form):
-    """Derivatives by x are those of a dispatch without a format. The cotangents of the scales are
-    zeros."""
+    """Derivatives with respect to x are those of a dispatch without a format. The cotangents of the
+    scales are zeros."""
     ids, x, scales = small_arguments()
     group = harness.vmapped_group(VMAPPED)
 

@@ -52,8 +52,8 @@ def group_of(hosts, **options):
 
 
 def exchanged_within(hosts):
-    """Return how many exchanges within hosts the counters of the group show. All hosts have the
-    same counters."""
+    """Return the number of exchanges within hosts, read from the counters of one host's group. All
+    hosts share them."""
     return shown_by_counters(harness.group_of(RANKS // hosts))
 
 
@@ -140,7 +140,7 @@ def test_many_tokens_return_the_same_rows(case):
 
 
 def test_a_token_crosses_to_each_host_once():
-    """The routing between hosts has as many (token, other host) pairs as a numpy loop counts."""
+    """The routing between hosts sends as many tokens to other hosts as a numpy loop counts."""
     layout, hosts = cases.PLAIN, HOSTS
     of_host, tokens = RANKS // hosts, layout.tokens
     group = group_of(hosts)
@@ -420,7 +420,7 @@ def test_a_group_chooses_two_levels_where_each_row_of_ranks_is_another_host(monk
     assert pays(two_by_four)
     assert pays(np.concatenate([two_by_four, two_by_four + 2]))
     assert not pays(np.zeros((1, 2, 4)))  # only one host
-    assert not pays(two_by_four.transpose(0, 2, 1))  # the first axis is not the hosts
+    assert not pays(two_by_four.transpose(0, 2, 1))  # the first axis is not that of hosts
     assert not pays(two_by_four[:, :, :1])  # one rank per host
     assert not pays(two_by_four[:, :1])
     assert not pays(np.repeat([[[0], [1], [0]]], 4, axis=2))

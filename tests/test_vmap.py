@@ -117,8 +117,8 @@ def test_unbatched_leaves_of_a_shared_routing_cross_once_and_come_back_unbatched
 @pytest.mark.exchanges(3 + 9 * 3)
 @pytest.mark.parametrize("fmt", (None, ma.BlockwiseFp8()), ids=("plain", "fp8"))
 def test_no_row_is_lost_where_elements_share_flags(fmt):
-    """The kernel has 4096 flags. With more slots, adjacent slots share a flag. An element's slots
-    are adjacent, and some are empty."""
+    """The kernel has 4096 flags. If there are more slots, adjacent slots share a flag. An element's
+    slots are adjacent, and some are empty."""
     ranks, batch, tokens, hidden, top_k = harness.FEW, 9, 1000, 128, 2
     num_experts, capacity = max(8, ranks), 1600
     if ranks > cases.MOST_RANKS:  # receive buffers grow with the square of the ranks

@@ -3,7 +3,7 @@ sources.
 
 ``make wheels test-wheels`` sets MOE_A2A_WHEELS to the folder of the wheels, and
 MOE_A2A_WHEEL_PYTHONS to the Python interpreters. CI builds the wheel without kernels, and runs this
-test on it.
+file with it.
 """
 
 import os
