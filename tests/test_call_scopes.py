@@ -1,5 +1,5 @@
-"""Test the attribute `scopes` of kernel calls: a hash of the named scopes around the call. By this
-hash, ranks detect that they run calls in different orders.
+"""Test the attribute `scopes` of kernel calls: a hash of the named scopes around it. By this hash,
+ranks detect that they make different calls.
 
 The hash must depend only on the program, and be equal in every process.
 """

@@ -38,8 +38,8 @@ def kept_choices(ids, capacity=CAPACITY, alignment=1):
 
 
 def ids_of(seed, spread=0.7):
-    """Return random ids [R, T, K], distinct for each token. A larger spread makes the loads of
-    experts less even."""
+    """Return random ids [R, T, K], distinct in a token. A larger spread makes the loads of experts
+    less even."""
     rng = np.random.default_rng(seed)
     logits = rng.normal(0, spread, EXPERTS) + rng.gumbel(size=(RANKS, TOKENS, EXPERTS))
     return np.argsort(-logits, axis=-1)[..., :TOP_K]
@@ -47,8 +47,7 @@ def ids_of(seed, spread=0.7):
 
 @pytest.mark.parametrize("alignment", (1, 4))
 def test_at_a_rank_no_choice_is_dropped_before_a_later_one(alignment):
-    """Among the choices of a rank's experts, no kept choice has a larger k than a dropped
-    choice."""
+    """Of the choices of a rank's experts, no kept one has a larger k than a dropped one."""
     ids = ids_of(0)
     kept = kept_choices(ids, alignment=alignment)
     for rank in range(RANKS):

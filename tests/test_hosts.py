@@ -27,7 +27,7 @@ CAN_MAKE_HOSTS = os.geteuid() == 0 and shutil.which("ip") is not None
 
 
 def test_each_process_as_a_host_has_the_rows_sums_and_gradients_of_a_flat_group():
-    """On two hosts of two ranks, rows, sums and gradients equal those of a one-level group."""
+    """On two hosts of two ranks, results equal those of a one-level group."""
     processes.assert_tests_pass(CHOSEN, "--devices=4", *["--as-hosts"] * CAN_MAKE_HOSTS)
 
 

@@ -1,4 +1,4 @@
-"""Test that the mutations of tests/mutations fit the sources."""
+"""Test that each mutation fits the sources."""
 
 import pytest
 from mutations import catalogue

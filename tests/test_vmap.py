@@ -210,7 +210,7 @@ def test_grad_of_vmap_equals_that_of_the_dense_layer():
 @pytest.mark.several_devices("it needs a second mesh axis")
 @pytest.mark.parametrize("shared", (False, True), ids=("own_routing", "shared_routing"))
 def test_a_batch_may_be_spread_over_another_axis_of_the_mesh(shared):
-    """With vmap's spmd_axis_name, the batch is divided over a mesh axis. In one case, all elements
+    """With vmap's spmd_axis_name, the batch is divided over a mesh axis. In one case, elements
     share the ids and the router weights."""
     dp = min(2, harness.MANY)
     ranks = harness.MANY // dp

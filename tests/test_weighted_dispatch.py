@@ -1,4 +1,5 @@
-"""Test the weighted dispatch, the transpose of a weighted combine. It equals its separate steps.
+"""Test the weighted dispatch, the transpose of a weighted combine. Its results equal those of
+separate steps.
 
 The steps are G = dispatch(g), weights * G, and the dot products <rows, G>. Results are zero for
 rows without a token, whatever these rows contain.
@@ -212,7 +213,8 @@ def test_a_batch_is_one_exchange_with_the_bits_of_its_elements(batched, counted)
 
 @pytest.mark.exchanges(2)
 def test_the_emulated_ranks_have_the_bits_of_real_ones():
-    """So do batches, with separate routings and with a shared one."""
+    """The results of emulated and real ranks have equal bits, also for batches with separate or
+    shared routings."""
     args, ids = arguments()
     group = harness.emulated_group(RANKS)
 
