@@ -1,6 +1,6 @@
 """Test which choices are dropped if a rank receives more rows than its capacity.
 
-Other tests compare them with the oracle. These tests check consequences of the definition.
+Other tests compare them with the oracle. These tests check what follows from the definition.
 """
 
 import functools
@@ -20,8 +20,7 @@ pytestmark = pytest.mark.exchanges(0)  # ranks are emulated on the portable path
 
 @functools.cache
 def program(capacity, alignment):
-    """Return a function from ids [R, T, K] to a bool array [R, T, K]: True for a choice that has a
-    row."""
+    """Return a function of ids [R, T, K]: a bool [R, T, K], True for a choice that has a row."""
     group = ma.Group(axis_name="ep", size=RANKS, implementation="portable")
 
     def kept(ids):
@@ -72,8 +71,8 @@ def test_the_last_expert_of_a_rank_is_dropped_no_more_than_the_first():
 
 
 def test_sources_lose_alike():
-    """If all ranks have equal ids, their numbers of dropped choices at a rank differ by at most
-    one."""
+    """If all ranks have equal ids, the numbers of choices that they lose at a rank differ by at
+    most one."""
     ids = np.broadcast_to(ids_of(1)[:1], (RANKS, TOKENS, TOP_K))
     dropped = np.sum(~kept_choices(ids), axis=(1, 2))
     assert dropped.min() > 0 and dropped.max() - dropped.min() <= RANKS

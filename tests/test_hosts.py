@@ -1,7 +1,7 @@
 """Test two-level groups on CPU. Each process acts as a host, and gloo connects the processes.
 
-As root, each process has a separate network (hosts.py). `make test-hosts` runs all tests of
-two-level groups with these numbers of hosts and ranks.
+If root runs the tests, each process has a separate network (hosts.py). `make test-hosts` runs all
+tests of two-level groups with these numbers of hosts and ranks.
 """
 
 import os

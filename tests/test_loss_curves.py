@@ -1,4 +1,4 @@
-"""Test that training the example model gives the losses of the newest record, made on a GPU."""
+"""Test that training the example model gives the losses of the newest record, computed on a GPU."""
 
 import harness
 import numpy as np

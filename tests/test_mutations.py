@@ -1,4 +1,4 @@
-"""Test that each mutation fits the sources."""
+"""Test that each mutation in the list fits the sources."""
 
 import pytest
 from mutations import catalogue

@@ -1,5 +1,4 @@
-"""A group of one rank exchanges nothing, so in shard_map's types, results vary only if inputs
-vary."""
+"""A group of one rank exchanges nothing, so a result has a varying type only if an input has."""
 
 import functools
 
