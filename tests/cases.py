@@ -13,13 +13,14 @@ import jax_moe_a2a as ma
 INT32 = np.iinfo(np.int32)
 ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
 RANKS_ON_ONE_GPU = int(os.environ.get("MOE_A2A_TEST_RANKS_ON_ONE_GPU", "0"))
-# One launch can route and dispatch at most this many tokens of a rank and choices of all ranks.
+# A launch that routes and dispatches accepts so many tokens of a rank, and choices of all ranks.
 FUSED_TOKENS, FUSED_CHOICES = 256, 16_384
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The static sizes of an exchange on any number of ranks. Capacity None is the worst case."""
+    """The static sizes of an exchange on any number of ranks. Capacity None: no choice is ever
+    dropped."""
 
     name: str
     tokens: int
@@ -40,7 +41,7 @@ class Layout:
         )
 
     def route_args(self, group):
-        """Return the keyword arguments of `ma.route`."""
+        """Return the keyword arguments of `ma.route` for this layout."""
         return dict(
             group=group,
             num_experts=self.num_experts(group.size),
@@ -52,12 +53,13 @@ class Layout:
         return self.tokens > 0 and self.rows(ranks) > 0
 
     def exchanges_of_dispatch(self, ranks):
-        """Return how many launches route and dispatch: 0 without rows, 1 if fused, or 2."""
+        """Return how many launches a route and a dispatch need: 0 without rows, 1 if fused, or
+        2."""
         is_one = self.tokens <= FUSED_TOKENS and ranks * self.tokens * self.top_k <= FUSED_CHOICES
         return (1 if is_one else 2) * self.has_rows(ranks)
 
 
-# Each routing is a function (random generator, ranks, layout) -> ids [ranks, tokens, top_k] int32.
+# Each routing is a function (random generator, ranks, layout) -> int32 ids [ranks, tokens, top_k].
 
 
 def shape(ranks, layout):
@@ -65,7 +67,7 @@ def shape(ranks, layout):
 
 
 def uniform(rng, ranks, layout):
-    """Draw distinct experts for each token if there are enough experts."""
+    """Choose random experts, distinct for each token if there are enough experts."""
     experts = layout.num_experts(ranks)
     if experts < layout.top_k:
         return rng.integers(0, experts, shape(ranks, layout), np.int32)
@@ -96,7 +98,7 @@ def last_rank_only(rng, ranks, layout):
 
 
 def idle_rank(rng, ranks, layout):
-    """Draw ids that send nothing to rank 0. With one rank, all ids are -1."""
+    """Return random ids that send nothing to rank 0. With one rank, all ids are -1."""
     if ranks == 1:
         return np.full(shape(ranks, layout), -1, np.int32)
     return rng.integers(
@@ -143,19 +145,20 @@ def single_choice(rng, ranks, layout):
 
 
 def repeated(rng, ranks, layout):
-    """Draw ids of only two experts, so that most tokens name an expert more than once."""
+    """Return random ids of only two experts, so that most tokens choose an expert more than
+    once."""
     pool = rng.permutation(layout.num_experts(ranks))[:2]
     return rng.choice(pool, shape(ranks, layout)).astype(np.int32)
 
 
 def one_expert_per_token(rng, ranks, layout):
-    """Draw one expert for each token, and use it for all K choices of the token."""
+    """Return a random expert for each token, repeated for all K choices of the token."""
     ids = rng.integers(0, layout.num_experts(ranks), (ranks, layout.tokens, 1), np.int32)
     return np.broadcast_to(ids, shape(ranks, layout)).copy()
 
 
 def invalid(rng, ranks, layout):
-    """Draw valid ids, and replace about half of them by ids outside of the range, or by -1."""
+    """Return random ids, about half of them outside of the valid range, or -1."""
     experts = layout.num_experts(ranks)
     wild = np.array(
         [experts, experts + 1, -2, -3, -experts, INT32.max, INT32.min, 1 << 16, -1], np.int32
@@ -193,7 +196,7 @@ ROUTINGS: dict[str, Callable] = {
 
 PLAIN = Layout("plain", tokens=12, top_k=4, local_experts=3)
 PADDED = Layout("alignment_8", tokens=12, top_k=4, local_experts=3, alignment=8)
-# The capacity is not a multiple of the alignment, so the last group loses rows or padding.
+# The capacity is no multiple of the alignment, so rows or padding of the last group do not fit.
 CUT = Layout(
     "alignment_8_capacity_19", tokens=12, top_k=4, local_experts=3, capacity=19, alignment=8
 )
@@ -216,21 +219,21 @@ LAYOUTS = (
     Layout("many_experts", tokens=9, top_k=2, local_experts=32),
     Layout("many_tokens", tokens=150, top_k=6, local_experts=4, hidden=33),
 )
-# These layouts need GPUs. They fill many blocks and chunks, and use each ring half several times.
+# These layouts need GPUs. In the kernels, they use many blocks and chunks.
 GPU_LAYOUTS = (
     Layout("a_thousand_tokens", tokens=1024, top_k=8, local_experts=16, hidden=256),
     Layout("wide_rows", tokens=257, top_k=3, local_experts=4, alignment=128, hidden=7169),
     Layout("overflow", tokens=2048, top_k=8, local_experts=16, capacity=9001, hidden=96),
 )
-MOST_RANKS = 8  # the layouts above are made for at most this number of ranks
+MOST_RANKS = 8  # the layouts above have sizes for at most this many ranks
 
 
 def for_many_ranks(layout):
     """Return a layout that fits on one GPU for any number of ranks.
 
     With the worst-case capacity, the memory grows with the square of the number of ranks. The
-    returned layout therefore has twice the mean load as its capacity. On more than `MOST_RANKS`
-    ranks, the layouts for GPUs also have fewer tokens.
+    returned layout's capacity is therefore twice the mean number of rows of a rank. On more than
+    `MOST_RANKS` ranks, the layouts for GPUs also have fewer tokens.
     """
     if RANKS_ON_ONE_GPU <= MOST_RANKS or layout.tokens * layout.top_k < 500:
         return layout
@@ -274,7 +277,7 @@ OTHER_ROUTINGS = (
 
 
 def cases_of(layout):
-    """Return the cases of a layout. A layout without tokens has only one case."""
+    """Return one case of the layout for each routing. A layout without tokens has only one case."""
     names = tuple(ROUTINGS) if layout in FULL_CATALOGUE else OTHER_ROUTINGS
     return [Case(layout, name) for name in (names if layout.tokens else names[:1])]
 
@@ -295,7 +298,7 @@ def gpu_catalogue():
     return [Case(layout, name) for layout in GPU_LAYOUTS for name in names]
 
 
-# An exchange moves these dtypes, and does not sum them.
+# A dispatch accepts these dtypes; a combine sums only `SUMMED_DTYPES`.
 MOVED_DTYPES = (
     "bool",
     "int8",
@@ -326,7 +329,7 @@ def dtype(name):
 
 
 def any_bits(rng, shape, name):
-    """Draw random bytes, so that floats include subnormals and NaNs with payloads."""
+    """Return random bytes, so that floats include subnormals and NaNs with payloads."""
     if name == "bool":
         return rng.integers(0, 2, shape).astype(np.bool_)
     item = dtype(name).itemsize
@@ -339,6 +342,7 @@ def normal(rng, shape, name):
 
 
 def bits(array):
-    """Return the bytes of an array. Byte comparison distinguishes NaNs, and the signs of zeros."""
+    """Return the bytes of an array. A comparison of bytes distinguishes 0 from -0, and NaNs with
+    different bits."""
     array = np.ascontiguousarray(array)
     return array.view(np.uint8) if array.ndim else array.reshape(1).view(np.uint8)

@@ -1,14 +1,16 @@
 """Choose the devices of the tests before JAX is imported.
 
-The tests run on 8 virtual CPU devices or, with MOE_A2A_TEST_GPU=1, on real GPUs. If GPUs are
-requested but absent, the session fails. MOE_A2A_TEST_IMPLEMENTATION sets `implementation` of every
-group. `python -m tests.processes` divides the devices among processes.
+The tests run on 8 virtual CPU devices or, with MOE_A2A_TEST_GPU=1, on real GPUs. If
+MOE_A2A_TEST_GPU is 1 but there is no GPU, the session fails. MOE_A2A_TEST_IMPLEMENTATION sets the
+argument `implementation` of every group. `python -m tests.processes` divides the devices among
+processes.
 
-Implicit promotions of dtypes and ranks are errors, except in tests with the marker `promotes`.
+If JAX promotes a dtype or a number of axes, it raises an error, except in tests with the marker
+`promotes`.
 
 With MOE_A2A_TEST_RANKS_ON_ONE_GPU=8, all 8 ranks share one GPU or one CPU device. Tests that need
-several devices are then skipped (`-rs` lists them). On a GPU, each remaining test must state how
-many exchanges it makes (`harness.expect_exchanges`).
+several devices are then skipped (`-rs` lists them). On a GPU, each other test must declare its
+number of exchanges (`harness.expect_exchanges`).
 """
 
 import contextlib
@@ -30,7 +32,8 @@ if ON_GPU:
 else:
     num_devices = JOINED[-1] if JOINED else processes.CPU_DEVICES
     os.environ["JAX_PLATFORMS"] = "cpu"
-    # Level 0 compiles faster. Flags in the user's XLA_FLAGS come later, so they take precedence.
+    # Optimization level 0 compiles faster. XLA uses the last value of a flag, so the user's
+    # XLA_FLAGS come later.
     os.environ["XLA_FLAGS"] = (
         f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')} "
         f"--xla_force_host_platform_device_count={num_devices}"
@@ -78,15 +81,15 @@ def pytest_collection_modifyitems(items):
         several = item.get_closest_marker("several_devices")
         if harness.RANKS_ON_ONE_GPU and several:
             item.add_marker(pytest.mark.skip(reason=f"needs several devices: {several.args[0]}"))
-        # Each of these files compiles one program for all its tests. No single test can be skipped.
+        # All tests of such a file share one program, so all of them are skipped.
         if item.path.match("gpu/test_split_*.py") and not harness.splits_fit():
             item.add_marker(pytest.mark.skip(reason=TOO_MANY_RANKS))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_handlecrashitem(report):
-    """Add the exit status of a dead test worker to the report. Status -9 means that another process
-    killed the worker. After other signals, the log has the stacks of all Python threads."""
+    """Add the exit status of a crashed pytest worker to the report. Status -9 means that another
+    process killed the worker. After other signals, the log has the stacks of all Python threads."""
     report.longrepr += f", with exit status {report.node.gateway._io.wait()}"
 
 
@@ -95,13 +98,14 @@ def handler_library(tmp_path_factory):
     return handler_calls.build(tmp_path_factory.mktemp("handlers"))
 
 
-# The values "strict" and "raise" make JAX refuse to promote dtypes and ranks.
+# With the values "strict" and "raise", JAX promotes neither dtypes nor numbers of axes.
 PROMOTION = "JAX_NUMPY_DTYPE_PROMOTION", "JAX_NUMPY_RANK_PROMOTION"
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """Run a test with the marker `promotes`, and its processes, with JAX's default promotion."""
+    """If a test has the marker `promotes`, run it and its processes with JAX's default
+    promotion."""
     if item.get_closest_marker("promotes") is None:
         return (yield)
     with environment.restored():
@@ -113,8 +117,9 @@ def pytest_runtest_protocol(item):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """If all ranks share one GPU, check that the test makes the exchanges that it states."""
-    # Tests in tests/gpu count their exchanges, because close() and set_epoch() change counters.
+    """If all ranks share one GPU, check that the test makes the exchanges that it declares."""
+    # Tests in tests/gpu change the counters by close() and set_epoch(), so they check them
+    # themselves.
     counts_by_itself = item.path.parent.name == "gpu" or item.get_closest_marker("counts_by_itself")
     if not (harness.RANKS_ON_ONE_GPU and ON_GPU) or counts_by_itself:
         return (yield)
@@ -123,7 +128,7 @@ def pytest_runtest_call(item):
 
 
 def stated_by_marker(item):
-    """Return a context that checks the number of exchanges in the test's marker `exchanges`, if
+    """Return a context that expects the number of exchanges in the test's marker `exchanges`, if
     any. The number may be a function of the test's parameters."""
     marker = item.get_closest_marker("exchanges")
     if marker is None:
@@ -149,13 +154,13 @@ def exact_products():
 
 @pytest.fixture
 def devices_pass_for_gpus(monkeypatch):
-    """Pretend that all devices are GPUs that run the kernels."""
+    """Make every group choose the kernels, although its devices are no GPUs."""
     monkeypatch.setattr(ma.Group, "_why_portable", "")
 
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """Pretend that there are GPUs of compute capability 9.0."""
+    """Lower programs as if the GPUs had compute capability 9.0."""
     jax.clear_caches()
     monkeypatch.setattr(lowered, "_why_other_gpu", lambda: "")
     monkeypatch.setattr(native, "has_grouped_gemm", lambda: True)

@@ -9,8 +9,8 @@ import jax_moe_a2a as ma
 def dense(x, weights, ids, w_in, w_out, activation, b_in=None, b_out=None):
     """Return the output [..., H] of a layer in which every expert computes every token.
 
-    x is [..., H]; weights and ids are [..., K]. `w_in` and `b_in` hold gate and up side by side or
-    on a separate axis.
+    x is [..., H]; weights and ids are [..., K]. `w_in` and `b_in` contain gate and up side by side,
+    or on a separate axis of size 2.
     """
     hidden = jnp.einsum("...h,ehi->...ei", x, w_in.reshape(*w_in.shape[:2], -1))
     if b_in is not None:
@@ -22,14 +22,14 @@ def dense(x, weights, ids, w_in, w_out, activation, b_in=None, b_out=None):
 
 
 def dense_experts(x, weights, ids, experts):
-    """Call `dense` with the arrays of `ma.Experts`. Add an axis of experts to a shared expert."""
+    """Call `dense` with the arrays of `ma.Experts`. A shared expert gets an expert axis."""
     if experts.output_gate is not None:
         weights = weights * jax.nn.sigmoid(x @ experts.output_gate)[..., None]
     if experts.w_out.ndim == 2:
         experts = jax.tree.map(lambda w: w[None], experts)
     activation = experts.activation or swiglu
     arrays = experts.w_in, experts.w_out, activation, experts.b_in, experts.b_out
-    if experts.weigh_input:  # sum after the products, because a token may choose an expert twice
+    if experts.weigh_input:  # a token may choose an expert twice, with two weights
         of_choice = lambda weight, k: dense(
             weight[..., None] * x, jnp.ones_like(weight)[..., None], ids[..., k : k + 1], *arrays
         )
@@ -38,7 +38,7 @@ def dense_experts(x, weights, ids, experts):
 
 
 def experts_of(w_in, w_out, b_in=None, b_out=None, activation=None):
-    """Return `ma.Experts`. Move gate and up of `w_in` and `b_in` to a separate axis."""
+    """Return `ma.Experts`. In `w_in` and `b_in`, gate and up get a separate axis."""
     width = w_out.shape[-2]
 
     def divided(a):

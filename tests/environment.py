@@ -6,10 +6,10 @@ import os
 
 @contextlib.contextmanager
 def restored():
-    """Restore the environment variables that changed, and write no other variables.
+    """At the end of the context, restore only the environment variables that changed.
 
-    ``mock.patch.dict(os.environ)`` would write all variables. XLA (jax 0.12) crashes if a running
-    CPU program calls ``getenv`` at that moment.
+    ``mock.patch.dict(os.environ)`` would write all variables. If a running CPU program calls
+    ``getenv`` at that moment, XLA (jax 0.12) crashes.
     """
     before = dict(os.environ)
     try:

@@ -1,7 +1,7 @@
 """Count the exchanges of a group with the counters in device memory.
 
-If all ranks share one GPU, every test states how many exchanges it makes on each rank. Without this
-statement, a test whose calls take the portable path would pass without any kernel.
+If all ranks share one GPU, every test declares how many exchanges it makes on each rank. Otherwise,
+a test whose calls use the portable path would pass although no kernel runs.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from jax_moe_a2a._src.group import native
 
 @dataclasses.dataclass(frozen=True)
 class Count:
-    """The numbers of whole exchanges and of split exchanges on each rank."""
+    """The numbers of unsplit (whole) and of split exchanges on each rank."""
 
     whole: int = 0
     split: int = 0
@@ -29,8 +29,8 @@ class Count:
 
 
 def shown_by_counters(group):
-    """Return the number of exchanges since the workspaces opened. Include the exchanges of
-    replicated tokens, which `group.single_rank` makes."""
+    """Return the number of exchanges since the workspaces opened. Exchanges of replicated tokens
+    count, too; `group.single_rank` makes them."""
     total = Count()
     for topology in (group.topology, group.single_rank.topology):
         whole, split = (num_exchanges(topology, kind) for kind in native.WORKSPACE_KINDS)
@@ -39,7 +39,8 @@ def shown_by_counters(group):
 
 
 def num_exchanges(topology, kind):
-    """Return the number of exchanges of each rank, or 0 if the workspace is closed."""
+    """Return the number of exchanges, which is equal on all ranks, or 0 if the workspace is
+    closed."""
     of_ranks = {next_epoch - 1 for next_epoch, *_ in epochs_of(topology, kind)}
     assert len(of_ranks) <= 1, f"ranks have made different numbers of exchanges: {of_ranks}"
     return of_ranks.pop() if of_ranks else 0

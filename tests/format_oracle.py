@@ -1,7 +1,7 @@
 """Encode and decode token formats in plain numpy.
 
 Computations use float32 where docs/formats.md requires it. Otherwise they use float64, which is
-exact. From the package, this file uses only the classes that describe formats.
+exact. This file uses only the package's classes of formats (`MxFp8` and others).
 """
 
 import cases
@@ -14,7 +14,8 @@ E4M3, E8M0 = (cases.dtype(name) for name in ("float8_e4m3fn", "float8_e8m0fnu"))
 
 
 def magnitudes(dtype, num_codes):
-    """Return the values of the codes 0 to num_codes - 1 of an 8-bit float, as float64."""
+    """Return, as float64, the numbers that the bytes 0 to num_codes - 1 encode in an 8-bit
+    float."""
     return np.arange(num_codes, dtype=np.uint8).view(dtype).astype(np.float64)
 
 
@@ -23,7 +24,8 @@ E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
 def nearest(x, values):
-    """Return the index of the value nearest to x >= 0. In a tie, return the even index."""
+    """Return the index of the element of `values` that is nearest to x >= 0. In a tie, return the
+    even index."""
     bounds = (values[:-1] + values[1:]) / 2
     below, upto = np.searchsorted(bounds, x, "left"), np.searchsorted(bounds, x, "right")
     return np.where(below % 2 == 0, below, upto)
@@ -43,12 +45,12 @@ def ocp_exponents(largest):
 
 
 def encode(fmt, x):
-    """Return (values, scales) of x [..., H] in a format."""
-    with np.errstate(invalid="ignore"):  # casting a signalling NaN warns
+    """Encode x [..., H] in a format as (values, scales)."""
+    with np.errstate(invalid="ignore"):  # a cast of a signalling NaN would warn
         groups = x.astype(np.float64).reshape(-1, fmt.group_size)
     is_finite = np.isfinite(groups).all(axis=1)
     groups[~is_finite] = 0
-    groups[np.abs(groups) < 2.0**-126] *= 0.0  # keeps the sign of zero
+    groups[np.abs(groups) < 2.0**-126] *= 0.0  # becomes 0 or -0, with the same sign
     encode_groups = encode_nv if isinstance(fmt, ma.NvFp4) else encode_power_of_two
     codes, scales = encode_groups(fmt, np.abs(groups))
     sign = np.signbit(groups).astype(np.uint8)
@@ -58,7 +60,7 @@ def encode(fmt, x):
     else:
         values = (codes | sign << 7).view(E4M3)
     scales[~is_finite] = np.nan
-    *lead, hidden = x.shape  # no -1 in reshape, because there may be no tokens
+    *lead, hidden = x.shape  # reshape with -1 fails without tokens
     values = values.reshape(*lead, hidden * values.shape[-1] // fmt.group_size)
     return values, scales.reshape(*lead, hidden // fmt.group_size)
 
@@ -87,8 +89,8 @@ def encode_nv(fmt, groups):
 
 
 def encode_squares(w, size=128):
-    """Return values [L, N, K] and scales of weights [L, K, N], quantized in 128x128 blocks. N need
-    not be a multiple of 128."""
+    """Quantize weights [L, K, N] in 128x128 blocks; return values [L, N, K] and scales. N need not
+    be a multiple of 128."""
     x = np.swapaxes(np.asarray(w, np.float64), 1, 2)
     experts, n, k = x.shape
     padded = np.zeros((experts, -(-n // size) * size, k))
@@ -102,7 +104,7 @@ def encode_squares(w, size=128):
 
 
 def decode(fmt, values, scales, dtype):
-    """Multiply values by their scales in a format. Return the products in `dtype`."""
+    """Decode the values and scales of a format. Return the numbers in `dtype`."""
     global_scale = 1.0
     if isinstance(fmt, ma.NvFp4):
         nibbles = np.stack([values & 15, values >> 4], axis=-1)
@@ -121,11 +123,11 @@ def decode(fmt, values, scales, dtype):
     return np.where(bad, np.array(np.nan, out.dtype), out)
 
 
-# These functions use NvFp4 with a global scale per token: scales [*lead], tokens [*lead, ..., H].
+# In the next functions, each token of tokens [*lead, ..., H] has a global scale, scales [*lead].
 
 
 def of_each_token(fn, scales, *arrays):
-    """Call `fn(fmt, is_valid, *arrays of the token)` for each token. Return (lead, results)."""
+    """Call `fn(fmt, is_valid, *the token's arrays)` for each token. Return (lead, results)."""
     lead, least = scales.shape, 2.0**-116
     results = []
     for index in np.ndindex(lead):
@@ -137,7 +139,7 @@ def of_each_token(fn, scales, *arrays):
 
 
 def encode_tokens(x, scales):
-    """Return (values, scales) of tokens. If a token's global scale is invalid, its values are zero
+    """Encode tokens as (values, scales). If a token's global scale is invalid, its values are zero
     bytes and its scales are NaN."""
 
     def of_token(fmt, is_valid, token):

@@ -1,4 +1,4 @@
-"""Run the package's FFI handlers as custom calls on CPU with the fake driver of
+"""Run the package's FFI handlers as custom calls on CPU, with the fake driver in
 ``tests/emulation/host``. The handlers check their attributes and arrays, but no kernel runs."""
 
 import ctypes
@@ -15,7 +15,7 @@ from host_extension import HOST, ROOT, built
 NUM_DEVICES = 2
 MIB = 1 << 20
 STATE = "moe_a2a_exchange_on_cpu"
-# The state of this call needs only the attributes that all calls have.
+# This call needs only the attributes that all calls have.
 DONE = "moe_a2a_dispatch_done"
 
 
@@ -24,7 +24,7 @@ ON_CPU = {
     "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
     "MOE_A2A_TEST_GPU": "0",
 }
-SECONDS = 120  # long enough for a process to start, compile and end
+SECONDS = 120  # enough for a process to start, compile and end
 
 
 def can_build():
@@ -48,7 +48,8 @@ def command_of(scenario, library_path):
 
 
 def run(scenario, library_path):
-    """Run a function of a test file in a new process, because devices cannot be removed."""
+    """Run a function of a test file in a new process, because a process cannot remove fake
+    devices."""
     done = subprocess.run(
         command_of(scenario, library_path),
         env=os.environ | ON_CPU,
@@ -75,8 +76,8 @@ def load(path):
 
 
 def register(library):
-    """Register the library's calls with XLA."""
-    jax.devices()  # initialize JAX, because XLA refuses targets registered before their types
+    """Register the library's FFI handlers with XLA."""
+    jax.devices()  # initialize JAX first, because XLA needs the types before the targets
     registration = dict(
         type_id=jax.ffi.pycapsule(library.state_type_id()),
         type_info=jax.ffi.pycapsule(library.state_type_info()),
@@ -102,7 +103,7 @@ def _register(target, name, library, instantiate=None):
 
 
 def attributes(*, half_bytes=MIB, raise_failures=True, split=False):
-    """Return the attributes that all calls have, for an exchange between two devices."""
+    """Return the attributes that every custom call has, for an exchange between two devices."""
     return dict(
         devices=np.arange(NUM_DEVICES, dtype=np.int64),
         num_ranks=np.int64(NUM_DEVICES),
@@ -117,7 +118,7 @@ def attributes(*, half_bytes=MIB, raise_failures=True, split=False):
 
 
 def call(name="report", **options):
-    """Make a call that returns 1, or NaN after a failure (float32 [])."""
+    """Make a custom call that returns float32 []: 1, or NaN after a failure."""
     result = jax.ShapeDtypeStruct((), jnp.float32)
     target = jax.ffi.ffi_call(f"checked_{name}", result, has_side_effect=True)
     return target(**attributes(**options))

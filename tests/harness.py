@@ -1,4 +1,4 @@
-"""Run functions on every rank, run the cases of `cases`, and compare results with the oracle."""
+"""Run functions on every rank, run the cases of cases.py, and compare results with oracle.py."""
 
 import collections
 import contextlib
@@ -23,7 +23,7 @@ from jax_moe_a2a._src.group import native
 
 AXIS = "ep"
 ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
-# This many ranks share one device, as a vmap. 0 means that each rank has its own device.
+# This many ranks share one device, as a vmap. 0: each rank has a separate device.
 RANKS_ON_ONE_GPU = cases.RANKS_ON_ONE_GPU
 TIMES_SLOWER = max(1, RANKS_ON_ONE_GPU // 16)  # time limits are longer if many ranks share a GPU
 IMPLEMENTATION = os.environ.get("MOE_A2A_TEST_IMPLEMENTATION") or None
@@ -38,9 +38,9 @@ elif ON_GPU:
     RANK_COUNTS = tuple(n for n in (2, 4, 8) if n <= NUM_DEVICES) or (1,)
 else:
     RANK_COUNTS = tuple(n for n in (1, 2, 4, 8) if n <= NUM_DEVICES)
-# Each process has the same number of ranks.
+# All processes must have equally many ranks.
 RANK_COUNTS = tuple(n for n in RANK_COUNTS if n % PROCESSES == 0)
-# SEVERAL is at most 4 ranks, FEW is the smallest number above 1, and MANY is the largest number.
+# SEVERAL is the largest of RANK_COUNTS up to 4, FEW the smallest above 1, and MANY the largest.
 SEVERAL = max((n for n in RANK_COUNTS if n <= 4), default=RANK_COUNTS[0])
 FEW = min((n for n in RANK_COUNTS if n >= 2), default=1)
 MANY = RANK_COUNTS[-1]
@@ -50,7 +50,7 @@ OF_EXCHANGE = tuple(field.name for field in dataclasses.fields(ma.Exchange))
 
 
 def exchanging(*dictionaries, **options):
-    """Merge keyword arguments, and put all options of an exchange into one `Exchange`."""
+    """Merge dicts of keyword arguments, and put all options of an exchange into one `Exchange`."""
     merged, own = {}, None
     for each in (*dictionaries, options):
         for name, value in each.items():
@@ -65,13 +65,14 @@ def exchanging(*dictionaries, **options):
 
 
 def worst_case(num_tokens, top_k, ranks, num_experts, **options):
-    """Return the capacity at which no rank drops rows. `options` are options of `Exchange`."""
+    """Return the smallest capacity at which no rank ever drops rows. `options` are options of
+    `Exchange`."""
     exchange = ma.Exchange(**options)
     return exchange.rows_per_rank(num_tokens, top_k, group_size=ranks, num_experts=num_experts)
 
 
 def devices(count):
-    """Return `count` devices, with equally many devices of each process."""
+    """Return `count` devices, the same number from each process."""
     each, rest = divmod(count, PROCESSES)
     assert not rest, f"{PROCESSES} processes do not share {count} devices"
     of_process = [[d for d in jax.devices() if d.process_index == p] for p in range(PROCESSES)]
@@ -86,7 +87,7 @@ def mesh_of(ranks):
 
 def mesh_over(axis_type=AxisType.Auto, **sizes):
     """Return a mesh with axes of these sizes. `axis_type` may be a tuple with a type for each axis.
-    If there are too few devices, skip the test."""
+    Skip the test if there are too few devices."""
     count = math.prod(sizes.values())
     if count > NUM_DEVICES:
         pytest.skip(f"needs {count} devices")
@@ -104,7 +105,8 @@ def group_of(ranks, **options):
 
 
 def poison(aval, sharding):
-    """Return an array of values that no correct result has: NaN, or integers of bytes 0xA5."""
+    """Return an array of a value that no correct result contains: NaN, or an integer whose bytes
+    are all 0xA5."""
     dtype = np.dtype(aval.dtype)
     byte = 1 if dtype == np.bool_ else 0xA5 if dtype.kind in "iu" else 0xFF
     raw = np.full((*aval.shape, dtype.itemsize), byte, np.uint8)
@@ -120,8 +122,8 @@ def is_elsewhere(leaf):
 
 
 def put(tree, sharding, **options):
-    """Put arrays on devices like `jax.device_put`, but preserve all bits. All processes must pass
-    equal arrays; this function does not check that the arrays are equal."""
+    """Put arrays on devices like `jax.device_put`, but keep every bit. All processes must pass
+    equal arrays, which is not checked."""
 
     def put_parts(leaf):
         if is_elsewhere(leaf):
@@ -137,7 +139,8 @@ def put(tree, sharding, **options):
 
 
 def numpy_of(tree):
-    """Return a pytree of whole numpy arrays. All processes must call this function."""
+    """Return the pytree with numpy arrays, which include the shards of other processes. All
+    processes must call it."""
     leaves, structure = jax.tree.flatten(tree)
     elsewhere = [leaf for leaf in leaves if is_elsewhere(leaf)]
     whole = iter(gathered(elsewhere) if elsewhere else ())
@@ -147,7 +150,7 @@ def numpy_of(tree):
 
 
 def jit(fn, exchanges=None, split=0, **options):
-    """Compile like `jax.jit`. With several processes, the results are whole numpy arrays.
+    """Compile like `jax.jit`. With several processes, results are numpy arrays of all shards.
     `exchanges` and `split` are the arguments of `expect_exchanges` for each run."""
     jitted = jax.jit(fn, **options)
     if RANKS_ON_ONE_GPU:
@@ -165,10 +168,11 @@ def jit(fn, exchanges=None, split=0, **options):
 
 
 def gathered(arrays):
-    """Return arrays of several processes as numpy arrays. One program sends all their bytes."""
+    """Convert arrays that are divided over processes to numpy arrays. One JAX program sends all
+    bytes."""
 
     def parts(array, process):
-        """Return the shards (device, slices) of a process, sorted by device."""
+        """Return the process's (device, index of its shard), sorted by device."""
         indices = array.sharding.devices_indices_map(array.shape).items()
         own = [(device, index) for device, index in indices if device.process_index == process]
         return sorted(own, key=lambda part: part[0].id)
@@ -199,7 +203,8 @@ def gathered(arrays):
 
 @functools.cache
 def gathering():
-    """Return a mesh with one device per process, and a program that gathers the devices' shards."""
+    """Return a mesh of one device per process, and a program that copies all shards to each
+    device."""
     first = [jax.local_devices(process)[0] for process in range(PROCESSES)]
     mesh = Mesh(np.array(first), ("process",))
     return mesh, jax.jit(lambda sent: sent, out_shardings=NamedSharding(mesh, PartitionSpec()))
@@ -216,7 +221,7 @@ def received_from_all(sent):
 
 
 def of_all_processes(value):
-    """Return a list of the processes' values. Each pickled value has at most 64 KiB."""
+    """Return a list of the `value` that each process passes. A pickled value may have 64 KiB."""
     if PROCESSES == 1:
         return [value]
     sent = np.zeros(1 << 16, np.uint8)
@@ -225,9 +230,9 @@ def of_all_processes(value):
     return [pickle.loads(received.tobytes()) for received in received_from_all(sent)]
 
 
-# On CPUs, tests that mostly compile take half the time with optimizations disabled.
+# On CPUs, tests that mostly compile need half the time with optimizations disabled.
 QUICKLY = None if ON_GPU else {"xla_backend_optimization_level": 0}
-# Some tests check how XLA optimizes users' programs.
+# For tests that check how XLA optimizes programs.
 THOROUGHLY = None if ON_GPU else {"xla_backend_optimization_level": 3}
 quickly = functools.partial(jax.jit, compiler_options=QUICKLY)
 
@@ -239,10 +244,10 @@ OF_SEVERAL_AXES = [
 
 
 def over_ranks(fn, mesh=None, in_axes=0, out_axes=0, check_vma=True):
-    """Map `fn` over the ranks, which are the devices of the mesh, or a vmap on one device.
+    """Map `fn` over the ranks: with a shard_map over the mesh, or with a vmap on one device.
 
-    `in_axes` are the rank axes of the arguments. `out_axes` is the rank axis of all results. An
-    axis of None means that the array is equal on all ranks.
+    `in_axes` gives each argument's rank axis. `out_axes` is the rank axis of all results. An axis
+    of None means that the array is equal on all ranks.
     """
     if RANKS_ON_ONE_GPU and mesh is not None:
         assert in_axes == out_axes == 0, "all rank axes must be the first axis"
@@ -273,7 +278,7 @@ def over_ranks(fn, mesh=None, in_axes=0, out_axes=0, check_vma=True):
 
 
 def over_axes(fn, mesh):
-    """Map `fn` over the ranks on one device, with a vmap over each axis of an abstract mesh."""
+    """Map `fn` over the ranks on one device, with one vmap for each axis of an abstract mesh."""
     for axis in reversed(mesh.axis_names):
         fn = jax.vmap(fn, axis_name=axis)
     sizes = mesh.axis_sizes
@@ -324,11 +329,11 @@ def on_each_rank(fn, mesh=None, check_vma=True, compiler_options=None, exchanges
     return run
 
 
-# If all ranks share one GPU, each test states how many exchanges each rank makes: as an argument of
-# a program, with `expect_exchanges`, or with the marker `exchanges`.
+# If all ranks share one GPU, each test declares how many exchanges each rank makes: as an argument
+# of a program, with `expect_exchanges`, or with the marker `exchanges`.
 
 
-# `stated` is the sum of the running test's statements, and `num_statements` is their number.
+# `stated` is the number of exchanges that the test has declared, in `num_statements` calls.
 ledger = types.SimpleNamespace(stated=Count(), num_statements=0)
 
 
@@ -337,7 +342,7 @@ def exchanged():
 
 
 def splits_fit():
-    """Return False if too many ranks share a GPU for split exchanges."""
+    """Return False if so many ranks share a GPU that split exchanges cannot run."""
     if not (RANKS_ON_ONE_GPU and ON_GPU):
         return True
     num_sms = jax.devices()[0].core_count
@@ -346,7 +351,7 @@ def splits_fit():
 
 @contextlib.contextmanager
 def expect_exchanges(whole, split=0):
-    """Fail unless each rank makes these numbers of whole and split exchanges in the `with` block.
+    """Fail unless each rank makes `whole` unsplit and `split` split exchanges in the `with` block.
     The check runs only if all ranks share one GPU."""
     if not (RANKS_ON_ONE_GPU and ON_GPU):
         yield
@@ -360,15 +365,16 @@ def expect_exchanges(whole, split=0):
 
 
 def stated(exchanges, split):
-    """Return the context `expect_exchanges`, or an empty context if `exchanges` is None."""
+    """Return `expect_exchanges(exchanges, split)`, or a context without checks if `exchanges` is
+    None."""
     return contextlib.nullcontext() if exchanges is None else expect_exchanges(exchanges, split)
 
 
 @contextlib.contextmanager
 def every_exchange_is_stated():
-    """Fail unless the test states all its exchanges. A test without exchanges must state 0."""
+    """Fail unless the test declares all its exchanges. A test without exchanges must declare 0."""
     ledger.stated, ledger.num_statements = Count(), 0
-    run_case.cache_clear()  # cached results of other tests make no exchanges
+    run_case.cache_clear()  # for a cached case, no exchange would run
     before = exchanged()
     yield
     actual = exchanged() - before
@@ -377,7 +383,7 @@ def every_exchange_is_stated():
 
 
 def is_traced(*args):
-    """Return True if a call with these arguments is traced."""
+    """Return True if JAX is tracing, or if an argument is a tracer."""
     tracers = (isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args))
     return compat.traced_function() is not None or any(tracers)
 
@@ -396,7 +402,7 @@ def counted(jitted, exchanges, split):
 
 
 def eagerly(fn, exchanges=None, split=0):
-    """Return an uncompiled `fn` that checks how many exchanges each run makes."""
+    """Return a function that runs `fn` without jit and checks how many exchanges each run makes."""
 
     def run(*args):
         with stated(exchanges, split):
@@ -406,7 +412,7 @@ def eagerly(fn, exchanges=None, split=0):
 
 
 def emulated_group(ranks):
-    """Return a group without devices, whose ranks are a vmap on the portable path."""
+    """Return a group without devices: its ranks are a vmap, on the portable path."""
     implementation = "portable" if RANKS_ON_ONE_GPU else None
     return ma.Group(axis_name=AXIS, size=ranks, implementation=implementation)
 
@@ -417,7 +423,8 @@ def vmapped_group(ranks):
 
 
 def exchange_fn(layout, group):
-    """Return a function of one rank's arrays: a dispatch, and two combines, one with weights."""
+    """Return a function of one rank's arrays that makes a dispatch and two combines, one
+    weighted."""
 
     def exchange(ids, x, topk_weights, y):
         recv = ma.dispatch(x, ids, topk_weights, **layout.route_args(group))
@@ -457,7 +464,7 @@ def exchange_inputs(case, ranks, seed=0):
 
 @functools.lru_cache(maxsize=4)
 def run_case(case, ranks, seed=0):
-    """Return the results, the inputs and the expected routing of a case."""
+    """Run a case, and return its results, its inputs and the expected routing."""
     (ids, x, topk_weights, y), routing = exchange_inputs(case, ranks, seed)
     results = exchange_program(case.layout, ranks)(ids, x, topk_weights, y)
     return types.SimpleNamespace(
@@ -466,7 +473,7 @@ def run_case(case, ranks, seed=0):
 
 
 def assert_same_bytes(actual, expected, what=""):
-    """Assert equal shapes, dtypes and bits. NaNs of equal bits are equal; 0 differs from -0."""
+    """Assert equal shapes, dtypes and bits. NaNs with equal bits are equal; 0 is not -0."""
     actual, expected = numpy_of((actual, expected))
     assert actual.dtype == expected.dtype, what
     assert actual.shape == expected.shape, what
@@ -488,7 +495,8 @@ def assert_recv_is(recv, x, topk_weights, expected):
 
 
 def assert_rows_are_described(recv, expected, experts):
-    """Compare the fields of a Recv [R, ...] that describe rows. `experts` are [R, L]."""
+    """Compare the fields of a Recv [R, ...] that describe rows with the expected routing.
+    `experts`: the expected expert_ids [R, L]."""
     for name, value in {
         "group_sizes": expected.group_sizes,
         "row_offsets": expected.row_offsets,
@@ -503,13 +511,13 @@ def assert_rows_are_described(recv, expected, experts):
 
 
 def assert_sums_agree(actual, expected, slack, what=""):
-    """Assert that sums differ at most by the slack (see `oracle.combine`)."""
+    """Assert that sums differ by at most `slack` (see `oracle.combine`)."""
     actual = numpy_of(actual)
     assert actual.dtype == expected.dtype, what
     assert actual.shape == expected.shape, what
     actual, expected = actual.astype(np.float64), expected.astype(np.float64)
     np.testing.assert_array_equal(np.isnan(actual), np.isnan(expected), err_msg=what)
-    with np.errstate(invalid="ignore"):  # equal infinities count as close
+    with np.errstate(invalid="ignore"):  # inf - inf is NaN, which is not > slack
         too_far = np.abs(actual - expected) > slack
     assert not too_far.any(), (
         f"{what}: {too_far.sum()} of {too_far.size} sums are too far away, "
@@ -541,7 +549,7 @@ def nested_jaxprs(eqn):
 
 
 def count_primitives(jaxpr, prefix="moe_a2a_"):
-    """Count the primitives with this prefix, by name, in a jaxpr and its nested jaxprs."""
+    """Count by name the primitives that begin with `prefix` in a jaxpr and its nested jaxprs."""
     names = (eqn.primitive.name for eqn in equations(jaxpr))
     return dict(
         collections.Counter(name.removeprefix(prefix) for name in names if name.startswith(prefix))

@@ -1,8 +1,8 @@
-"""Build the extension without kernels, so that tests can lower programs for CUDA on every machine
-with a C++ compiler.
+"""Build the extension without kernels: with it, tests lower programs for CUDA on every machine that
+has a C++ compiler.
 
-The extension contains the host code of `cuda` and the fake driver of `tests/emulation/host`. The
-host code decides which calls the kernels support, and describes the calls.
+It contains the host code in `cuda` and the fake driver in `tests/emulation/host`. The host code
+decides which calls the kernels support, and describes the calls to XLA.
 """
 
 import fcntl
@@ -26,8 +26,8 @@ FAKES = ("fake_driver.cc", "fake_gemm.cc")
 
 
 def provide():
-    """If the package has no extension and g++ exists, build an extension for this process and its
-    children. Call this function before the package is imported."""
+    """If the package has no extension and g++ exists, build one for this process and its children.
+    Call this before the package is imported."""
     folders = [str(pathlib.Path(entry, PACKAGE)) for entry in (str(ROOT), *sys.path)]
     finders = [finder for finder in sys.meta_path if hasattr(finder, "find_spec")]
     is_there = any(finder.find_spec(f"{PACKAGE}._native", folders) for finder in finders)
@@ -91,7 +91,7 @@ def built():
 
 
 def digest_of_cuda():
-    """Return the digest of `cuda`, as CMakeLists.txt and the package compute it."""
+    """Return the digest of the files in `cuda`, as CMakeLists.txt and the package compute it."""
     files = (file for file in CUDA.rglob("*") if file.suffix in (".cc", ".cu", ".cuh", ".h"))
     named = sorted((file.relative_to(CUDA).as_posix(), file) for file in files)
     lines = (f"{hashlib.sha256(file.read_bytes()).hexdigest()} {name}\n" for name, file in named)

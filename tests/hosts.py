@@ -1,4 +1,4 @@
-"""Make hosts for tests: network namespaces that a bridge connects, each with its own address.
+"""Make fake hosts for tests: network namespaces with separate addresses that a bridge connects.
 
 Programs in two namespaces share no loopback, port or abstract socket, like programs on two hosts.
 Making namespaces needs root and `ip` of iproute2.
@@ -12,8 +12,8 @@ import signal
 import socket
 import subprocess
 
-NETWORK = "10.213.0"  # only the namespaces use it
-HOSTS_FILES = pathlib.Path("/etc/netns")  # `ip netns exec` shows a namespace its own /etc/hosts
+NETWORK = "10.213.0"  # the addresses of the namespaces
+HOSTS_FILES = pathlib.Path("/etc/netns")  # `ip netns exec` reads /etc/hosts from here
 
 
 def address_of(host):
@@ -24,13 +24,14 @@ COORDINATOR = f"{address_of(0)}:9876"  # any port is free in a new namespace
 
 
 def inside(name, *command):
-    """Return a command that runs `command` on a host."""
+    """Return a command that runs `command` on the host `name`."""
     return ["ip", "netns", "exec", name, *command]
 
 
 @contextlib.contextmanager
 def namespaces(count):
-    """Yield the names of `count` new hosts. At the end, kill their processes and remove them."""
+    """Make `count` hosts, and yield their names. At the end, kill the processes on the hosts and
+    remove the hosts."""
     if os.geteuid() or not shutil.which("ip"):
         raise RuntimeError("network namespaces need root, and `ip` of iproute2")
     names = [f"moe-a2a-{os.getpid()}-{host}" for host in range(count)]
@@ -41,7 +42,7 @@ def namespaces(count):
             _ip("-n", name, "link", "set", "lo", "up")
             folder = HOSTS_FILES / name
             folder.mkdir(parents=True)
-            # gloo looks up the address of the host's name.
+            # gloo resolves the host's name.
             own = f"{address_of(host)} {socket.gethostname()}"
             (folder / "hosts").write_text(f"127.0.0.1 localhost\n{own}\n")
         _ip("-n", first, "link", "add", "bridge", "type", "bridge")

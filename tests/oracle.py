@@ -2,7 +2,7 @@
 
 Every array has a leading rank axis of length R. T is the number of tokens of a rank, K is top_k, L
 is the number of local experts, and C is the capacity. This file shares no code with the package.
-Its loops over ranks, tokens and choices have the order of the definition.
+Its loops visit ranks, tokens and choices in the order that the documents define.
 """
 
 import dataclasses
@@ -12,14 +12,14 @@ import typing
 import ml_dtypes
 import numpy as np
 
-DROPPED = -2  # the row of a dropped choice
+DROPPED = -2  # in place of the row of a dropped choice
 ABSENT = -1
-TAIL = -2  # the slot of a row after the last group
+TAIL = -2  # in place of the slot of a row after the last group
 
 
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """The int32 fields of the package's Routing, with the rank axis first."""
+    """The fields of the package's Routing as int32 numpy arrays, with a leading rank axis."""
 
     token_slot: np.ndarray  # [R, T, R]
     slot_token: np.ndarray  # [R, R, T]
@@ -33,7 +33,8 @@ class Routing:
     num_rows: np.ndarray  # [R]
     num_dropped: np.ndarray  # [R]
     num_invalid: np.ndarray  # [R]
-    # Only the oracle has this field: each choice's row at its destination, or ABSENT, or DROPPED.
+    # Only the oracle has this field: the row of a choice on its destination rank, ABSENT or
+    # DROPPED.
     choice_row: np.ndarray  # [R, T, K]
 
     @property
@@ -42,7 +43,7 @@ class Routing:
 
     @property
     def is_tail(self) -> np.ndarray:
-        """Return a bool [R, C] that is True for rows after the last group."""
+        """Return a bool array [R, C]: True for rows after the last group."""
         ends = self.group_sizes.sum(axis=1)
         return np.arange(self.capacity) >= ends[:, None]
 
@@ -57,17 +58,18 @@ FIELDS = tuple(f.name for f in dataclasses.fields(Routing) if f.name != "choice_
 
 
 def default_capacity(ranks, tokens, top_k, local_experts, alignment):
-    """Return a capacity that is enough for any routing: a row for every choice, and padding."""
+    """Return a capacity at which no routing drops a choice: a row for every choice, and padding."""
     rows = ranks * tokens * top_k
     rows += min(local_experts, rows) * (alignment - 1)
     return -(-rows // alignment) * alignment
 
 
 def kept_choices(ids, first_expert, local_experts, capacity, alignment):
-    """Return the set of choices (source, token, k) of one rank's experts that get rows.
+    """Return the set of choices (source, token, k) that get rows on one rank.
 
-    Choices get rows in the order of k, then token, then source. An expert gets `alignment` rows at
-    a time. The first choice that gets no row is dropped, and all later choices are dropped, too.
+    Choices get rows in the order of k, then token, then source. If an expert needs a row, it gets
+    `alignment` rows. The first choice for which no row is left is dropped, and so are all later
+    choices.
     """
     ranks, tokens, top_k = len(ids), len(ids[0]), len(ids[0][0]) if ids[0] else 0
     rows, room, kept = [0] * local_experts, capacity, set()
@@ -89,7 +91,7 @@ def kept_choices(ids, first_expert, local_experts, capacity, alignment):
 def route(ids, num_experts, capacity, alignment=1):
     """Compute the routing of ids [R, T, K]. Expert e is on rank e // L."""
     ranks, tokens, top_k = ids.shape
-    ids = ids.tolist()  # Python integers do not overflow
+    ids = ids.tolist()  # Python integers, which do not overflow
     local_experts = num_experts // ranks
     assert local_experts * ranks == num_experts
 
@@ -169,7 +171,7 @@ def route(ids, num_experts, capacity, alignment=1):
 
 
 def choices(routing):
-    """Yield (source, token, k, destination, row) of every choice that has a row."""
+    """Yield (source, token, k, destination rank, row) of every choice that has a row."""
     for source, token, k in np.ndindex(routing.choice_row.shape):
         row = routing.choice_row[source, token, k]
         if row >= 0:
@@ -185,7 +187,7 @@ def dispatch(x, routing):
 
 
 def dispatch_choices(values, routing):
-    """Copy a value of each choice [R, T, K], such as its weight, to the choice's row [R, C]."""
+    """Copy values [R, T, K] of choices, such as weights, to the rows [R, C] of the choices."""
     rows = np.zeros((values.shape[0], routing.capacity), values.dtype)
     for source, token, k, destination, row in choices(routing):
         rows[destination, row] = values[source, token, k]
@@ -193,7 +195,7 @@ def dispatch_choices(values, routing):
 
 
 def combine_choices(rows, routing):
-    """Copy a value of each row [R, C] to its choice [R, T, K] (transpose of `dispatch_choices`)."""
+    """Copy values [R, C] of rows to their choices [R, T, K] (transpose of `dispatch_choices`)."""
     values = np.zeros(routing.choice_row.shape, rows.dtype)
     for source, token, k, destination, row in choices(routing):
         values[source, token, k] = rows[destination, row]
@@ -211,22 +213,22 @@ def epsilon(dtype):
 
 
 def combine(y, routing, weights=None, wire_dtype=None, add=None):
-    """Return (sums, slack) of a combine of rows y [R, C, ...] with weights [R, C].
+    """Combine rows y [R, C, ...] with weights [R, C]. Return (sums, slack).
 
     Each rank sums a token's weighted rows in the accumulation dtype, in the order of k. It rounds
-    this partial sum to the wire dtype, or with the function `wire_dtype`. The partial sums are
-    added in the order of ranks, then `add` is added. The result is rounded to y's dtype.
+    this partial sum to `wire_dtype`, or calls `wire_dtype` if it is a function. The partial sums
+    are added in the order of ranks, then `add` is added. The result is rounded to y's dtype.
 
-    Another correct result may differ by the slack. Without weights, the slack is zero, because the
-    definition fixes every rounding. With weights, a fused multiply-add may change the roundings of
-    partial sums and of the result by one step. If `wire_dtype` is a function, the slack ignores the
-    function's rounding, so all products must be exact.
+    A correct result differs from the sums by at most the slack. Without weights, the slack is zero,
+    because the definition fixes every rounding. With weights, a fused multiply-add may change the
+    roundings of partial sums and of the result by one step. If `wire_dtype` is a function, the
+    slack ignores its rounding, so all products must be exact.
     """
     return combine_pairs([(y, weights)], routing, wire_dtype, add)
 
 
 def combine_pairs(pairs, routing, wire_dtype=None, add=None):
-    """Combine several pairs (rows [R, C, ...], weights [R, C] or None) like `combine`. For each
+    """Like `combine`, for several pairs (rows [R, C, ...], weights [R, C] or None). For each
     choice, add the products of all pairs in order."""
     with np.errstate(over="ignore", invalid="ignore"):
         return _combine(pairs, routing, wire_dtype or pairs[0][0].dtype, add)
@@ -274,8 +276,8 @@ def _combine(pairs, routing, wire_dtype, add):
 
 
 def combine_of_hosts(pairs, routing, hosts, wire_dtype=None, add=None):
-    """Combine pairs over two levels. The sum of a host is rounded to y's dtype, and then to the
-    wire dtype. The wire dtype must not have more bits than y's dtype."""
+    """Combine pairs first within each host, and then across hosts. A host's sum is rounded to y's
+    dtype, then to the wire dtype. The wire dtype must not have more bits than y's dtype."""
     dtype, of_host = pairs[0][0].dtype, len(pairs[0][0]) // hosts
     is_weighted = any(weights is not None for _, weights in pairs)
     on_the_wire = wire_dtype
@@ -313,11 +315,11 @@ def combine_transpose(g, y, routing, weights):
     return dy, dw
 
 
-# With replicated tokens, each rank has a separate routing, which has only the rank's experts.
+# With replicated tokens, each rank has a separate routing to only the experts of this rank.
 
 
 def mode_ids(ids, local_experts, replicated):
-    """Return a list of the ids of each routing, and the number of experts of each routing."""
+    """Return a list of the ids of each routing, and the number of experts in a routing."""
     ranks = len(ids)
     if not replicated:
         return [ids], ranks * local_experts
@@ -334,13 +336,15 @@ def mode_capacity(ranks, tokens, top_k, local_experts, alignment, replicated):
 
 
 def route_mode(ids, local_experts, capacity, alignment, replicated):
-    """Return a list: a routing of ids [R, T, K] or, for replicated tokens, a routing per rank."""
+    """Return a list of routings: one of ids [R, T, K] or, for replicated tokens, one for each
+    rank."""
     new_ids, experts = mode_ids(ids, local_experts, replicated)
     return [route(each, experts, capacity, alignment) for each in new_ids]
 
 
 def capacity_of_factor(factor, ranks, tokens, top_k, local_experts, alignment, replicated):
-    """Return the capacity for a `capacity_factor`: the factor times the mean load, plus padding."""
+    """Return the capacity of a `capacity_factor`: the factor times the mean number of rows, plus
+    padding."""
     factor = decimal.Decimal(str(factor))
     in_all = (1 if replicated else ranks) * tokens * top_k
     rows = 0
@@ -360,8 +364,8 @@ def row_experts(routing):
 
 
 def expert_load(routings):
-    """Return (rows of each expert, rows of each rank, dropped rows of each rank) of the routings
-    that `route_mode` returns."""
+    """Return (rows of each expert, rows of each rank, dropped rows of each rank). `routings` are
+    from `route_mode`."""
     per_expert = []
     for routing in routings:
         for experts in row_experts(routing):
@@ -373,14 +377,15 @@ def expert_load(routings):
     return np.array(per_expert, np.int32), *counts
 
 
-# These products and layers of experts compute in float64. All functions are analytic, so a complex
-# step computes derivatives as accurately as values.
+# The functions below compute products and layers of experts in float64. They are analytic, so a
+# complex step computes derivatives as accurately as values.
 
 STEP = 1e-100
 
 
 def derivative(fn, arrays, directions):
-    """Return the directional derivatives of fn, which maps a dict of arrays to a dict of arrays."""
+    """Return the directional derivatives of `fn`, a function from a dict of arrays to another
+    dict."""
     moved = {name: array + STEP * 1j * directions[name] for name, array in arrays.items()}
     return {name: array.imag / STEP for name, array in fn(moved).items()}
 
@@ -390,7 +395,7 @@ def type_of(arrays):
 
 
 def spans(sizes, num_rows):
-    """Return (first row, end) of each group. A negative size counts as 0."""
+    """Yield each group's (first row, end). A negative size counts as 0."""
     end, found = 0, []
     for size in sizes:
         start, end = end, min(end + max(int(size), 0), num_rows)
@@ -399,7 +404,8 @@ def spans(sizes, num_rows):
 
 
 def grouped_dot(rows, w, sizes):
-    """Multiply rows [C, K] by their group's matrix of w [L, K, N]. Rows of no group are zero."""
+    """Multiply rows [C, K] by their group's matrix of w [L, K, N]. Rows outside of the groups
+    become zero."""
     out = np.zeros((rows.shape[0], w.shape[2]), type_of((rows, w)))
     for (start, end), matrix in zip(spans(sizes, len(rows)), w, strict=True):
         out[start:end] = rows[start:end] @ matrix
@@ -410,8 +416,8 @@ def grouped_dot_fp8(rows, w, sizes, block=128):
     """Multiply the FP8 rows of each group by the group's FP8 weights, as docs/fp8.md defines.
 
     Rows are (values [C, K], scales [C, K / block]). Weights are (values [L, N, K], scales [L, N /
-    block, K / block]). Return the float32 sums [C, N], and the sums of the products' magnitudes.
-    Error bounds are relative to these magnitudes.
+    block, K / block]). Return the float32 results [C, N], and for each result the sum of its terms'
+    magnitudes. Error bounds are relative to these sums.
     """
     (values, scales), (w_values, w_scales) = rows, w
     wide = lambda x: x.astype(np.float64)
@@ -429,7 +435,8 @@ def grouped_dot_fp8(rows, w, sizes, block=128):
 
 
 def grouped_outer(x, y, sizes):
-    """Sum x^T y over the rows of each group. This is the gradient of `w` in `grouped_dot`."""
+    """Return x^T y [L, K, N] of each group's rows. For a cotangent y, this is the gradient of `w`
+    in `grouped_dot`."""
     out = np.zeros((len(sizes), x.shape[1], y.shape[1]), type_of((x, y)))
     for group, (start, end) in enumerate(spans(sizes, len(x))):
         out[group] = x[start:end].T @ y[start:end]
@@ -437,7 +444,8 @@ def grouped_outer(x, y, sizes):
 
 
 def products(arrays, sizes, between):
-    """Multiply rows [C, K] by each w [D, L, K, N] in turn. Apply an activation between products."""
+    """Multiply rows [C, K] by w[0], w[1], ... of w [D, L, K, N]. Apply the activation `between`
+    them."""
     return _products(arrays, sizes, between)[-1]
 
 
@@ -450,7 +458,7 @@ def _products(arrays, sizes, between):
 
 
 def products_transpose(arrays, sizes, between, g):
-    """Return the cotangents of `arrays` in `products`. g is the cotangent of the result."""
+    """Transpose `products`: return the cotangents of `arrays`. g is the cotangent of the result."""
     found = _products(arrays, sizes, between)
     of_w = [None] * len(found)
     for i in reversed(range(len(found))):
@@ -464,7 +472,7 @@ def products_transpose(arrays, sizes, between, g):
 
 @dataclasses.dataclass(frozen=True)
 class Activation:
-    """A function of rows h [N, I'] and of an array p [N, ...] or None."""
+    """A function of rows h [N, I'] and of p (an array [N, ...] or None), with its transpose."""
 
     value: typing.Callable  # (h, p) -> [N, I]
     transpose: typing.Callable  # (cotangent [N, I], h, p) -> cotangents of h and of p (or None)
@@ -475,7 +483,7 @@ def elementwise(fn, slope):
 
 
 def gated(fn, slope):
-    """Return fn(gate) * up. The first half of the columns is the gate."""
+    """Return the activation fn(gate) * up. The first half of the columns is the gate."""
 
     def transpose(g, h, p):
         gate, up = np.split(h, 2, axis=1)
@@ -485,12 +493,12 @@ def gated(fn, slope):
 
 
 def scaled(fn, slope):
-    """Return p * fn(h) with p [N, I]."""
+    """Return the activation p * fn(h), p [N, I]."""
     return Activation(lambda h, p: p * fn(h), lambda g, h, p: (g * p * slope(h), g * fn(h)))
 
 
 def steep(fn, slope):
-    """Return fn(p * h) with p [N]."""
+    """Return the activation fn(p * h), p [N]."""
 
     def transpose(g, h, p):
         g = g * slope(p[:, None] * h)
@@ -501,13 +509,13 @@ def steep(fn, slope):
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The rows with a token, as arrays [N]."""
+    """The N rows that contain a token, as arrays [N]."""
 
-    source: np.ndarray  # rank of the token
+    source: np.ndarray  # the token's rank
     token: np.ndarray
     k: np.ndarray
     owner: np.ndarray  # rank of the expert
-    expert: np.ndarray  # index among the owner's experts
+    expert: np.ndarray  # index among the experts of `owner`
 
     @property
     def choice(self):
@@ -523,7 +531,7 @@ class Rows:
 
 
 def rows_of(ids, local_experts, routings, replicated):
-    """Return the `Rows` of the routings of `route_mode`. With replicated tokens, the source of a
+    """Return the `Rows` of routings that `route_mode` made. With replicated tokens, the source of a
     row is the owner of its expert, because each rank computes partial sums of its own tokens."""
     new_ids, _ = mode_ids(ids, local_experts, replicated)
     found = []
@@ -565,7 +573,8 @@ def _rows_of_layer(a, rows, activation, weigh_input):
 
 
 def expert_layer_transpose(a, rows, activation, g, weigh_input=False):
-    """Return the cotangents of `a` in `expert_layer`. g [R, T, H] is the output's cotangent."""
+    """Transpose `expert_layer`: return the cotangents of `a`. g [R, T, H] is the output's
+    cotangent."""
     x, before, h, p, act, weight, _ = _rows_of_layer(a, rows, activation, weigh_input)
     g = g[rows.home]
     of_act = np.einsum("nh,nih->ni", g, a["w_out"][rows.place])

@@ -1,4 +1,5 @@
-"""Check in jaxprs that every start has one done, and that only the done uses arrays in flight."""
+"""Check in jaxprs that every start of an exchange has one done, and that only this done uses the
+start's results (the arrays in flight)."""
 
 import harness
 from jax.extend.core import Literal
@@ -8,7 +9,7 @@ STARTS = {
     "moe_a2a_combine_start": "moe_a2a_combine_done",
 }
 DONES = {done: start for start, done in STARTS.items()}
-# Batching and typing insert these primitives between a start and its done.
+# JAX's vmap and shard_map insert these primitives between a start and its done.
 PASSING = {"reshape", "transpose", "squeeze", "broadcast_in_dim", "pvary", "pcast", "copy"}
 
 
@@ -21,7 +22,7 @@ def subjaxprs(jaxpr):
 
 
 def num_pairs(jaxpr):
-    """Return the number of starts in a program, by name. Fail if the program has `problems`."""
+    """Return a dict: the number of starts in a program, by name. Fail if `problems` finds any."""
     found = problems(jaxpr)
     assert not found, "\n".join(found)
     counts = harness.count_primitives(jaxpr)
@@ -29,14 +30,14 @@ def num_pairs(jaxpr):
 
 
 def problems(jaxpr):
-    """Return a sentence for each error in the starts and dones of a program."""
+    """Return a sentence for each start or done of a program that is wrong."""
     return [problem for each in subjaxprs(jaxpr) for problem in problems_of_one(each)]
 
 
 def problems_of_one(jaxpr):
-    """Return the problems of one jaxpr. Nested jaxprs must not receive arrays in flight."""
+    """Return `problems` of one jaxpr. No start's result may be an operand of a nested jaxpr."""
     found = []
-    origin = {}  # var in flight -> (index of the start's equation, index of its result)
+    origin = {}  # variable -> (index of the start's equation, index of its result)
     dones = {}  # index of a start's equation -> number of its dones
 
     def origins(atoms):

@@ -1,4 +1,4 @@
-"""Define pretended GPUs for tests of groups that span processes."""
+"""Define fake GPUs for tests of groups with several processes."""
 
 import dataclasses
 

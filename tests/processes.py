@@ -1,5 +1,5 @@
-"""Run the tests in several processes of one JAX job. The processes divide the devices, and run the
-same tests in the same order.
+"""Run the tests in several processes of one JAX job. Each process has an equal share of the
+devices. All run the same tests in the same order.
 
     python -m tests.processes 2                                 # all tests in 2 processes
     python -m tests.processes 4 -- -q tests/test_dispatch.py    # after -- for pytest
@@ -8,10 +8,10 @@ same tests in the same order.
     MOE_A2A_TEST_GPU=1 python -m tests.processes 2              # GPUs instead of 8 CPU devices
 
 The program prints the output of process 0. If a process fails, the program also prints the last
-output of all other processes. The program kills all processes after the deadline, or 30 seconds
-after the first process has ended. Its exit status is 0 if all processes exit with 0.
+output of all other processes. The program kills all processes after its deadline, or 30 seconds
+after the first process has ended. The program's exit status is 0 if all processes exit with 0.
 
-`conftest.py` calls `join` before any other function of JAX. Tests write and read arrays through
+conftest.py calls `join` before any function of JAX. Tests write and read arrays through
 `harness.put` and `harness.numpy_of`. Tests that need a single process have the marker
 `one_process`.
 """
@@ -27,7 +27,7 @@ import tempfile
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-VARIABLE = "MOE_A2A_TEST_PROCESS"  # <coordinator address>,<processes>,<process>,<devices of each>
+VARIABLE = "MOE_A2A_TEST_PROCESS"  # coordinator address,processes,process,devices of each
 ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
 CPU_DEVICES = 8  # of all processes together
 GRACE = 30  # seconds between the end of the first process and the kill of all other processes
@@ -44,7 +44,7 @@ def joined():
 
 
 def join(initialization_timeout=120, **options):
-    """Join the job if `joined()` is not None. Call this function before JAX has devices."""
+    """Join the JAX job if `joined()` is not None. Call this function before JAX has devices."""
     if joined() is None:
         return
     address, processes, process, devices = joined()
@@ -61,7 +61,7 @@ def join(initialization_timeout=120, **options):
 
 
 def num_gpus():
-    """Return the number of GPUs that a process may use, without asking JAX."""
+    """Return the number of GPUs that a process may use, without a call of JAX."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([name for name in visible.split(",") if name.strip()])
@@ -82,12 +82,13 @@ def run(
     address=None,
     placed=lambda process, command: command,
 ):
-    """Run pytest in several processes. `placed(process, command)` returns the command to run."""
+    """Run pytest in several processes. `placed(process, command)` may change a process's
+    command."""
     devices, rest = divmod(num_gpus() if ON_GPU else cpu_devices, processes)
     if rest or not devices:
         sys.exit(f"{devices * processes + rest} devices cannot be divided by {processes} processes")
     address, workers, printed = address or free_address(), [], []
-    # No signal ends a wait inside XLA, so timeouts need a thread. All processes must run the same
+    # No signal interrupts XLA, so pytest's timeouts need a thread. All processes must run the same
     # tests in the same order.
     options = ["-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly"]
     options += ["-o", "timeout=300", "--timeout-method=thread", "--strict-markers"]
@@ -125,10 +126,11 @@ def free_address():
 
 
 def met_by_chance(*printed):
-    """Return True if the run may have failed by chance, so that it should be repeated once.
+    """Return True if the run may have failed by chance, so that the caller should repeat it once.
 
-    Another program may have taken the free port. On two busy cores with jax 0.10.2, processes also
-    stalled about once in hundreds of runs. An error in the order of calls would stall every run.
+    Another program may have used the free port first. On two busy cores with jax 0.10.2, processes
+    also stalled about once in hundreds of runs. If processes made calls in different orders, every
+    run would stall.
     """
     return any(told in text for text in printed for told in ("already in use", STALLED))
 
@@ -136,7 +138,7 @@ def met_by_chance(*printed):
 def assert_tests_pass(tests, *options, deadline=150):
     """Run tests in two processes, and repeat them once if they failed by chance."""
     command = [sys.executable, "-m", "tests.processes", "2", f"--deadline={deadline}", *options]
-    # The current process has reserved most of the GPUs' memory.
+    # This process has already reserved most of the GPUs' memory.
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     for may_repeat in (True, False):
         done = subprocess.run(
@@ -192,7 +194,7 @@ def how_it_ended(code):
 def wait_for(workers, deadline, grace=GRACE):
     """Wait until all processes have ended, kill late processes, and return the failures.
 
-    A process is late after ``deadline`` seconds, or ``grace`` seconds after another process has
+    A process is late after ``deadline`` seconds, or ``grace`` seconds after the first process
     ended.
     """
     problems = []
@@ -229,7 +231,7 @@ def main():
     parser.add_argument("--devices", type=int, default=CPU_DEVICES, help="on CPU, of all processes")
     args = parser.parse_args(sys.argv[1:end])
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: sys.exit(1))  # run the `finally` that kills the processes
+        signal.signal(number, lambda *_: sys.exit(1))  # to run the `finally` of `run`
     arguments = args.processes, sys.argv[end + 1 :], args.deadline, args.devices
     if not args.as_hosts:
         sys.exit(run(*arguments))

@@ -1,4 +1,4 @@
-"""Define a layer that compiles fast, and a dense layer with equal results.
+"""Define a small expert layer that compiles fast, and a dense layer with equal results.
 
 Expert e maps a row r to tanh(r * w[e]). The arrays of one rank are x [T, H], topk_weights [T, K],
 w [L, H] and ids [T, K]. The arrays of all ranks have a leading rank axis.
@@ -17,7 +17,7 @@ from dense_layer import experts_of
 
 import jax_moe_a2a as ma
 
-# With the ids of `arguments`, some choices are masked or dropped, and some repeat an expert.
+# `arguments` returns ids for it: some are masked, some are dropped, and some repeat an expert.
 LAYOUT = cases.Layout(
     "small", tokens=6, top_k=3, local_experts=2, capacity=10, alignment=4, hidden=4
 )
@@ -51,7 +51,7 @@ DISPATCHES = dict(ids=by_ids, routing=by_routing, halves=by_halves)
 
 
 def experts(rows, row_offsets, w):
-    """Apply each row's expert to the row; rows are [C, H]."""
+    """Apply to each row of rows [C, H] the row's expert."""
     row = jnp.arange(rows.shape[0], dtype=jnp.int32)
     expert = (row[:, None] >= row_offsets[None, 1:-1]).sum(axis=1)
     return jnp.tanh(rows * w[expert])
@@ -67,7 +67,8 @@ def layer_of(group, layout=LAYOUT):
 
 
 def shapes_of_moe(layout, width, intermediate):
-    """Return the shapes of one rank's float arrays in `moe_layer`. `w_in` has `width` columns."""
+    """Return the shapes of one rank's float arrays in `moe_layer`. `width` is the number of columns
+    of `w_in`."""
     experts = layout.local_experts
     return (
         (layout.tokens, layout.hidden),
@@ -81,7 +82,7 @@ def shapes_of_moe(layout, width, intermediate):
 
 def moe_layer(*args, activation=None, change=None, layout=LAYOUT, group=None, **options):
     """Call `ma.moe_mlp` with the arrays of `shapes_of_moe` (biases are optional) and ids of one
-    rank. `change` is a function that replaces the experts."""
+    rank. `change` maps the experts to the experts that the call uses."""
     x, topk_weights, *arrays, ids = args
     of_layout = route_args(group or harness.group_of(harness.SEVERAL), layout)
     experts = experts_of(*arrays, activation=activation)
@@ -91,14 +92,14 @@ def moe_layer(*args, activation=None, change=None, layout=LAYOUT, group=None, **
 
 
 def dense_layer(x, topk_weights, w, ids, kept):
-    """Compute the output of the layer for all ranks without an exchange."""
+    """Compute the layer's output on all ranks without an exchange."""
     w_of_choice = w.reshape(-1, w.shape[-1])[jnp.clip(ids, 0, w.shape[0] * w.shape[1] - 1)]
     weights = jnp.where(kept, topk_weights, 0)[..., None]
     return jnp.sum(weights * jnp.tanh(x[:, :, None] * w_of_choice), axis=2)
 
 
 class Arguments(typing.NamedTuple):
-    """The arguments of `dense_layer`."""
+    """The arguments of `dense_layer` for all ranks, with the float arrays in one tuple."""
 
     floats: tuple  # x [R, T, H], topk_weights [R, T, K], w [R, L, H]
     ids: np.ndarray  # [R, T, K]
@@ -152,7 +153,7 @@ def layer_of_all_ranks(ranks=harness.SEVERAL, layout=LAYOUT, **options):
 
 
 def loss(out):
-    """Return a scalar loss whose derivatives of every order are not zero."""
+    """Return a scalar loss that has nonzero derivatives of every order."""
     return jnp.sum(jnp.sin(out.astype(jnp.float32)))
 
 
@@ -161,7 +162,7 @@ def loss_of(fn, *others):
 
 
 def value_and_grads(fn, *others):
-    """Return a function floats -> (fn(*floats, *others), gradients of the loss)."""
+    """Return a function: floats -> (fn(*floats, *others), gradients of `loss` of this result)."""
 
     def of(*floats):
         def value(*floats):
@@ -184,7 +185,7 @@ NAMES = ("x", "topk_weights", "w")
 
 
 def assert_close(actual, expected, what="", tolerance=2e-5):
-    """Assert that all leaves are close. The tolerance suits float32 numbers of order 1."""
+    """Assert that all leaves are close. The default tolerance is for float32 numbers near 1."""
     actual, expected = map(jax.tree.leaves, harness.numpy_of((actual, expected)))
     assert len(actual) == len(expected)
     for i, (a, e) in enumerate(zip(actual, expected)):
@@ -200,8 +201,8 @@ def assert_close(actual, expected, what="", tolerance=2e-5):
 def assert_same(actual, expected, what=""):
     """Assert that all leaves have equal dtypes, shapes and bits.
 
-    On GPUs, float32 and float64 may differ by a few roundings, because XLA's fusions and its order
-    of sums depend on the program. A weighted dispatch also sums in another order.
+    On GPUs, float32 and float64 leaves may differ by a few roundings, because XLA's fusions and its
+    order of sums depend on the program. A weighted dispatch also sums in another order.
     """
     actual, expected = map(jax.tree.leaves, harness.numpy_of((actual, expected)))
     assert len(actual) == len(expected)
@@ -220,19 +221,19 @@ def counts(fn, *args):
 
 
 def equations(jaxpr, name):
-    """Return the equations of the primitive `moe_a2a_<name>`, in program order."""
+    """Return a program's equations of the primitive `moe_a2a_<name>`, in order."""
     return [eqn for eqn in harness.equations(jaxpr) if eqn.primitive.name == f"moe_a2a_{name}"]
 
 
 def shapes_of_one_rank(eqn):
-    """Return the shapes of an exchange's operands on one rank."""
+    """Return the shapes of the operands of `eqn` on one rank."""
     lead = int(eqn.params["emulated"])
     return [var.aval.shape[lead:] for var in eqn.invars]
 
 
 def payload(eqn):
-    """Return the shapes of the leaves and of the choice arrays of a dispatch or combine. For a
-    weighted dispatch, return the shapes of the rows and of the weights."""
+    """Return the shapes of the payload's leaves and of the choice arrays of a dispatch or combine.
+    For a weighted dispatch, return the shapes of the rows and of the weights."""
     num_leaves, num_choice_arrays = eqn.params["num_leaves"], eqn.params["num_choice_arrays"]
     shapes = shapes_of_one_rank(eqn)
     if eqn.primitive.name in ("moe_a2a_routed_dispatch", "moe_a2a_weighted_dispatch"):

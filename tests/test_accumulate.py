@@ -23,7 +23,7 @@ pytestmark = [
 ]
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 8, 4, 4, 2
-START = 100.0  # large, so that tests detect totals that are added twice or never
+START = 100.0  # large, so that a total that is added twice or never is an error
 
 
 def params_of(*lead, seed=0, dtype="float32", hidden=HIDDEN, width=WIDTH):
@@ -55,7 +55,8 @@ def mesh(request):
 
 
 def num_added(fn, *args):
-    """Return how many products add to an array, and how many of these arrays are zeros."""
+    """Return how many products add their result to an array, and how many of these arrays are
+    zeros."""
 
     def count(jaxpr):
         jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
@@ -71,7 +72,8 @@ def num_added(fn, *args):
 
 
 def assert_sums(loss, params, *args, tolerance=1e-4, has_aux=True):
-    """Check that totals are START plus the gradients of `jax.grad`. Return `num_added`."""
+    """Check that totals are START plus the gradients of `jax.grad`. Return the result of
+    `num_added`."""
     totals = jax.tree.map(lambda zero: zero + START, zeros_like(params))
     add = ma.accumulate_grads(loss, has_aux=has_aux)
     found, result = harness.quickly(add)(totals, params, *args)
@@ -85,7 +87,7 @@ def assert_sums(loss, params, *args, tolerance=1e-4, has_aux=True):
     return num_added(add, totals, params, *args)
 
 
-# Losses are functions (axes, parameters of a layer, tokens) -> (loss, statistics or totals).
+# The next functions map (axes, parameters of a layer, tokens) to (loss, statistics or totals).
 
 
 def once(axes, params, x):
@@ -146,7 +148,7 @@ def in_a_loop(axes, params, x):
 
 
 def casts(axes, params, x):
-    """Compute with weights that are a bfloat16 copy of the parameters."""
+    """Return the loss of a bfloat16 copy of the parameters."""
     own = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
     y, stats = layer(own, x.astype(jnp.bfloat16), axes)
     return jnp.sin(y.astype(jnp.float32)).sum(), stats
@@ -160,7 +162,7 @@ def scales(axes, params, x):
 
 
 TOLERANCES = {casts: dict(tolerance=2e-2)}
-# `num_added` returns these values for each loss on a mesh without a data axis.
+# The result of `num_added` for each loss function, on a mesh without a data axis.
 LOSSES = {
     once: (2, 0),
     in_chunks: (2, 0),

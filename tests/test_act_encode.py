@@ -1,9 +1,9 @@
-"""Compare `act_encode` with numpy.
+"""Compare the primitive `act_encode` with numpy.
 
-`act_encode` applies activation and weights, and encodes to FP8, in one pass. The tests run the
-composition in JAX and, on GPUs, the kernel. With ReLU and weights that are powers of two, results
-are equal bit for bit. Otherwise, a number near the middle between two FP8 values may be rounded to
-either value.
+In one pass, `act_encode` applies an activation and router weights to rows, and encodes them to FP8.
+The tests run its composition of JAX operations and, on GPUs, its kernel. With ReLU and weights that
+are powers of two, results equal numpy's bit for bit. Otherwise, a number near the middle of two FP8
+values may become either value.
 """
 
 import contextlib
@@ -35,7 +35,8 @@ FMT = ma.BlockwiseFp8()
 WHY_NO_ACT_ENCODE = act_encode.why_no_act_encode
 GATED = [FusedActivation(act.kind, True) for act in PLAIN]
 EXACT = [act for act in (*PLAIN, *GATED) if "relu" in act.kind]
-# Cases are (rows, columns, group sizes). A warp has 4 groups of 128 columns; a block has 32 warps.
+# Each case is (rows, columns, group sizes). In the kernel, a warp encodes 4 groups of 128 columns;
+# a block has 32 warps.
 CASES = dict(
     tail=(40, 256, [7, 0, 20, 1]),
     no_tail=(30, 128, [9, 21]),
@@ -48,7 +49,8 @@ CASES = dict(
 
 
 def draw(case, activation, dtype, powers_of_two=False):
-    """Draw a product, weights and sizes. Rows without a token are NaN and have weight 0."""
+    """Return a random product, random weights, and the group sizes of a case. Rows without a token
+    are NaN and have weight 0."""
     num_rows, columns, sizes = CASES[case]
     rng = np.random.default_rng(num_rows)
     product = 3 * rng.normal(size=(num_rows, activation.width(columns)))
@@ -60,7 +62,7 @@ def draw(case, activation, dtype, powers_of_two=False):
     has_token = np.arange(num_rows) < sum(sizes)
     has_token[3::7] = False
     product[~has_token], weights[~has_token] = np.nan, 0
-    weights[sum(sizes) :] = np.nan  # weights after the last group are not read
+    weights[sum(sizes) :] = np.nan  # unused weights, after the last group
     return product, weights, np.asarray(sizes, np.int32)
 
 
@@ -77,14 +79,14 @@ PATHS = ("kernel", "composition")[not harness.ON_GPU :]
 
 
 def assert_same_bits(found, expected, end=None):
-    """Compare arrays bit for bit, up to row `end`."""
+    """Compare lists of arrays bit for bit, up to row `end`."""
     for one, other in zip(found, expected, strict=True):
         one, other = (np.asarray(x)[:end].view(f"u{x.dtype.itemsize}") for x in (one, other))
         np.testing.assert_array_equal(one, other)
 
 
 def assert_batch_is_its_elements(bind, run, floats, sizes, shares_sizes):
-    """Compare `bind` of a batch of two elements with `run` of each element."""
+    """Check that `bind` of a batch of two elements returns the results of `run` of each element."""
     sizes = sizes if shares_sizes else np.stack([sizes, np.array([3, 1, 0, 90], np.int32)])
     batched = jax.jit(jax.vmap(bind, (*[0] * len(floats), None if shares_sizes else 0)))
     found = harness.numpy_of(tuple(jax.tree.leaves(batched(*floats, sizes))))
@@ -95,7 +97,7 @@ def assert_batch_is_its_elements(bind, run, floats, sizes, shares_sizes):
 
 @contextlib.contextmanager
 def on_path(name, module):
-    """Use the kernel or the composition for the primitive of a module."""
+    """Make the primitive of `module` use its kernel or its composition of JAX operations."""
     jax.clear_caches()
     with pytest.MonkeyPatch.context() as patch:
         if name == "composition":
@@ -113,7 +115,7 @@ def path(request):
 
 
 def activated(product, weights, activation):
-    """Return weighted activations in float64, and the magnitudes that scale their errors."""
+    """Return weighted activations in float64, and the magnitudes to which errors are relative."""
     x = product.astype(np.float64)
     gate, up = np.split(x, 2, axis=1) if activation.gated else (x, 1.0)
     if activation is CLAMPED:
@@ -146,7 +148,7 @@ def assert_encodes(values, scales, h, magnitudes, dtype):
 
 
 def both_dtypes(values):
-    """Pair each value with both dtypes. On CPUs, pair each value with only one dtype."""
+    """Pair each value with bfloat16 and float32. On CPUs, pair it with only one of them."""
     dtypes = "bfloat16", "float32"
     if harness.ON_GPU:
         return itertools.product(values, dtypes)
@@ -192,7 +194,8 @@ def test_any_number_of_multiprocessors(path, num_sms):
 
 @pytest.mark.parametrize("number", (np.nan, np.inf))
 def test_a_number_that_is_not_finite_stays_in_its_group(path, number):
-    """A NaN or infinity makes the scale of its group NaN, and changes no other group."""
+    """A NaN or infinity makes the scale of its 128 numbers NaN, and changes no other number or
+    scale."""
     product, weights, sizes = draw("no_tail", SWIGLU, "bfloat16")
     product, weights = np.tile(product, (1, 2)), np.where(weights == 0, 1, weights)
     product = without_nan(product)
@@ -219,7 +222,8 @@ def test_a_batch_is_one_call_of_the_same_rows(path, shares_sizes):
     "case, dtype", both_dtypes(CASES if harness.ON_GPU else ("tail", "no_rows"))
 )
 def test_rows_are_quantized_as_they_are(case, dtype):
-    """Without weights and activation, the pass equals `BlockwiseFp8.encode`, also under vmap."""
+    """Without weights and activation, `act_encode` equals `BlockwiseFp8.encode`, also under
+    vmap."""
     rows, _, sizes = draw(case, PLAIN[0], dtype)
     rows[:1, :1] = -np.inf
     encode = lambda rows, sizes: bind_act_encode(rows, None, sizes)
@@ -243,7 +247,8 @@ def test_derivatives_are_refused():
 
 @pytest.fixture
 def hopper(hopper, monkeypatch):
-    """Pretend Hopper GPUs, and undo `path`, which may have hidden the kernel."""
+    """Lower as for Hopper GPUs, and restore the kernel, which the fixture `path` may have
+    disabled."""
     monkeypatch.setattr(act_encode, "why_no_act_encode", WHY_NO_ACT_ENCODE)
 
 

@@ -1,5 +1,5 @@
-"""Compare `act_grad`, which computes gradients and encodes them to FP8 in one pass, with float64.
-The tests run the composition in JAX and, on GPUs, the kernel."""
+"""Compare `act_grad`, which computes gradients of activations and encodes them to FP8, with
+float64. The tests run its composition of JAX operations and, on GPUs, its kernel."""
 
 import functools
 
@@ -37,7 +37,8 @@ WHY_NO_ACT_GRAD = act_grad.why_no_act_encode
 
 
 def operands(case, activation, dtype):
-    """Return ct_h, pre, weights and sizes. Rows without a token are NaN and have weight 0."""
+    """Return the arguments ct_h, pre, weights and sizes of `act_grad`. Rows without a token are NaN
+    and have weight 0."""
     pre, weights, sizes = draw(case, activation, dtype)
     rng = np.random.default_rng(len(pre) + 1)
     ct = rng.normal(size=(len(pre), CASES[case][1])) * 2.0 ** rng.integers(-9, 9, (len(pre), 1))
@@ -57,7 +58,8 @@ def path(request):
 
 
 def exact(ct, pre, weights, activation):
-    """Return ct_pre, h and ct_weights in float64, and magnitudes that scale their errors."""
+    """Return ct_pre, h and ct_weights in float64, and the magnitudes to which their errors are
+    relative."""
     x, ct = (array.astype(np.float64) for array in (pre, ct))
     with jax.enable_x64(True):
         act, transpose = jax.vjp(activation, jnp.asarray(x))
@@ -66,7 +68,7 @@ def exact(ct, pre, weights, activation):
     wide = np.concatenate([ct, ct], axis=1) if activation.gated else ct
     scale = weights.astype(np.float64)[:, None]
     power = 2 if activation.kind == "squared_relu" else 1
-    near = np.abs(gate) ** power  # the terms of an activation are at most this large
+    near = np.abs(gate) ** power  # bounds the terms of an activation
     near_slopes = (1 + power * near) * (np.abs(up) + 1), near
     near_slopes = np.concatenate(near_slopes, axis=1)[:, : x.shape[1]]
     near = near * (np.abs(up) + 1)
@@ -96,7 +98,7 @@ def test_gradients_are_close_and_encoded(path, activation_and_case, dtype):
     )
     for one, right, size in zip(found, *exact(ct, pre, weights, activation), strict=True):
         one, right, size = (np.asarray(x, np.float64) for x in (one, right, size))
-        if right.ndim == 1:  # weights without a token may have any derivative
+        if right.ndim == 1:  # for rows without a token, ct_weights may be anything
             one, right, size = (x[has_token] for x in (one, right, size))
         bound = inexact * np.where(np.isnan(size), 0, size) + 1e-37
         assert (np.abs(one - right) <= bound).all(), np.nanmax(np.abs(one - right) / bound)
@@ -121,8 +123,8 @@ def test_a_batch_is_one_call_of_the_same_rows(path, shares_sizes):
 
 
 def test_derivatives_are_those_of_the_gradients():
-    """The tangents of the primitive equal the tangents of plain products. This includes rows of
-    weight 0, which the primitive skips."""
+    """The tangents of `act_grad` equal those of the same gradients in plain JAX. This includes rows
+    of weight 0, which `act_grad` skips."""
     *floats, sizes = (jnp.asarray(x) for x in operands("no_tail", SWIGLU, "float32"))
     floats = [jnp.where(jnp.isnan(x), 0.5, x) for x in floats]
     of_primitive = lambda *floats: bind_act_grad(*floats, sizes, activation=SWIGLU, num_sms=None)[

@@ -1,4 +1,4 @@
-"""Test which activations the kernels compute, and the derivatives of these activations."""
+"""Test which activation functions the kernels compute, and the derivatives of these functions."""
 
 import functools
 
@@ -80,8 +80,8 @@ LISTED = {kind: functions[0] for kind, functions in FUNCTIONS.items()}
     "name", ("gated silu", "gelu", "gated gelu_tanh", "gated squared_relu", "clamped_swiglu")
 )
 def test_every_listed_activation_has_gradients_in_a_layer(name):
-    """Second derivatives of a layer, and gradients in FP8, can be traced in a shard_map that checks
-    types. In JAX 0.12.0.1, tracing fails for the derivatives of `jax.lax.erf`."""
+    """In a shard_map with check_vma, JAX can trace a layer's second derivatives, and its gradients
+    in FP8. JAX 0.12.0.1 cannot trace the derivatives of `jax.lax.erf` there."""
     kind, is_gated = name.removeprefix("gated "), " " in name or name == "clamped_swiglu"
     act = ma.clamped_swiglu() if name == "clamped_swiglu" else LISTED[kind]
     act = ma.gated(act) if " " in name else act

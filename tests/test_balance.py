@@ -1,4 +1,4 @@
-"""Compare balance losses, quantile balancing and the summary with formulas in numpy."""
+"""Compare balance losses, quantile balancing and `stats.summary()` with numpy formulas."""
 
 import functools
 
@@ -21,7 +21,7 @@ axis_types = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Expli
 
 
 def dense_loss(scores, ids, earlier=0):
-    """Return E * sum(f * P) of scores [..., E] and choices [..., K], in float64."""
+    """Return the balance loss E * sum(f * P) of scores [..., E] and ids [..., K], in float64."""
     scores, ids = scores.reshape(-1, EXPERTS), ids.reshape(len(scores.reshape(-1, EXPERTS)), -1)
     counts = np.array([(ids == e).sum() for e in range(EXPERTS)]) + earlier
     mean = scores[(ids >= 0).any(axis=1)].mean(axis=0)
@@ -29,8 +29,8 @@ def dense_loss(scores, ids, earlier=0):
 
 
 def dense_losses(kernel, x, ids):
-    """Return three losses of each micro-batch: a loss with the counts of earlier micro-batches, a
-    mean over sequences, and a loss of first choices only."""
+    """Return three losses of each micro-batch: with the counts of earlier micro-batches, as a mean
+    over sequences, and of first choices only."""
     logits = x.astype(np.float64) @ kernel
     scores = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
     counts, losses = np.zeros(EXPERTS), []
@@ -44,8 +44,8 @@ def dense_losses(kernel, x, ids):
 
 @axis_types
 def test_losses_over_micro_batches_of_sequences_and_of_first_choices_are_the_dense_ones(axis_type):
-    """The three losses of a layer equal `dense_losses`, although ranks divide the sequences. The
-    gradients of the losses equal finite differences."""
+    """The three losses of a layer equal `dense_losses`, although each rank has only a share of the
+    tokens. The losses' gradients equal finite differences."""
     rng = np.random.default_rng(0)
     draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
     experts = ma.Experts(draw(EXPERTS, HIDDEN, 2, 1), draw(EXPERTS, 1, HIDDEN))
@@ -99,8 +99,8 @@ def test_counts_of_earlier_micro_batches_are_those_of_all_ranks_and_have_no_grad
 
 
 def dense_histogram(scores, bias, k, num_bins):
-    """Return (biases, histograms). A token chooses an expert if the expert's bias is above
-    biases[token, expert]. histograms[expert] counts the biases of one expert."""
+    """Return (biases, histograms). biases[token, expert] is the bias above which the token chooses
+    the expert. histograms[expert] is the histogram of biases[:, expert]."""
     cutoffs = np.sort(scores + bias, axis=1)[:, -k - 1, None]
     edges = np.linspace(bias.min() - 1, bias.max() + 1, num_bins + 1)
     biases = cutoffs - scores
@@ -108,7 +108,8 @@ def dense_histogram(scores, bias, k, num_bins):
 
 
 def dense_next_bias(bias, histogram, k):
-    """Return the quantile k / E of each histogram, minus the mean of all quantiles."""
+    """Return the next biases: the quantile k / E of each histogram, minus the mean of these
+    quantiles."""
     width = (bias.max() - bias.min() + 2) / histogram.shape[1]
     found = []
     for counts in histogram:
@@ -121,8 +122,8 @@ def dense_next_bias(bias, histogram, k):
 @pytest.mark.exchanges(0)
 @pytest.mark.parametrize("score, num_bins", [("sigmoid", 50), ("softmax", 200)])
 def test_the_next_bias_is_the_centered_quantile_of_the_biases_that_tokens_need(score, num_bins):
-    """`quantile_select_bias` equals the quantile of the histogram in numpy, and is close to the
-    exact quantile. With an empty histogram, it returns the old bias."""
+    """`quantile_select_bias` equals the histogram's quantile in numpy, and is close to the quantile
+    of all biases. For an empty histogram, it returns the old bias."""
     rng = np.random.default_rng(2)
     logits = rng.normal(size=(4, 37, EXPERTS)).astype(np.float32) + np.arange(EXPERTS, dtype="f")
     mask = rng.random((4, 37)) < 0.9
@@ -136,7 +137,7 @@ def test_the_next_bias_is_the_centered_quantile_of_the_biases_that_tokens_need(s
     histogram = quickly(functools.partial(choose.bias_histogram, num_bins=num_bins))(
         logits, select_bias=bias, mask=mask
     )
-    assert np.abs(histogram - expected).sum() <= 4  # float32 rounds near the edge of a bin
+    assert np.abs(histogram - expected).sum() <= 4  # float32 may round across the edge of a bin
     found = quickly(functools.partial(ma.quantile_select_bias, k=TOP_K))(bias, histogram)
     right = dense_next_bias(bias.astype(np.float64), np.asarray(histogram), TOP_K)
     np.testing.assert_allclose(found, right, atol=1e-5)
@@ -150,7 +151,7 @@ def test_the_next_bias_is_the_centered_quantile_of_the_biases_that_tokens_need(s
 
 @pytest.mark.exchanges(0)
 def test_counts_of_many_tokens_have_an_exact_quantile():
-    """The quantile 2 / 3 of 2**31 - 1 tokens, which lies in a bin of three tokens, is exact."""
+    """The quantile 2 / 3 of 2**31 - 1 tokens is in a bin of three tokens, and must be exact."""
     whole = 2 * (2**31 - 1) // 3
     histogram = np.array([[whole, 3, 2**31 - 4 - whole], [1, 0, 0], [0, 1, 0]], np.int32)
     found = ma.quantile_select_bias(jnp.zeros(3), histogram, k=2)
@@ -201,7 +202,7 @@ def test_histograms_of_micro_batches_add_and_layers_have_a_bias_each():
 
 @pytest.mark.exchanges(0)
 def test_a_skewed_router_is_balanced_in_four_steps():
-    """The largest load falls in four steps from over 3 times the mean load to below 1.1 times."""
+    """In four steps, the largest load falls from over 3 times to below 1.1 times the mean load."""
     rng = np.random.default_rng(4)
     logits = (rng.normal(size=(512, 16)) + np.linspace(-2, 2, 16)).astype(np.float32)
     choose = ma.TopK(2, score="sigmoid")

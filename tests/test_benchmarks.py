@@ -1,5 +1,5 @@
-"""Test that the benchmarks run on CPU, that all methods have equal results, and that wrong results
-are detected."""
+"""Test that the benchmarks run on CPU, that all compared methods have equal results, and that wrong
+results are detected."""
 
 import dataclasses
 import functools
@@ -56,14 +56,14 @@ ROW_KEYS = {
 
 
 def run_of(mesh):
-    """Return a run without results."""
+    """Return a `Run` of a benchmark that has no results yet."""
     head = dict(wire=None, rows=[], failures=[])
     return run.Run(mesh, head, None, 1, 0.001, time.perf_counter() + 600)
 
 
 def run_on_cpu(module, options, out):
-    """Run a benchmark with two ranks. Return its record."""
-    few = "--ranks 2 --samples 1 --budget 1e9"  # the budget counts from the start of the process
+    """Run a benchmark module with two ranks. Return the record that it writes."""
+    few = "--ranks 2 --samples 1 --budget 1e9"  # the budget in seconds begins with the process
     assert module.main([*options.split(), *few.split(), "--out", str(out)]) == 0
     found = json.loads(out.read_text())
     assert found["failures"] == []
@@ -90,7 +90,7 @@ def test_on_cpu_the_record_is_complete_and_denies_that_it_is_of_gpus(tmp_path, m
 
 
 def prepared_by(make, work, ops=operations.STANDARD):
-    """Return the results of a method on all ranks, for `operations.check`."""
+    """Return the results of the method that `make` makes on all ranks, for `operations.check`."""
     mesh = harness.mesh_of(work.ranks)
     method = make(work, harness.group_of(work.ranks))
     run_once, _ = operations.prepare(method, ops)
@@ -133,7 +133,7 @@ def test_a_method_with_wrong_rows_or_sums_is_refused():
 
 @pytest.mark.parametrize("sigma", [0, 1.1])
 def test_wire_bytes_and_capacity_are_what_a_loop_counts(sigma):
-    """Bytes on links and the capacity of a workload equal the counts of a loop."""
+    """The bytes on links and the capacity that a workload computes equal the counts of a loop."""
     setting = workload.Setting(50, hidden=8, top_k=3, experts=32, sigma=sigma)
     ranks = 4
     work = workload.draw(setting, ranks)
@@ -195,7 +195,7 @@ def test_a_format_is_checked_with_a_tolerance_of_its_own(formatted):
     work = workload.draw(setting, harness.FEW)
     ours = prepared_by(methods.ours, work, (operations.EXCHANGE,))
     operations.check(ours, None, operations.FORMAT_TOLERANCE["MxFp8"])
-    with pytest.raises(AssertionError, match="^out is wrong"):  # because tokens are quantized
+    with pytest.raises(AssertionError, match="^out is wrong"):  # tokens are quantized
         operations.check(ours, None)
 
 
@@ -267,7 +267,7 @@ def test_the_sweep_of_sms_ends_with_all_sms_of_the_gpu(monkeypatch, num_sms):
 def test_candidates_of_the_tuning_are_measured_in_turns(tmp_path):
     found = run_on_cpu(tune, "--only FEW_NUM_SMS ROUTE_CHUNKS", tmp_path / "tune.json")
     assert [each["number"] for each in found["numbers"]] == ["FEW_NUM_SMS", "ROUTE_CHUNKS"]
-    assert all(each["keep"] for each in found["numbers"])  # On CPUs, all programs are the same.
+    assert all(each["keep"] for each in found["numbers"])  # on CPUs, no candidate is better
     values = [row["value"] for row in found["rows"] if row["number"] == "FEW_NUM_SMS"]
     assert values[0] == native.tuning("FEW_NUM_SMS") and {16, 66, 132} <= {*values}
 
@@ -318,7 +318,8 @@ def test_all_tuned_numbers_are_numbers_that_python_reads():
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 @pytest.mark.parametrize(("architecture", "few"), ((90, 128), (100, 148), (103, 148)))
 def test_a_struct_in_one_line_is_the_tuning_of_newer_architectures(tmp_path, architecture, few):
-    """Add an architecture as the comments of tuning.h say, and compile with a candidate value."""
+    """Add an architecture as the comments of tuning.h describe, and compile with a candidate
+    number."""
     text = tune.TUNING_H.read_text()
     (line,) = re.findall(r"^//   (using Measured = .*;)$", text, re.MULTILINE)
     struct = "struct Sm100 : Sm90 { static constexpr int kFewSms = 148; };\n"
@@ -346,7 +347,8 @@ def test_the_program_of_the_link_limit_compiles(tmp_path):
 
 
 def test_the_documents_have_the_calculated_layers_with_replicas():
-    """The page has the record's table, and break-even rows computed from the record's times."""
+    """docs/placement.md has the benchmark record's table, and break-even numbers of rows that
+    follow from it."""
     page = (ROOT / "docs/placement.md").read_text()
     rows = json.loads((record.FOLDER / "2026-11-26-placement-layers.json").read_text())["rows"]
     assert "\n".join(placement.table(rows)) in page

@@ -1,4 +1,5 @@
-"""Test that a launch has at most its budget of blocks, and at most as many as fit on the GPU."""
+"""Test that a kernel launch has at most its budget of blocks, and at most as many as fit on the
+GPU."""
 
 import pytest
 
@@ -12,7 +13,7 @@ pytestmark = [
     pytest.mark.exchanges(0),
 ]
 
-# Each GPU has this number of multiprocessors.
+# The number of multiprocessors of each GPU.
 GPUS = {"H20": 78, "H100 PCIe": 114, "H100 SXM": 132, "B200": 148}
 BUDGETS = (
     native.tuning("DEFAULT_NUM_SMS"),
@@ -28,7 +29,7 @@ BUDGETS = (
 @pytest.mark.parametrize("num_ranks", (2, 8, 64, 128))
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_a_whole_and_a_split_exchange_leave_room_for_each_other(num_sms, num_ranks, budget):
-    """A launch has its budget of blocks, or one block less than the GPU's multiprocessors."""
+    """A launch has its budget of blocks, or one block less than the GPU has multiprocessors."""
     blocks = min(budget, native._native.launch_blocks(num_ranks, num_sms))
     assert 1 <= blocks < num_sms
     assert blocks == budget or blocks == num_sms - 1

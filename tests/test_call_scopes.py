@@ -1,6 +1,7 @@
-"""Test the hash of the scope names around a call. Ranks detect swapped calls by this hash.
+"""Test the attribute `scopes` of kernel calls: a hash of the named scopes around it. By this hash,
+ranks detect that they make different calls.
 
-The hash must depend only on the program, and must be equal in every process.
+The hash must depend only on the program, and be equal in every process.
 """
 
 import functools
@@ -22,7 +23,7 @@ X, IDS, WEIGHTS = test_lowering.aval(8, 16), test_lowering.IDS, test_lowering.WE
 
 
 def scopes(fn):
-    """Return the hashes of the dispatches and of the combines that fn(x, ids, weights) makes."""
+    """Return the hashes of all dispatches and of all combines that fn(x, ids, weights) makes."""
     text = test_lowering.lower(fn, X, IDS, WEIGHTS)
     found = re.findall(r"@moe_a2a_(\w+?)(?:_in_graph)?\(.*?\bscopes = (-?\d+) : i64", text)
     assert len(found) == text.count("custom_call @moe_a2a_")
@@ -53,8 +54,8 @@ def test_calls_in_scopes_of_other_names_differ():
 
 
 def test_a_call_and_its_repetition_in_a_derivative_have_the_same_names():
-    """The calls in a layer, in its gradients and in its tangents have one hash, because XLA merges
-    only calls with equal hashes."""
+    """A call has the same hash in a layer, its gradients and its tangents, because XLA merges only
+    calls with equal hashes."""
 
     def all_of_them(x, ids, weights):
         of_x = functools.partial(layer, ids=ids, weights=weights)
@@ -73,7 +74,8 @@ def test_a_call_and_its_repetition_in_a_derivative_have_the_same_names():
 
 @pytest.mark.parametrize("wrap", (jax.checkpoint, jax.jit), ids=("checkpoint", "jit"))
 def test_what_wraps_the_layer_does_not_make_names_up(wrap):
-    """A gradient through `jax.checkpoint` or `jax.jit` has equal hashes in both passes."""
+    """In a gradient through `jax.checkpoint` or `jax.jit`, forward and backward calls have equal
+    hashes."""
     wrapped = wrap(loss)
     for of_operation in scopes(lambda *args: jax.grad(wrapped)(*args)):
         assert of_operation and len(set(of_operation)) == 1
@@ -119,7 +121,8 @@ print(*re.findall(r"scopes = (-?\\d+)", text_of(model)))
 
 
 def test_the_names_are_the_same_in_processes_of_other_folders_and_caches(tmp_path):
-    """Processes with other file names and earlier programs print equal hashes."""
+    """Two processes with different file names, one of which has traced a program before, print
+    equal hashes."""
     package = os.path.dirname(os.path.dirname(ma.__file__))
     found = []
     for folder, name, *state in (("a", "one.py"), ("b/c", "other.py", "warm")):

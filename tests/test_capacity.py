@@ -1,4 +1,4 @@
-"""Test the number of rows for a `capacity_factor`, and errors for wrong capacities and sizes."""
+"""Test the number of rows of a `capacity_factor`, and the errors for wrong capacities and sizes."""
 
 import cases
 import harness
@@ -26,7 +26,7 @@ def test_without_alignment_a_factor_multiplies_the_rows_of_a_balanced_rank():
 
 
 def test_a_factor_is_the_number_that_was_written():
-    """A factor of 1.1 makes 11 rows for 10 tokens, although 1.1 * 10 > 11 in floats."""
+    """For 10 tokens, a factor of 1.1 means 11 rows, although 1.1 * 10 > 11 in floats."""
     assert rows_of(dict(SIZES, num_tokens=10, top_k=1), capacity_factor=1.1) == 11
 
 

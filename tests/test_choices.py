@@ -1,6 +1,7 @@
-"""Test `ma.moe` with given choices, with replayed choices, and with a user's router.
+"""Test `ma.moe` with choices as arguments, with the choices of an earlier call (a replay), and with
+a user's router.
 
-In the reference, every expert computes every token, and the router sees all tokens at once.
+In `reference`, every expert computes every token, and the router gets all tokens at once.
 """
 
 import functools
@@ -54,7 +55,7 @@ def reference(params, x, read=None, mask=None):
 
 
 def value_and_grads(layer, params, x):
-    """Return outputs, and the gradients of the float arrays of params and of x."""
+    """Return the layer's output, and the gradients of x and of the float arrays of params."""
     is_float = lambda a: jnp.issubdtype(jnp.asarray(a).dtype, jnp.floating)
     leaves, treedef = jax.tree.flatten(params)
     floats = {i: leaf for i, leaf in enumerate(leaves) if is_float(leaf)}
@@ -91,8 +92,9 @@ REPLICAS = [0, 1, 2, 3, 4, 0, 4, 5, 6, 7, 0, -1]  # for 2 ranks
     ids=["2 in chunks", "2 with replicas", "2 replicated", "2 by 4 masked"],
 )
 def test_replayed_and_given_choices_equal_those_of_the_router(mesh, options):
-    """A replay has the router's outputs, statistics and gradients. Given choices have the router's
-    outputs, and the gradients of the choices' weights. The 15 tokens need padding."""
+    """A layer that replays the router's choices has the router's outputs, statistics and gradients.
+    A layer with choices as arguments has the same outputs, and gradients of the choices' weights.
+    The layer pads the 15 tokens."""
     mesh, options = mesh_of(**mesh), options_of(options)
     mask = options.get("mask", np.ones(LEAD, bool))
 
@@ -134,7 +136,8 @@ def test_replayed_and_given_choices_equal_those_of_the_router(mesh, options):
 
 
 def weigh(scores, ids):
-    """Return choices with the scores of the ids as weights, normalized to a sum of 1."""
+    """Return choices of `ids`. Their weights are their scores, divided by the sum of these
+    scores."""
     weights = jnp.sum(jax.nn.one_hot(ids, scores.shape[-1]) * scores[:, None], axis=-1)
     return ma.RouterChoices(ids, weights / weights.sum(axis=-1, keepdims=True))
 
@@ -149,13 +152,13 @@ def sqrt_softplus(tokens, logits, _, bias):
 
 
 def with_identity(tokens, logits, _, __):
-    """Choose -1 instead of the last two experts, because these experts compute nothing."""
+    """Replace the last two experts, which compute nothing, by -1 in the choices."""
     choices = weigh(jax.nn.softmax(logits), ma.TopK(3)(logits).ids)
     return choices._replace(ids=jnp.where(choices.ids < EXPERTS, choices.ids, -1))
 
 
 def scaled(tokens, logits, per_token, whole):
-    """Scale the logits of each token. The scales of masked tokens are NaN."""
+    """Scale each token's logits, then choose experts. The scales of masked tokens are NaN."""
     choices = ma.TopK(TOP_K)(logits * jnp.sqrt(per_token["scale"])[:, None])
     return choices._replace(weights=choices.weights * jnp.cos(tokens[:, :1]))
 
@@ -188,7 +191,7 @@ ROUTERS = {
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_router_of_the_users_reads_the_arrays_of_its_tokens(name, mesh, options):
-    """Outputs and gradients of all floats equal those of the reference."""
+    """Outputs and gradients of all float arrays equal those of `reference`."""
     mesh, options = mesh_of(**mesh), options_of(options)
     params = dict(router=ROUTERS[name], experts=OWN)
     layer = lambda params, x: ma.moe(x, **params, axes=axes_of(mesh), **options)[0]
@@ -239,7 +242,7 @@ def test_noise_of_a_key_that_is_folded_by_the_position_does_not_depend_on_the_me
 
 def test_the_router_reads_another_array_than_the_experts():
     """The router reads `router_input`, and the experts read x. Outputs and gradients equal those of
-    the reference."""
+    `reference`."""
     read = normal(6, *LEAD, 9)
     choose = lambda tokens, logits, *_: TOPK.choose(logits)
     params = dict(router=ma.Router(normal(7, 9, EXPERTS), choose=choose), experts=OWN)
@@ -272,7 +275,8 @@ def test_any_number_of_tokens_has_choices(lead):
 
 
 def test_ids_that_are_no_experts_stay_none():
-    """Ids outside of the range, also beyond int32, count as invalid and compute nothing."""
+    """Ids outside of the valid range, also beyond int32, are counted as invalid and compute
+    nothing."""
     bad = np.array([2**32, 2**40 + 1, -7, EXPERTS, -1])
     ids = np.where(POSITIONS < 5, np.resize(bad, LEAD), 1)[..., None]
     with jax.set_mesh(mesh_of(ep=1)):

@@ -1,4 +1,4 @@
-"""Test that the kernel that chooses experts returns the ids of ``lax.top_k``, and is called only on
+"""Test the kernel that chooses experts: it returns the ids of ``lax.top_k``, and is called only on
 GPUs."""
 
 import functools
@@ -48,9 +48,9 @@ TOKENS = 40
 
 
 def keys_of(experts):
-    """Return keys [T, E]: random numbers, few different numbers, special numbers, and few finite
-    numbers. Denormal numbers are left out, because only XLA on CPUs flushes them to zero. On GPUs,
-    NaNs are left out, because XLA does not order them."""
+    """Return keys [T, E] in four kinds of rows: random, with many ties, with special numbers, and
+    mostly infinite. No key is denormal, because only XLA on CPUs flushes such numbers to zero. On
+    GPUs, no key is NaN, because XLA defines no order for NaNs."""
     rng = np.random.default_rng(experts)
     numbers = [-np.inf, -3, -1e-30, -0.0, 0.0, 1e-30, 2, np.inf]
     numbers += [] if harness.ON_GPU else [np.nan]
@@ -68,7 +68,7 @@ def arrays_of(case):
 
 def numpy_choice(keys, k, groups):
     """Return k ids in the order of ``lax.top_k``: the highest keys first, and the lowest ids first
-    among equal keys. NaN is the highest number."""
+    among equal keys. NaN is the highest key."""
     keys = np.where(np.isnan(keys), np.inf, keys).astype(np.float32), np.isnan(keys)
     order = lambda keys: np.lexsort((np.arange(keys[0].shape[-1]), -keys[0], ~keys[1]))
     if groups is not None:
@@ -85,7 +85,7 @@ def numpy_choice(keys, k, groups):
 
 @pytest.fixture(scope="module")
 def emulated():
-    """Return the program that runs the kernel on a CPU, under ThreadSanitizer."""
+    """Return the path of a program that runs the kernel on a CPU, under ThreadSanitizer."""
     if harness.ON_GPU:
         pytest.skip("XLA gives a sum of infinities another sign on GPUs")
     runs.build("tsan/choose")
@@ -115,7 +115,8 @@ def composed(case, *arrays):
 
 
 def assert_equal(found, expected):
-    """Check that ids and chosen values are equal, and that weights are close."""
+    """Check that two results (ids, weights, chosen values) are equal, except weights, which are
+    close."""
     np.testing.assert_array_equal(found[0], expected[0])
     np.testing.assert_array_equal(found[2], expected[2])
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-5, atol=1e-30)
@@ -133,7 +134,8 @@ def test_the_emulated_kernel_is_the_composition(emulated, case, is_masked):
 def test_the_composition_has_the_order_of_a_sort(case):
     keys, values, _ = arrays_of(case)
     _, k, groups, _ = case
-    # The sum of a group could be NaN. The sign of NaN, and so the order of groups, is undefined.
+    # Without this change, a group's sum could be NaN. NaN's sign, and so the order of groups, is
+    # undefined.
     rows = keys if groups is None else np.where(np.isnan(keys) | (keys > 3e38), -5, keys)
     expected = [numpy_choice(row, k, groups) for row in rows]
     np.testing.assert_array_equal(composed(case, rows, values)[0], expected)
@@ -154,7 +156,7 @@ def test_the_kernel_of_the_gpu_is_the_composition(case):
         assert_equal(jax.tree.map(np.asarray, program.compile()(*operands)), expected)
 
 
-# This router is the router of DeepSeek-V3 with the groups of a small model.
+# This is the router of DeepSeek-V3, with fewer groups and experts.
 ROUTER = ma.TopK(4, score="sigmoid", num_groups=4, top_groups=2, scale=2.5)
 
 
@@ -178,14 +180,16 @@ def aval(*shape, dtype="float32"):
 
 
 def types_of(fn, *args):
-    """Return the types of operands and results of the kernel's calls in a program for GPUs."""
+    """Lower a program for GPUs, and return the operand and result types of its calls of the
+    kernel."""
     found = calls(fn, *args)
     assert {call.target for call in found} <= {"choose"}
     return [re.sub("tensor<([^>]*)>", r"\1", call.types) for call in found]
 
 
 def test_a_choice_on_gpus_is_one_call(on_gpus):
-    """Choices, batches of choices, and their gradients each have one call of the kernel."""
+    """A program of choices, of a batch of choices, or of their gradients has one call of the
+    kernel."""
     results = "(6x4xi32, 6x4xf32, 6x4xf32)"
     assert types_of(weights_of, aval(6, 32)) == [f"(6x32xf32, 6x32xf32, 0xi1) -> {results}"]
     ((_, attributes, _),) = calls(weights_of, aval(6, 32))
@@ -245,8 +249,8 @@ def test_explain_names_the_choice_and_the_reason_against_the_kernel(on_gpus):
 
 @pytest.mark.parametrize("topk", (ROUTER, ma.TopK(4), ma.TopK(4, renormalize=False)), ids=repr)
 def test_derivatives_and_transforms_are_those_of_the_composition(topk):
-    """Weights, their first and second derivatives, and rematerialized gradients equal those of a
-    formula that JAX differentiates."""
+    """Weights and their first, second and rematerialized derivatives equal those of a JAX
+    formula."""
     logits = np.random.default_rng(2).normal(size=(3, 8, 32)).astype(np.float32)
     mask = np.arange(24).reshape(3, 8) % 5 > 0
     bias = jnp.linspace(-0.2, 0.2, 32)

@@ -1,6 +1,6 @@
 """Test the derivatives and the memory of layers that run in chunks of tokens.
 
-test_layer tests drops, and sums of the gradients of weights.
+test_layer.py tests chunks with dropped choices, and the sums of weight gradients over chunks.
 """
 
 import functools
@@ -31,7 +31,8 @@ ACTIVATIONS = dict(fused=SWIGLU, unfused=lambda h: jnp.tanh(h[:, :WIDTH]) * h[:,
 
 
 def drawn(seed, *lead, dtype="float32", biases=True):
-    """Draw ids, and x, router weights, weights and biases of all ranks."""
+    """Return random ids, and random x, router weights, weights and biases, with the leading axes
+    `lead`."""
     rng = np.random.default_rng(seed)
     ids = rng.integers(-1, RANKS * LOCAL, (*lead, TOKENS, TOP_K))
     shapes = small_layer.shapes_of_moe(LAYOUT, 2 * WIDTH, WIDTH)[: 6 if biases else 4]
@@ -75,7 +76,7 @@ def test_derivatives_of_all_orders_are_those_of_the_layer_without_chunks(activat
 @pytest.mark.several_devices("a mesh of two axes")
 def test_weights_that_vary_over_fewer_mesh_axes_than_tokens_have_gradients():
     """On a mesh with a data axis, gradients with and without chunks are equal. The loop over chunks
-    adds the gradients of weights to totals."""
+    adds weight gradients to totals."""
     axis_types = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((2, RANKS), ("data", harness.AXIS), axis_types=axis_types)
     group = ma.Group(mesh, harness.AXIS)
@@ -136,7 +137,7 @@ def test_a_product_with_a_total_has_the_derivatives_of_the_product(in_fp8):
 
 
 def test_the_kernel_adds_where_the_total_is(hopper, monkeypatch):
-    """The call of the product has the total as an operand, and updates the total in place."""
+    """The kernel call of the product has the total as an operand, and updates it in place."""
     monkeypatch.setattr(native, "why_not_grouped_gemm", lambda *_: "")
     aval = lambda *shape, dtype="bfloat16": jax.ShapeDtypeStruct(shape, dtype)
     avals = aval(5, 16, 8, dtype="float32"), aval(24, 16), aval(24, 8), aval(5, dtype="int32")
@@ -153,7 +154,7 @@ def test_tokens_may_have_no_numbers():
 
 
 def temporary(num_chunks, *, tokens, hidden, width, gradients=True, top_k=4, dtype="bfloat16"):
-    """Return the bytes of temporary arrays of a layer that is compiled for CPUs."""
+    """Compile a layer for CPUs, and return the bytes of its temporary arrays."""
 
     def run(ids, floats, ct):
         fn = functools.partial(layer, num_chunks=num_chunks)
@@ -181,5 +182,5 @@ def test_memory_for_gradients_of_weights_does_not_grow_with_the_number_of_chunks
     weights = 4 * RANKS * LOCAL * 3 * sizes["hidden"] * sizes["width"]
     few, many = (temporary(n, **sizes) for n in (2, 8))
     assert many <= few and weights <= few <= 3.5 * weights
-    # Without gradients, chunks need no array for their sums.
+    # Without gradients, the loop over chunks needs no totals.
     assert temporary(8, gradients=False, **sizes) <= temporary(None, gradients=False, **sizes)

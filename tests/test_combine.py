@@ -1,4 +1,4 @@
-"""Test the sums of combine, with the documented order and roundings.
+"""Test that combine adds and rounds in the documented order.
 
 Unweighted sums must equal the oracle's sums, because the definition fixes each rounding. Weighted
 sums may differ by the slack of `oracle.combine`, because XLA may use fused multiply-adds.
@@ -21,7 +21,7 @@ import jax_moe_a2a as ma
 def combine_program(layout, ranks, weighted=False, wire_dtype=None, exchanges=2):
     """Return a program (ids, y) or, if weighted, (ids, y, row weights) -> sums.
 
-    A run makes one exchange for the route, and one exchange for each summed dtype.
+    A run makes one exchange for the route, and one for each dtype in y.
     """
     group = harness.group_of(ranks)
 
@@ -35,18 +35,18 @@ def combine_program(layout, ranks, weighted=False, wire_dtype=None, exchanges=2)
 
 
 def routed(layout, routing, ranks, seed=0):
-    """Return (ids, expected routing) of a case."""
+    """Return the ids of a case and their expected routing."""
     ids = cases.Case(layout, routing).ids(ranks, seed)
     return ids, oracle.route(ids, layout.num_experts(ranks), layout.rows(ranks), layout.alignment)
 
 
 @pytest.mark.parametrize("wire_dtype", (None, "bfloat16", "float32"))
 def test_every_summed_dtype_rounds_as_stated(wire_dtype):
-    """Sums of each dtype and wire dtype equal the oracle's sums. No choice is dropped."""
+    """For each dtype and wire dtype, sums equal the oracle's. No choice is dropped."""
     layout, ranks = cases.PLAIN, harness.SEVERAL
     rng = np.random.default_rng(0)
     y = {n: cases.normal(rng, (ranks, layout.rows(ranks), 33), n) for n in cases.SUMMED_DTYPES}
-    # No kernel rounds float32 or float16 to a bfloat16 wire dtype, so all sums are then portable.
+    # No kernel rounds float32 or float16 to a bfloat16 wire dtype, so XLA then computes all sums.
     exchanges = 1 if wire_dtype == "bfloat16" else 1 + len(y)
     program = combine_program(layout, ranks, wire_dtype=wire_dtype, exchanges=exchanges)
     for routing in ("skewed", "repeated", "first_expert_only"):
@@ -72,7 +72,8 @@ def test_every_weighted_dtype_rounds_as_stated(dtype, wire_dtype):
 
 
 def test_the_sum_of_negative_zeros_is_a_positive_zero():
-    """Rows of -0.0 have the sum 0.0. The test has one rank, because other ranks add zeros."""
+    """Rows of -0.0 have the sum 0.0. The test has one rank, because partial sums of other ranks
+    would add 0.0."""
     layout, ranks = cases.PLAIN, 1
     ids, expected = routed(layout, "uniform", ranks)
     y = np.full((ranks, expected.capacity, 33), -0.0, np.float32)
@@ -87,24 +88,25 @@ def test_float64_is_summed_in_float64(weighted):
     ids, expected = routed(layout, "skewed", ranks)
     y = cases.normal(rng, (ranks, expected.capacity, 3), "float64")
     weights = cases.normal(rng, (ranks, expected.capacity), "float64") if weighted else None
-    program = combine_program(layout, ranks, weighted, exchanges=1)  # the sums are portable
+    program = combine_program(layout, ranks, weighted, exchanges=1)  # XLA computes the sums
     with jax.enable_x64(True):
         out = program(ids, y, *([weights] if weighted else []))
     harness.assert_sums_agree(out, *oracle.combine(y, expected, weights))
 
 
 def cancelling_rows(dtype):
-    """Return four numbers whose sum depends on the order of additions and roundings."""
+    """Return four numbers whose sum depends on the order of additions."""
     big = 2.0 / oracle.epsilon(dtype)
     return np.array([big, 1.0, -big, 1.0], cases.dtype(dtype))
 
 
 def test_the_sum_over_k_runs_in_order_of_k():
-    """In float32, big + 1 - big + 1 is 1 from left to right, and 0 or 2 in other orders."""
+    """In float32, big + 1 - big + 1 is 1 if added from left to right, and 0 or 2 in other
+    orders."""
     layout = cases.Layout("order_of_k", tokens=1, top_k=4, local_experts=4)
     ranks = harness.SEVERAL
     for permutation in np.array([[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1], [1, 3, 0, 2]]):
-        # Rows are stored in the order of experts, but must be summed in the order of k.
+        # Rows are in the order of experts, but must be summed in the order of k.
         ids = np.broadcast_to(permutation.astype(np.int32), (ranks, 1, 4)).copy()
         expected = oracle.route(ids, layout.num_experts(ranks), layout.rows(ranks))
         y = np.zeros((ranks, expected.capacity, 1), np.float32)
@@ -117,7 +119,8 @@ def test_the_sum_over_k_runs_in_order_of_k():
 
 @pytest.mark.parametrize("wire_dtype", (None, "float32"))
 def test_the_sum_over_ranks_runs_in_order_of_ranks(wire_dtype):
-    """A token has one row on each of the first 32 ranks. Rows are added in the order of ranks."""
+    """A token has one row on each rank (at most 32). The rows must be added in the order of
+    ranks."""
     ranks = harness.SEVERAL
     top_k = min(ranks, 32)
     layout = cases.Layout("order_of_ranks", tokens=4, top_k=top_k, local_experts=1)
@@ -135,12 +138,12 @@ def test_the_sum_over_ranks_runs_in_order_of_ranks(wire_dtype):
 
 
 def test_every_partial_sum_is_rounded_to_the_wire_dtype_even_the_own_one():
-    """A token has the bfloat16 rows 1 and 2^-9 on one rank, which may be the source rank. With a
-    bfloat16 wire dtype, the partial sum of these rows is 1."""
+    """Each token has the bfloat16 rows 1 and 2^-9 on one rank, for some tokens its source rank.
+    With a bfloat16 wire dtype, their partial sum must be 1."""
     ranks = harness.SEVERAL
     top_k = min(2 + ranks, 32)
     layout = cases.Layout("rounding", tokens=ranks, top_k=top_k, local_experts=2)
-    # Token t of each rank has two rows at rank t.
+    # Token t of each rank has two rows on rank t.
     ids = np.full((ranks, ranks, layout.top_k), -1, np.int32)
     for token in range(ranks):
         ids[:, token, :2] = 2 * token, 2 * token + 1
@@ -151,8 +154,8 @@ def test_every_partial_sum_is_rounded_to_the_wire_dtype_even_the_own_one():
     out = combine_program(layout, ranks)(ids, y)
     np.testing.assert_array_equal(out.astype(np.float32), np.ones((ranks, ranks, 1), np.float32))
 
-    # The next rank adds a third row of -1. The sum is 0 if the first partial sum was rounded, and
-    # 2^-9 otherwise.
+    # The next rank has a third row, -1. The sum is 0 if the first partial sum was rounded, and 2^-9
+    # otherwise.
     if ranks == 1:
         return
     for token in range(ranks):
@@ -186,7 +189,7 @@ def test_weights_come_from_recv_an_array_or_nowhere():
         cases.Case(layout, "masked"), ranks
     )
     own = cases.normal(np.random.default_rng(5), (ranks, layout.capacity), "float32")
-    own[expected.row_token < 0] = np.nan  # these rows affect no sum
+    own[expected.row_token < 0] = np.nan  # rows without a token, which affect no sum
 
     def combine(ids, x, topk_weights, y, own):
         route_args = layout.route_args(group)
@@ -202,7 +205,7 @@ def test_weights_come_from_recv_an_array_or_nowhere():
             "routing": ma.combine(y, plain.routing),
         }
 
-    # The program has two dispatches and four different combines. XLA would merge equal combines.
+    # The program has two dispatches and four combines that differ. (XLA would merge equal ones.)
     program = harness.on_each_rank(combine, harness.mesh_of(ranks), exchanges=2 + 4)
     sums = program(ids, x, topk_weights, y, own)
     sent = oracle.dispatch_choices(topk_weights, expected)

@@ -1,4 +1,4 @@
-"""Test combine with `add`, which adds an array to the sums before the rounding of the result.
+"""Test combine's argument `add`, an array that is added to the sums before the result is rounded.
 
 Unweighted sums must equal the oracle's sums. Weighted sums may differ by the slack of
 `oracle.combine`.
@@ -61,7 +61,7 @@ def assert_adds(sums, y, weights, addend, routing, wire_dtype=None, what=""):
         harness.assert_sums_agree(actual, *expected, what)
 
 
-# One routing in six layouts is enough, because adding does not depend on the routing.
+# One routing is enough for six layouts, because the addition does not depend on the routing.
 LAYOUTS = ("plain", "alignment_8_capacity_19", "capacity_0", "no_tokens", "top_32", "many_tokens")
 CASES = [cases.Case(layout, "masked") for layout in cases.LAYOUTS if layout.name in LAYOUTS]
 
@@ -72,7 +72,7 @@ def test_the_addend_is_added_to_the_sums_of_every_layout(case):
     assert_adds(program(case.layout, RANKS)(*args), *args[1:], routing)
 
 
-# Kernels have separate code for rows of several 16-byte words, part of a word, and one element.
+# Kernels have separate code for rows of 16-byte words, rows with a partial word, and one element.
 @pytest.mark.parametrize(
     "trailing", ((6, 8), (32,), (33,), ())[: None if harness.ON_GPU else 1], ids=str
 )
@@ -89,7 +89,8 @@ def test_every_dtype_and_wire_dtype_rounds_once(dtype, wire_dtype, trailing):
 
 @pytest.mark.parametrize("name, dtype", list(zip(FORMATS, cases.SUMMED_DTYPES)))
 def test_partial_sums_may_travel_in_a_format(name, dtype):
-    """Sums with formats equal the oracle's sums. All rows are exact in the formats."""
+    """If partial sums are sent in a format, results equal the oracle's. The format can represent
+    all rows."""
     fmt = FORMATS[name]
     layout = cases.Layout("format", tokens=9, top_k=2, local_experts=2, capacity=14)
     trailing = (3 * fmt.group_size,)
@@ -112,8 +113,8 @@ def test_partial_sums_may_travel_in_a_format(name, dtype):
 
 
 def test_the_addend_is_added_last_and_rounded_with_the_sum():
-    """Another order of additions or another rounding would change the sums. In float32, for
-    example, 1 - big + big is 0, and big - big + 1 is 1."""
+    """The numbers are such that another order of additions or another rounding would change the
+    sums. In float32, 1 - big + big is 0, but big - big + 1 is 1."""
     layout = cases.Layout("last", tokens=1, top_k=2, local_experts=2)
     ids = np.broadcast_to(np.array([0, 1], np.int32), (RANKS, 1, 2)).copy()
     expected = oracle.route(ids, layout.num_experts(RANKS), layout.rows(RANKS))
@@ -180,7 +181,7 @@ def test_gradients_and_tangents_of_a_combine_are_those_of_the_oracle(weighted, d
         tangent = jax.jvp(fn, floats, directions)[1]
         return tangent, jax.vjp(fn, *floats)[1](g)
 
-    # The route, the combine, the tangent and the transpose are one exchange each.
+    # The route, the combine, its tangent and its transpose are one exchange each.
     run = harness.on_each_rank(on_rank, group.mesh, exchanges=1 + 3)
     for name in ("skewed", "masked", "repeated", "first_expert_only"):
         case = cases.Case(cases.CUT, name)
@@ -198,7 +199,7 @@ def test_gradients_and_tangents_of_a_combine_are_those_of_the_oracle(weighted, d
         if not weighted:
             harness.assert_same_bytes(found[0], oracle.dispatch(g, routing), name)
             continue
-        # The sums of 7 products in `of_weights` may have any order.
+        # An element of `of_weights` is a sum of 7 products, in any order.
         of_y, of_weights = oracle.combine_transpose(g, y, routing, weights)
         harness.assert_same_bytes(found[0], of_y, name)
         assert found[2].dtype == np.float32
@@ -206,7 +207,8 @@ def test_gradients_and_tangents_of_a_combine_are_those_of_the_oracle(weighted, d
 
 
 def traced(fn, *avals):
-    """Trace fn on two ranks. Count its live primitives, and the addends of each exchange."""
+    """Trace `fn` on two ranks and remove dead code. Return the counts of primitives, and each
+    exchange's number of addends."""
     stacked = jax.tree.map(lambda a: jax.ShapeDtypeStruct((2, *a.shape), a.dtype), avals)
     jaxpr = jax.make_jaxpr(jax.vmap(fn, axis_name=harness.AXIS))(*stacked)
     jaxpr, _ = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))
@@ -248,7 +250,7 @@ def test_a_batch_is_one_exchange(batched, weighted):
     group = harness.group_of(RANKS)
     elements = [inputs(case, RANKS, trailing=(8,), seed=seed) for seed in range(batch)]
     axes = [0 if batched in (name, "all") else None for name in ("ids", "y", "addend")]
-    in_axes = (axes[0], axes[1], axes[0], axes[2])  # a batch of ids needs a batch of weights
+    in_axes = (axes[0], axes[1], axes[0], axes[2])  # weights are batched if ids are
     args = [
         np.stack([e[0][i] for e in elements], axis=1) if axis == 0 else elements[0][0][i]
         for i, axis in enumerate(in_axes)

@@ -1,4 +1,4 @@
-"""Test that the training step of docs/recipes.md is compiled only once."""
+"""Test that JAX compiles the training step of docs/recipes.md only once."""
 
 import contextlib
 
@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.exchanges(0),
 ]
 
-COMPILED = []  # functions to call after each compilation of this process
+COMPILED = []  # functions that are called after each compilation
 jax.monitoring.register_event_duration_secs_listener(
     lambda event, *_, **__: (
         [noted() for noted in COMPILED] if event.endswith("backend_compile_duration") else None
@@ -28,7 +28,7 @@ jax.monitoring.register_event_duration_secs_listener(
 
 @contextlib.contextmanager
 def counted():
-    """Yield a list that gets one element after each compilation."""
+    """Yield a list to which each compilation appends an element."""
     found = []
     COMPILED.append(lambda: found.append(1))
     try:
@@ -38,7 +38,7 @@ def counted():
 
 
 def restored(tree, folder):
-    """Save a pytree, and return the restored pytree with the same shardings."""
+    """Save a pytree as a checkpoint, and return the restored pytree with the same shardings."""
     shapes = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree
     )
@@ -51,7 +51,8 @@ def restored(tree, folder):
 
 @pytest.fixture(params=(AxisType.Auto, AxisType.Explicit), ids=str)
 def recipes(request, monkeypatch):
-    """Run the first snippet of docs/recipes.md with one axis type. Return the snippet's names."""
+    """Run the first snippet of docs/recipes.md with one type of mesh axes. Return the dict of its
+    global variables."""
     if jax.device_count() < 8:
         pytest.skip("needs 8 devices")
     make_mesh = jax.make_mesh
@@ -70,7 +71,7 @@ def recipes(request, monkeypatch):
 
 @pytest.mark.promotes("optax mixes numbers and arrays")
 def test_the_recipe_compiles_once_with_adamw_accumulation_and_restore(recipes, tmp_path):
-    """After the first step, two more steps and a step from a checkpoint compile nothing."""
+    """After the first step, two more steps and a step from a checkpoint compile no program."""
     recipes["optimizer"] = optax.MultiSteps(optax.adamw(1e-3), every_k_schedule=2)
     axes, mesh = ma.Axes("ep", data="data", fsdp="data"), recipes["mesh"]
     with jax.set_mesh(mesh):
@@ -94,15 +95,16 @@ def test_the_recipe_compiles_once_with_adamw_accumulation_and_restore(recipes, t
         with counted() as compiled:
             step(params, state, x)
         assert not compiled
-        # With Explicit axes, the specs of results have more entries than the specs of arguments.
+        # With Explicit axes, results have longer specs than arguments: two cache entries.
         if AxisType.Auto in mesh.axis_types:
             assert step._cache_size() == 1
 
 
 @pytest.mark.promotes("optax mixes numbers and arrays")
 def test_only_a_state_that_is_placed_otherwise_compiles_a_second_program(recipes):
-    """A step with another spelling of its shardings, such as ``P(None)`` for ``P()``, compiles
-    nothing. With Auto axes, a step with an unplaced state compiles a program."""
+    """A step compiles no program if its arguments have equal shardings in another form, such as
+    ``P(None)`` for ``P()``. With Auto axes, a step whose optimizer state has no sharding compiles a
+    program."""
     optimizer, mesh, x = recipes["optimizer"], recipes["mesh"], recipes["x"]
     is_auto = set(mesh.axis_types) == {AxisType.Auto}
     with jax.set_mesh(mesh):
@@ -121,4 +123,4 @@ def test_only_a_state_that_is_placed_otherwise_compiles_a_second_program(recipes
         unplaced = jax.jit(optimizer.init)(params)
         with counted() as compiled:
             step(params, unplaced, x)
-        assert bool(compiled) == is_auto  # Explicit axes place the state like the params
+        assert bool(compiled) == is_auto  # with Explicit axes, the state is sharded

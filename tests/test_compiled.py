@@ -1,4 +1,5 @@
-"""Test that `compiled/table.txt` is up to date, and that all calls have scopes of the package."""
+"""Test that tests/compiled/table.txt is up to date, and that all calls have the package's named
+scopes."""
 
 import difflib
 import functools

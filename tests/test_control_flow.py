@@ -1,4 +1,4 @@
-"""Compare exchanges inside scan, cond and while loops with dense layers outside of loops."""
+"""Compare layers in scan, cond and while_loop with dense layers outside of them."""
 
 import functools
 
@@ -19,7 +19,8 @@ LAYERS = 3
 
 @functools.cache
 def problem():
-    """Return (x, topk_weights, w), ids and kept. All except x have a leading layer axis."""
+    """Return (x, topk_weights, w), ids, and which choices are kept. All except x have a leading
+    layer axis."""
     layers = [small_layer.arguments(RANKS, seed) for seed in range(LAYERS)]
     topk_weights, w = small_layer.stacked(*(layer.floats[1:] for layer in layers))
     ids, kept = (np.stack(arrays) for arrays in zip(*(layer[1:] for layer in layers)))
@@ -31,7 +32,7 @@ def value_and_grads(fn, *others):
 
 
 def of_all_ranks(fn):
-    """Map fn(x, topk_weights, w, ids) over the ranks. All except x have a leading layer axis."""
+    """Map `fn(x, topk_weights, w, ids)` over the ranks. All except x have a leading layer axis."""
     return harness.over_ranks(fn, harness.mesh_of(RANKS), in_axes=(0, 1, 1, 1))
 
 
@@ -44,8 +45,9 @@ def dense_layers(x, topk_weights, w, ids, kept, active=(True,) * LAYERS):
 
 @pytest.mark.exchanges((1 + 4) * LAYERS)
 def test_routings_may_be_what_a_scan_runs_over_and_what_it_carries():
-    """A loop computes routings, and a scan exchanges. The scan carries each layer's routing from
-    the previous step. Results and gradients equal those of dense layers."""
+    """A `lax.map` computes the routings of all layers, and a scan runs the layers. Each step of the
+    scan gets its routing from the previous step. Outputs and gradients equal those of dense
+    layers."""
     group = harness.group_of(RANKS)
 
     def layers(x, topk_weights, w, ids):
@@ -70,7 +72,8 @@ def test_routings_may_be_what_a_scan_runs_over_and_what_it_carries():
 
 @pytest.mark.exchanges(5 * (2 + 1 + 0))
 def test_cond_with_a_uniform_predicate_runs_the_layers_it_is_told_to():
-    """A scan runs a layer only if its flag, a traced bool, is True. Outputs equal dense layers."""
+    """In a scan, cond runs a layer only if the layer's flag (a traced bool) is True. Outputs equal
+    those of dense layers."""
     floats, ids, kept = problem()
     layer = small_layer.layer_of(harness.group_of(RANKS))
 
@@ -93,8 +96,8 @@ def test_cond_with_a_uniform_predicate_runs_the_layers_it_is_told_to():
 
 
 def test_a_while_loop_runs_until_all_ranks_agree_to_stop():
-    """A loop runs a layer until a sum over ranks exceeds a limit. Steps, results and tangents equal
-    those of the dense layer. JAX has no gradients of while loops."""
+    """A while_loop repeats a layer until a sum over ranks exceeds a limit. The number of steps,
+    outputs and tangents equal those of the dense layer."""
     layer = small_layer.layer_of(harness.group_of(RANKS))
     floats, ids, kept = small_layer.arguments(RANKS)
     directions = small_layer.directions(RANKS)
@@ -131,7 +134,7 @@ def test_a_while_loop_runs_until_all_ranks_agree_to_stop():
 
     num_steps = next(n for n in range(10) if norm(dense(n, *floats)) >= limit)
     assert num_steps > 1
-    # One loop has the layer and its tangent; a second loop has only the layer.
+    # JAX makes two loops: of the layer with its tangent, and of only the layer.
     with harness.expect_exchanges(num_steps * (5 + 2)):
         out, tangent, steps = program(floats, directions)
     np.testing.assert_array_equal(steps, num_steps)

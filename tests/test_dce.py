@@ -1,4 +1,4 @@
-"""Test that dead-code elimination removes unused exchanges, and unused parts of exchanges."""
+"""Test that dead-code elimination removes unused exchanges, and unused arrays of exchanges."""
 
 import functools
 
@@ -28,7 +28,7 @@ def inputs():
 
 
 def without_dead_code(fn, *args):
-    """Count the primitives of fn(*args) that remain after JAX's elimination of dead code."""
+    """Count the primitives of fn(*args) that remain after JAX's dead-code elimination."""
     closed = jax.make_jaxpr(small_layer.on_all_ranks(fn))(*args)
     jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
     return harness.count_primitives(jaxpr)
@@ -57,8 +57,8 @@ def test_only_exchanges_of_which_a_result_is_used_remain(uses, expected):
     ids=("rows", "weights", "both"),
 )
 def test_a_gradient_of_a_combine_weighs_only_for_what_is_wanted(of, dotted, scaled):
-    """The gradient of the rows alone dispatches no rows for dot products. The gradient of the
-    weights alone dispatches no weights for scaling."""
+    """If only the gradient of the rows is used, the dispatch computes no dot products with rows. If
+    only the gradient of the weights is used, the dispatch multiplies no rows by weights."""
 
     def fn(y, weights, ids):
         routing = ma.route(ids, **route_args(harness.group_of(RANKS)))

@@ -1,4 +1,4 @@
-"""Test that the rows of a dispatch have the bits of their tokens, for all dtypes and pytrees."""
+"""Test that a dispatch copies tokens to rows bit for bit, for all dtypes and pytrees."""
 
 import functools
 
@@ -39,14 +39,14 @@ def test_row_experts_are_the_local_experts_of_rows_with_a_token(routing):
     harness.assert_same_bytes(harness.numpy_of(found), oracle.row_experts(expected))
 
 
-# The kernels can dispatch half of the dtypes in one payload, but not all dtypes.
+# The kernels accept a payload with half of the dtypes, but not one with all dtypes.
 @pytest.mark.parametrize(
     "dtypes",
     (cases.MOVED_DTYPES, cases.MOVED_DTYPES[::2], cases.MOVED_DTYPES[1::2], cases.WIDE_DTYPES),
     ids=("all", "even", "odd", "wide"),
 )
 def test_every_dtype_keeps_its_bits_in_one_payload(dtypes):
-    """A payload of many dtypes and shapes with random bits arrives bit for bit."""
+    """A payload that has many dtypes and shapes, and random bits, is received bit for bit."""
     layout, ranks = cases.PADDED, harness.SEVERAL
     rng = np.random.default_rng(0)
     ids = cases.Case(layout, "masked").ids(ranks)
@@ -65,7 +65,7 @@ def test_every_dtype_keeps_its_bits_in_one_payload(dtypes):
 
 
 def test_a_payload_keeps_its_tree():
-    """The rows of a payload (an array, or nested tuples, lists and dicts with None) have its tree
+    """A payload may be an array or a pytree with None leaves. The rows have the same tree
     structure, and each leaf equals the oracle's rows."""
     layout, ranks = cases.TIGHT, harness.SEVERAL
     rng = np.random.default_rng(0)
@@ -82,7 +82,8 @@ def test_a_payload_keeps_its_tree():
 
 
 def test_a_replicated_payload_is_accepted_with_varying_ids():
-    """Tokens are equal on all ranks, but ids differ. Rows equal the oracle's, with check_vma."""
+    """With check_vma, the tokens are equal on all ranks (replicated), but the ids differ. Rows
+    equal the oracle's."""
     layout, ranks = cases.TIGHT, harness.SEVERAL
     (ids, x, _, _), expected = harness.exchange_inputs(cases.Case(layout, "uniform"), ranks)
     x = x["rows"][0]

@@ -1,8 +1,9 @@
 """Run every Python snippet of the documents, and check links, paths, commands and API pages.
 
 A snippet can use the names of its file's first snippet, and of earlier snippets in its section. A
-fence of kind ``text`` has the expected output and error of the snippet above it; "..." stands for
-any text. Without this fence, a snippet must not raise. An HTML comment above a fence may be a mark:
+``text`` fence contains the expected output and error of the snippet above it; "..." matches any
+text. A snippet without such a fence must not raise an error. An HTML comment above a fence may be
+one of these marks:
 
     gpu                 the snippet needs several GPUs
     on CPU              the output is compared on the CPU only
@@ -51,7 +52,7 @@ MARK = re.compile(r"gpu|on CPU|not run: .+")
 class Snippet:
     document: str
     section: str
-    line: int  # number of the first line of code
+    line: int  # line number of the first line of code
     code: str
     mark: str
     output: str | None = None
@@ -64,7 +65,7 @@ class Snippet:
 
 @functools.cache
 def snippets_of(document):
-    """Return the Python snippets of a document, with the documented output of each."""
+    """Return the Python snippets of a document, each with its documented output."""
     source = (ROOT / document).read_text()
     snippets, end = [], 0
     for match in FENCE.finditer(source):
@@ -87,7 +88,7 @@ def snippets_of(document):
 
 
 def run(snippet, namespace):
-    """Run a snippet in the namespace, and compare its output and error with the document."""
+    """Run a snippet in a namespace, and compare its output and error with the document's."""
     place = f"{snippet.document}:{snippet.line}"
     code = compile("\n" * (snippet.line - 1) + snippet.code, ROOT / snippet.document, "exec")
     if snippet.skip_reason:
@@ -112,7 +113,7 @@ def run(snippet, namespace):
 
 
 def one_line(text):
-    """Replace white space by single spaces, because documents may break lines."""
+    """Replace runs of white space by single spaces, because documents may break lines."""
     return " ".join(text.split())
 
 
@@ -153,12 +154,12 @@ def test_snippets_for_gpus_do_what_the_document_says(document, section):
     try:
         run_section(document, section, with_gpu=True)
     finally:
-        opening_names(document)["group"].close()  # the next test must not find a failed group
+        opening_names(document)["group"].close()  # the next test needs a working group
 
 
 @pytest.mark.parametrize("snippet", [s for d in DOCUMENTS for s in snippets_of(d) if s.skip_reason])
 def test_snippets_that_are_not_run_say_why(snippet):
-    run(snippet, {})  # only compiles the snippet
+    run(snippet, {})  # a skipped snippet is only compiled
     pytest.skip(f"{snippet.document}:{snippet.line}: {snippet.skip_reason}")
 
 
@@ -230,9 +231,9 @@ INTEGRATIONS = ("linen", "maxtext", "nnx", "transformers")
 
 
 def integrations():
-    """Return a dict of the public names in the modules of integrations and their values."""
+    """Return a dict from the public names of the modules in `integrations` to their values."""
     modules = [importlib.import_module(f"jax_moe_a2a.integrations.{name}") for name in INTEGRATIONS]
-    exported = "jax_moe_a2a.integrations._quantized"  # other modules export its public names
+    exported = "jax_moe_a2a.integrations._quantized"  # other modules export its names
     return {
         f"{module.__name__.removeprefix('jax_moe_a2a.')}.{name}": value
         for module in modules
@@ -258,7 +259,8 @@ def test_integrations_need_flax_only_where_they_are_for_flax():
 
 
 def public_callables():
-    """Return (name, function) of all public functions and methods that the package defines."""
+    """Return (name, function) pairs of all public functions and methods that the package
+    defines."""
     found = {name: value for name, value in integrations().items() if inspect.isfunction(value)}
     for name, value in vars(ma).items():
         if name.startswith("_"):
@@ -294,7 +296,7 @@ def test_public_functions_document_and_type_every_parameter():
             if parameter.name == "self" or "." in name and "Args:" not in doc:
                 continue
             assert re.search(rf"^  \*{{0,2}}{parameter.name}: ", doc, re.M), f"{name}: {parameter}"
-            if parameter.kind is not inspect.Parameter.VAR_KEYWORD:  # passed to another function
+            if parameter.kind is not inspect.Parameter.VAR_KEYWORD:  # another function checks them
                 assert parameter.annotation not in UNTYPED, f"{name}: {parameter}"
         assert signature.return_annotation not in UNTYPED, name
         if "." not in name and signature.parameters:

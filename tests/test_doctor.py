@@ -1,6 +1,7 @@
-"""Test `python -m jax_moe_a2a`: its lines, its advice, and its exit status if a check fails.
+"""Test the doctor (`python -m jax_moe_a2a`): its lines, its advice, and its exit status if a check
+fails.
 
-Tests replace parts of the package, and pretend drivers and GPUs.
+Tests patch functions of the package, and use fake drivers and GPUs.
 """
 
 import dataclasses
@@ -32,19 +33,19 @@ SMALL = ["--tokens", "8", "--hidden", "16", "--top-k", "2", "--experts", "16"]
 
 
 def diagnose(capsys, *flags):
-    """Run the doctor in this process. Return (exit status, output)."""
+    """Run the doctor with `flags` in this process. Return (exit status, output)."""
     status = doctor.main([*SMALL, *flags])
     return status, capsys.readouterr().out
 
 
 def line_of(printed, name):
-    """Return the verdict of the line with this name, and the whole line."""
+    """Return the verdict of the line that begins with `name`, such as "ok", and the line itself."""
     (line,) = [line for line in printed.splitlines() if line[6:].startswith(f"{name} ")]
     return line.split()[0], line
 
 
 class Driver:
-    """A pretended driver with this version of CUDA and this free memory."""
+    """A fake driver that reports the CUDA version `cuda` and `free` bytes of free memory."""
 
     def __init__(self, cuda="13.0", free=1 << 34):
         self.cuda, self.free = cuda, free
@@ -131,7 +132,7 @@ def test_an_exchange_that_moves_a_wrong_row_is_reported(monkeypatch, one_device,
     assert "1 checks failed" in printed
 
 
-# With this code, a dispatch between processes returns wrong rows in process 1.
+# This code makes a dispatch between processes return wrong rows in process 1.
 BREAK_ROWS = """
 import dataclasses
 import importlib.util
@@ -148,7 +149,7 @@ api.dispatch = dispatch
 
 
 def test_processes_exchange_with_each_other_and_each_looks_at_its_own_ranks(tmp_path):
-    """Two processes run the doctor, and both fail, because process 1 has wrong rows. Process 0
+    """Two processes run the doctor, and both fail, because process 1 receives wrong rows. Process 0
     prints the table. Process 1 prints only its failed check."""
     code = (
         f"import jax, sys\nfrom jax_moe_a2a import _doctor\n{BREAK_ROWS}\nsys.exit(_doctor.main())"
@@ -246,7 +247,7 @@ def test_the_path_must_be_that_of_the_kernels_where_they_are_wanted():
 
 @pytest.mark.parametrize("enough", (True, False))
 def test_the_workspace_must_fit_next_to_xlas_pool(monkeypatch, enough):
-    """The check fails if one byte is missing for the workspace and the workspace's header."""
+    """The memory check fails if one byte is missing for the workspace and its header."""
     sizes = dict(hidden=128, top_k=2)
     group = harness.group_of(harness.SEVERAL)
     estimate = ma.memory_estimate(num_tokens=64, num_experts=256, group_size=group.size, **sizes)
@@ -263,8 +264,9 @@ def test_the_workspace_must_fit_next_to_xlas_pool(monkeypatch, enough):
 
 @pytest.mark.skipif(harness.MANY < 4, reason="needs two hosts of two")
 def test_devices_on_several_hosts_are_checked_in_two_levels(monkeypatch):
-    """On two pretended hosts, the doctor checks a two-level group, which needs memory for the
-    workspace within a host. The printed line also states the buffers of collectives."""
+    """The doctor believes that the devices are on two hosts. It checks a two-level group, which
+    needs memory for the workspace within a host. The printed line also contains the bytes of the
+    collectives' buffers."""
     ranks_of_host = harness.MANY // 2
 
     def hosts_of(mesh, axes):

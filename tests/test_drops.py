@@ -1,6 +1,6 @@
-"""Test which choices are dropped if the rows of a rank do not fit.
+"""Test which choices are dropped if a rank receives more rows than its capacity.
 
-Other tests compare drops with the oracle. These tests check consequences of the definition.
+Other tests compare them with the oracle. These tests check what follows from the definition.
 """
 
 import functools
@@ -15,12 +15,12 @@ import jax_moe_a2a as ma
 RANKS, TOKENS, TOP_K, LOCAL_EXPERTS = 4, 24, 3, 4
 EXPERTS = RANKS * LOCAL_EXPERTS
 CAPACITY = TOKENS * TOP_K  # a capacity factor of 1
-pytestmark = pytest.mark.exchanges(0)  # ranks are a vmap on the portable path
+pytestmark = pytest.mark.exchanges(0)  # ranks are emulated on the portable path
 
 
 @functools.cache
 def program(capacity, alignment):
-    """Return a program from ids [R, T, K] to a bool [R, T, K]: True if a choice has a row."""
+    """Return a function of ids [R, T, K]: a bool [R, T, K], True for a choice that has a row."""
     group = ma.Group(axis_name="ep", size=RANKS, implementation="portable")
 
     def kept(ids):
@@ -37,7 +37,8 @@ def kept_choices(ids, capacity=CAPACITY, alignment=1):
 
 
 def ids_of(seed, spread=0.7):
-    """Draw distinct ids [R, T, K]. A larger spread makes the loads of experts less even."""
+    """Return random ids [R, T, K], distinct in a token. A larger spread makes the loads of experts
+    less even."""
     rng = np.random.default_rng(seed)
     logits = rng.normal(0, spread, EXPERTS) + rng.gumbel(size=(RANKS, TOKENS, EXPERTS))
     return np.argsort(-logits, axis=-1)[..., :TOP_K]
@@ -45,7 +46,7 @@ def ids_of(seed, spread=0.7):
 
 @pytest.mark.parametrize("alignment", (1, 4))
 def test_at_a_rank_no_choice_is_dropped_before_a_later_one(alignment):
-    """At each rank, no kept choice has a larger k than a dropped choice."""
+    """Of the choices of a rank's experts, no kept one has a larger k than a dropped one."""
     ids = ids_of(0)
     kept = kept_choices(ids, alignment=alignment)
     for rank in range(RANKS):
@@ -58,7 +59,7 @@ def test_at_a_rank_no_choice_is_dropped_before_a_later_one(alignment):
 
 
 def test_the_last_expert_of_a_rank_is_dropped_no_more_than_the_first():
-    """The last experts of ranks drop less than twice as many choices as the first experts."""
+    """Last experts of ranks have less than twice as many dropped choices as first experts."""
     dropped = [0, 0]
     for seed in range(8):
         ids = ids_of(seed, spread=0.5)
@@ -70,7 +71,8 @@ def test_the_last_expert_of_a_rank_is_dropped_no_more_than_the_first():
 
 
 def test_sources_lose_alike():
-    """All ranks have equal ids. Per destination, their dropped choices differ by at most one."""
+    """If all ranks have equal ids, the numbers of choices that they lose at a rank differ by at
+    most one."""
     ids = np.broadcast_to(ids_of(1)[:1], (RANKS, TOKENS, TOP_K))
     dropped = np.sum(~kept_choices(ids), axis=(1, 2))
     assert dropped.min() > 0 and dropped.max() - dropped.min() <= RANKS

@@ -1,4 +1,4 @@
-"""Test that weights of experts without rows, and of empty expert slots, affect no result."""
+"""Test that the weights of experts without rows, and of empty expert slots, affect no result."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ import jax_moe_a2a as ma
 pytestmark = pytest.mark.exchanges(0)
 
 RANKS, LOCAL, TOKENS, TOP_K = 2, 3, 5, 2
-EMPTY = 1  # the local expert without rows
+EMPTY = 1  # the local expert (on each rank) without rows
 SWIGLU, FREEZE = ma.gated(jax.nn.silu), ma.quantize_experts
 GROUP = ma.Group(axis_name="ep", size=RANKS, implementation="portable")
 KINDS = {
@@ -32,7 +32,8 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_of_experts_without_rows_reach_nothing(kind):
-    """Outputs and gradients of a layer are equal whether the unused weights are NaN or 0."""
+    """A layer has the same outputs and gradients if the unused weights are NaN and if they are
+    0."""
     options = dict(group=GROUP, num_experts=RANKS * LOCAL) | KINDS[kind]
     size, slots = options.pop("size", 8), options.pop("slots", LOCAL)
     dtype, change = options.pop("dtype", jnp.float32), options.pop("change", lambda own: own)
@@ -41,7 +42,7 @@ def test_weights_of_experts_without_rows_reach_nothing(kind):
     if table is not None:
         table = ma.Placement.from_slots(table, RANKS * LOCAL, num_ranks=RANKS)
         options["placement"] = table
-    # If a case sets "slots", EMPTY is an empty slot, and all experts have rows.
+    # In cases with "slots", the slot EMPTY has no expert, and all experts have rows.
     with_rows = [0, 2, 3, 5] if slots == LOCAL else np.arange(RANKS * LOCAL)
     rng = np.random.default_rng(0)
     ids = rng.choice(with_rows, (RANKS, TOKENS, TOP_K))

@@ -1,7 +1,8 @@
-"""Run the kernels as C++ on a CPU. Random sequences must pass, and mutations must fail.
+"""Run the kernels as C++ on a CPU. Random sequences of exchanges must pass; with a mutation of the
+kernels, one must fail.
 
-The hash of the commit selects a third of the mutations; ``make emulate`` runs all mutations. The
-tests need a C++ compiler.
+The hash of the commit selects a third of the mutations; ``make emulate`` runs all. The tests need a
+C++ compiler.
 """
 
 import subprocess
@@ -9,11 +10,11 @@ import subprocess
 import pytest
 from emulation import mutations, runs
 
-# Each kind runs the number of sequences of its variant. A "tsan" sequence takes seconds.
+# The number of sequences that each kind of a variant runs. A "tsan" sequence lasts seconds.
 SEEDS = {"plain": 4, "colocated": 3, "tsan": 2}
-# These kinds run more sequences, because mutations of tests/mutations/list.toml need them.
+# These kinds need more, to detect the mutations of tests/mutations/list.toml.
 MORE_SEEDS = {"sequences": 6, "drops": 6}
-# Only ``make emulate`` runs kinds of other variants.
+# Only ``make emulate`` runs the kinds that have other variants.
 KINDS = [name for name, kind in runs.KINDS.items() if kind.variant in SEEDS]
 THIRDS = 3
 

@@ -1,4 +1,5 @@
-"""Test the kernel that quantizes weights in 128x128 blocks, and when programs call it."""
+"""Test the kernel that quantizes weights in 128x128 blocks (squares), and which programs call
+it."""
 
 import functools
 import re
@@ -25,7 +26,7 @@ quantize = functools.partial(ma.quantize_experts, transposed=True)
 
 
 def draw(dtype, *shape):
-    """Draw weights of very different magnitudes. Some weights are not finite."""
+    """Return random weights of very different magnitudes. Some weights are not finite."""
     rng = np.random.default_rng(len(shape))
     w = rng.normal(size=shape) * 2.0 ** rng.integers(-12, 12, shape)
     w *= 2.0 ** rng.integers(-120, 100, (*shape[:-1], 1))
@@ -65,7 +66,8 @@ def test_the_kernel_equals_the_composition(monkeypatch, dtype, shape):
 
 
 def shapes(fn, *args):
-    """Return the shapes of operands and results of the kernel's calls in a program for GPUs."""
+    """Lower a program for GPUs, and return the operand and result shapes of its calls of the
+    kernel."""
     types = [call.types for call in calls(fn, *args) if call.target == "encode_squares"]
     return [re.findall(r"<([\dx]+)x[bf]\w+>", each) for each in types]
 
@@ -75,7 +77,8 @@ def array(*shape, dtype="bfloat16"):
 
 
 def test_one_call_has_the_orientations_in_use(hopper):
-    """A quantization is one call. The call returns the orientations that the program uses."""
+    """Quantizing an array is one call of the kernel. The call returns only the orientations of the
+    weights (plain, transposed) that the program uses."""
     w, shape, turned = array(4, 256, 384), "4x256x384", "4x384x256"
     assert shapes(quantize, w) == [[shape, turned, shape, "4x3x2"]]
     for fn in (ma.quantize_experts, lambda w: quantize(w).values):
@@ -99,8 +102,9 @@ def test_products_without_gradients_write_one_orientation(hopper):
 
 
 def test_a_gradient_of_a_program_that_read_one_orientation():
-    """Dead-code elimination removes one orientation of the weights from a program. The gradient of
-    this program needs the removed orientation, and equals the gradient of the whole program."""
+    """Dead-code elimination removes one orientation of the weights (plain or transposed) from a
+    program. The gradient of the reduced program needs it, and equals the full program's
+    gradient."""
     rng, sizes = np.random.default_rng(0), np.array([4, 5], np.int32)
     rows, w = (rng.normal(size=shape).astype("float32") for shape in ((9, 128), (2, 128, 256)))
     trained = functools.partial(ma.quantize_experts, trainable=True)

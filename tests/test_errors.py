@@ -29,13 +29,14 @@ def array(shape, dtype="float32"):
 
 
 def trace(fn, *args):
-    """Trace fn over two ranks of a vmap with abstract arrays."""
+    """Trace `fn` over two ranks (a vmap) with abstract arrays."""
     stacked = jax.tree.map(lambda a: jax.ShapeDtypeStruct((RANKS, *a.shape), a.dtype), args)
     return jax.eval_shape(jax.vmap(fn, axis_name=harness.AXIS), *stacked)
 
 
 def assert_refuses(fn, *args, naming):
-    """Assert that fn(*args) raises an error whose message matches every pattern of `naming`."""
+    """Assert that tracing fn(*args) raises an error whose message matches every pattern in
+    `naming`."""
     with refuses(naming):
         trace(fn, *args)
 
@@ -49,7 +50,8 @@ def refuses(naming):
 
 
 def route_args(**changed):
-    """Return valid keyword arguments of route and dispatch, changed. LEFT_OUT removes a key."""
+    """Return valid keyword arguments of route and dispatch, with the changes in `changed`. The
+    value LEFT_OUT removes a key."""
     right = dict(
         group=harness.emulated_group(RANKS), num_experts=EXPERTS, capacity=CAPACITY, alignment=1
     )
@@ -73,7 +75,8 @@ def by_routing(**changed):
 
 
 def combine(*names, modes=(), **options):
-    """Return a function that calls `ma.combine` with y and with arrays under these names."""
+    """Return a function that calls `ma.combine` with y, and with its other arrays as arguments
+    `names`."""
 
     def call(y, *arrays):
         x, ids, weights = (jnp.zeros(like.shape, like.dtype) for like in (X, IDS, WEIGHTS))
@@ -84,7 +87,7 @@ def combine(*names, modes=(), **options):
 
 
 def test_right_input_is_accepted():
-    """Without changes to their arguments, the calls of the other tests raise no error."""
+    """With valid arguments, the calls of the other tests raise no error."""
     assert trace(combine(), Y).shape == (RANKS, TOKENS, HIDDEN)
     assert trace(combine("add", weights=None), Y, X).shape == (RANKS, TOKENS, HIDDEN)
     for call in (route(), dispatch()):
@@ -141,7 +144,7 @@ def addend(add, *value):
 
 
 ROUTED = functools.partial(ma.route, **route_args())
-# Each case is a list of (call, arguments, patterns in the message).
+# Each value is a list of (call, its arguments, patterns in the error message).
 REFUSED = {
     "ids of floats": ids_of(array((TOKENS, TOP_K)), "num_tokens, top_k", r"float32\[6,\s*3\]"),
     "ids of one axis": ids_of(array((TOKENS,), "int32"), "num_tokens, top_k", r"int32\[6\]"),
@@ -225,7 +228,7 @@ REFUSED = {
     "no recv": [
         (lambda y, recv=recv: ma.combine(y, recv), (Y,), ("recv",)) for recv in (None, "recv", 3)
     ],
-    # These messages name a remedy.
+    # These messages say what to pass instead.
     "tokens in place of rows": [
         (lambda x, ids: ma.combine(x, ROUTED(ids)), (X, IDS), ("recv.rows",))
     ],
@@ -292,7 +295,8 @@ def test_numpy_integers_are_integers():
     ids=lambda changed: next(iter(changed)),
 )
 def test_what_only_equals_that_of_a_routing_is_refused(dispatch, changed):
-    """A dispatch refuses an option that equals the Routing's option but has another type."""
+    """If an option of a dispatch equals the Routing's option but has a different type, that is an
+    error."""
     (name,) = changed
 
     def call(x, ids):
@@ -305,7 +309,8 @@ def test_what_only_equals_that_of_a_routing_is_refused(dispatch, changed):
 
 
 def test_padding_that_would_wrap_the_numbers_of_rows_is_refused():
-    """Each of 2 local experts needs `alignment` rows. With 2^30, the sum exceeds int32."""
+    """Each of 2 local experts needs `alignment` rows. If `alignment` is 2^30, the number of rows
+    exceeds int32."""
     fits, wraps = (route_args(num_experts=4, alignment=alignment) for alignment in (2**29, 2**30))
     trace(lambda ids: ma.route(ids, **fits), IDS)
     naming = ("alignment", "num_experts", str(2**30), "4", r"int32\[6,3\]")
@@ -331,7 +336,7 @@ def test_experts_that_no_memory_could_count_are_refused():
 
 
 def test_a_symbolic_number_of_tokens_is_refused_with_advice():
-    """Symbolic sizes of the ids are refused. The message advises one export for each size."""
+    """Ids whose sizes are symbolic raise an error. Its message advises one export for each size."""
     naming = ("topk_ids", "symbolic", r"\[t,\s*3\]|\[6,\s*k\]", "export", "-1")
     for shape in ("t, 3", "6, k"):
         sizes = jax.export.symbolic_shape(shape)
@@ -349,7 +354,7 @@ def test_a_symbolic_number_of_tokens_is_refused_with_advice():
 
 
 def test_another_symbolic_size_is_refused_with_advice():
-    """A symbolic hidden size is refused, because XLA would crash when it calls the export."""
+    """A symbolic hidden size raises an error, because XLA would crash when it runs the export."""
     (size,) = jax.export.symbolic_shape("h")
     naming = ("symbolic", r"h\]|h,", "jax.export once")
     x, y = array((TOKENS, size)), array((CAPACITY, size))
@@ -366,7 +371,7 @@ def test_another_symbolic_size_is_refused_with_advice():
 
 
 def test_a_timeout_that_nanoseconds_cannot_count_is_refused():
-    """A timeout is refused if twice the timeout does not fit into int64 nanoseconds."""
+    """A timeout raises an error if twice the timeout in nanoseconds exceeds int64."""
     for timeout in (1e10, 2**33, 1e300):
         for name in ("timeout", "first_timeout"):
             with pytest.raises(ValueError, match=rf"^{name} must be .*at most .* s.*; got "):
@@ -375,7 +380,8 @@ def test_a_timeout_that_nanoseconds_cannot_count_is_refused():
 
 
 def test_the_groups_axis_must_be_in_scope():
-    """Outside of shard_map and vmap, or with another axis, the error of a route names the axis."""
+    """Outside of shard_map and vmap, or if they map another axis, a route's error names the group's
+    axis."""
     for group in (harness.emulated_group(RANKS), harness.group_of(harness.RANK_COUNTS[0])):
         with pytest.raises((ValueError, TypeError), match=harness.AXIS):
             ma.route(jnp.zeros((TOKENS, TOP_K), jnp.int32), **route_args(group=group))

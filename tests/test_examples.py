@@ -1,4 +1,4 @@
-"""Each example runs in a separate process, like a user's program. The cells of the notebook run in
+"""Run the examples, each in a separate process, like a user's program. The notebook's cells run in
 this process, without a Jupyter kernel."""
 
 import importlib
@@ -30,14 +30,14 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def program(name: str, *args: str, **environment: str) -> tuple[list[str], dict[str, str]]:
-    """Return the command of an example, and the additions to its environment."""
-    # On GPUs, this process has already reserved most of the memory.
+    """Return the command of an example, and the environment variables to add."""
+    # This process has already reserved most of the GPUs' memory.
     more = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     return [sys.executable, str(EXAMPLES / name), *args], more | environment
 
 
 def run(name: str, *args: str, status: int = 0, **environment: str) -> str:
-    """Return the output of an example. Fail unless the example ends with ``status``."""
+    """Run an example, and return its output. Fail unless its exit status is ``status``."""
     command, beside = program(name, *args, **environment)
     done = subprocess.run(
         command, env=os.environ | beside, capture_output=True, text=True, timeout=500
@@ -63,14 +63,14 @@ def test_training_names_its_path_lowers_the_loss_and_leaves_plot_and_sample(tmp_
     assert "--- the model:" in printed
 
 
-# Without drops, the losses are equal on every mesh and in the dense reference.
+# With these flags, no choice is dropped, so losses are equal on every mesh and with dense experts.
 FEW_STEPS = "--layers=1 --steps=3 --sequences=8 --micro-batches=2 --log-every=1".split()
 FEW_STEPS += "--balance=bias --capacity-factor=0 --dtype=float32".split()
 
 
 @pytest.fixture(scope="module")
 def dense_losses(tmp_path_factory):
-    """Return the losses of `FEW_STEPS` without an exchange, in one process."""
+    """Return the losses of the run `FEW_STEPS` with dense experts, in one process."""
     plot = tmp_path_factory.mktemp("dense") / "a.png"
     of_dense = "--experts=dense", "--mesh=1,2", "--sample=0", f"--out={plot}"
     # On GPUs, XLA rounds float32 operands to TF32, so the losses are less exact.
@@ -94,7 +94,7 @@ def test_a_training_that_continues_on_another_mesh_equals_the_dense_reference(
 
 @pytest.mark.skipif(harness.NUM_DEVICES < 2, reason="needs a device for each process")
 def test_two_processes_train_like_the_dense_reference_in_one(tmp_path, dense_losses):
-    flags = os.environ.get("XLA_FLAGS", "")  # if a flag is repeated, XLA uses the last value
+    flags = os.environ.get("XLA_FLAGS", "")  # of a repeated flag, XLA uses the last value
     flags += " --xla_force_host_platform_device_count=1 --xla_backend_optimization_level=0"
     programs = [
         program(
@@ -148,7 +148,7 @@ def test_blocks_of_transformers_have_the_outputs_and_gradients_of_the_originals(
     assert re.search(f" {harness.MANY} ranks, ", printed)
     number = r" +(?:\d\.\de-\d\d|0\.0e\+00)"
     rows = re.findall(f"^([a-z].+?)(?:{number}){{4}}({number}| +-)$", printed, re.M)
-    # The last column belongs to the shared expert.
+    # The last column is for the shared expert.
     families = {name.split(",")[0]: of_shared.strip() != "-" for name, of_shared in rows}
     configs, same = test_integrations_transformers.CONFIGS, test_integrations_transformers.SAME
     assert families.keys() == {*configs, *same}
@@ -160,8 +160,8 @@ def test_blocks_of_transformers_have_the_outputs_and_gradients_of_the_originals(
 @needs_both
 @pytest.mark.exchanges(0)
 def test_losses_are_those_of_transformers_up_to_factors_and_means():
-    """Mixtral's loss is one loss for the tokens of all layers. Switch's loss is the mean of the
-    losses of all sequences."""
+    """Mixtral's balance loss in transformers is one loss for the tokens of all layers. Switch's is
+    the mean of the losses of all sequences."""
     import torch
 
     mixtral, switch = (

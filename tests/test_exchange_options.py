@@ -1,4 +1,5 @@
-"""An `Exchange` is checked when it is made, and is a pytree whose only leaf is a traced scale."""
+"""Test that `Exchange` checks its options when it is made, and is a pytree whose only leaf is a
+traced global scale."""
 
 import dataclasses
 import functools
@@ -11,7 +12,7 @@ import pytest
 
 import jax_moe_a2a as ma
 
-pytestmark = pytest.mark.exchanges(0)  # the ranks are emulated
+pytestmark = pytest.mark.exchanges(0)  # a vmap emulates the ranks
 
 GROUP = ma.Group(axis_name="ep", size=2, implementation="portable")
 HIDDEN = 32
@@ -21,7 +22,7 @@ SCALED = ma.Exchange(token_format=ma.NvFp4(global_scale=jnp.float32(0.5)), align
 
 
 def rows_of(exchange, x=X):
-    """Return the decoded rows of both ranks."""
+    """Dispatch x on two ranks, and return the decoded rows of both."""
 
     def on_rank(x, ids):
         given = dict(group=GROUP, num_experts=4, exchange=exchange)
@@ -107,7 +108,7 @@ def test_the_only_leaf_is_a_scale_that_is_an_array():
     assert jax.tree_util.keystr(path) == ".token_format.global_scale" and leaf == 0.5
     doubled = jax.tree.map(lambda scale: 2 * scale, SCALED)
     assert doubled.token_format.global_scale == 1 and doubled.alignment == 4
-    # JAX may replace leaves with any object, so `tree.map` does not check the options again.
+    # JAX may replace leaves by any object, so `Exchange` does not check its options in `tree.map`.
     strange = jax.tree.map(lambda _: "no scale", SCALED)
     assert jax.tree.leaves(strange) == ["no scale"]
 

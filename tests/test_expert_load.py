@@ -1,5 +1,5 @@
-"""In every mode and under every transform, the load equals the numbers of rows that the oracle
-counts."""
+"""Test that `ExpertLoad` equals the oracle's counts of rows, in every mode and under every
+transform."""
 
 import dataclasses
 import functools
@@ -44,7 +44,7 @@ def load_of(ids, layout, group, **options):
 
 @functools.cache
 def program(layout, ranks):
-    """Return a jitted function from ids [R, T, K] to an ExpertLoad, which is equal on all ranks."""
+    """Return a jitted function from ids [R, T, K] to an ExpertLoad, equal on all ranks."""
     mesh = harness.mesh_of(ranks)
     load = functools.partial(load_of, layout=layout, group=harness.group_of(ranks))
     return harness.jit(harness.over_ranks(load, mesh, out_axes=None))
@@ -110,7 +110,7 @@ def test_replicated_tokens_count_once():
     per_rank = counts.reshape(ranks, -1).sum(axis=1, dtype=np.int32)
     none = np.zeros_like(per_rank)
     assert_load_is(load(same, replicated=True), (counts, per_rank, none, counts, none))
-    same = np.where(same == ids[0, 0, 0], 4, same)  # 4 is not an expert
+    same = np.where(same == ids[0, 0, 0], 4, same)  # there is no expert 4
     num_invalid = (same[0] == 4).sum(dtype=np.int32)
     found = load(same, replicated=True).invalid_per_rank
     np.testing.assert_array_equal(found, [num_invalid, 0])

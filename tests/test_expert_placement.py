@@ -1,4 +1,5 @@
-"""Test the tables of placements, their plans in NumPy and JAX, and the choice among replicas."""
+"""Test the tables of a `Placement`, plans of placements in NumPy and JAX, and the choice of
+replicas."""
 
 import functools
 import operator
@@ -18,7 +19,7 @@ PLANS = ((4, 16, 2, True, 1), (4, 16, 2, False, 2), (4, 16, 0, False, 1), (2, 4,
 
 
 def loads(num_experts, num_ranks):
-    """Return loads [N, E]: random loads, and loads that are hard to balance."""
+    """Return N loads of E experts [N, E]: some random, some hard to balance."""
     rng = np.random.default_rng(num_experts)
     skewed = np.exp(rng.normal(0, 1.7, (3, num_experts))) * 1000
     one_expert, one_rank = np.zeros((2, num_experts))
@@ -35,7 +36,7 @@ def planner(ranks, spare, home, hosts):
 
 
 def rank_loads(placement, load, num_ranks):
-    """Return the rows of each rank if every slot receives its share of its expert's load."""
+    """Return each rank's number of rows if every slot receives its share of its expert's load."""
     shares = np.diff(placement.share_ends, axis=-1, prepend=0) / 2**15
     assert (shares >= 0).all() and (placement.share_ends[..., -1] == 2**15).all()
     found = np.zeros(num_ranks)
@@ -89,7 +90,7 @@ def test_replicas_are_worth_their_slots():
     assert (many.slot_experts >= 0).sum() == 8
     few = ma.plan_placement(load, num_ranks=3, spare=1, min_rows=51)
     assert (few.slot_experts >= 0).sum() == 6
-    # A replica would have 30 rows.
+    # A replica of expert 0 would have 30 rows.
     for min_rows, num_slots in ((30, 5), (31, 4)):
         plan = ma.plan_placement([60, 10, 10, 0], num_ranks=2, spare=1, min_rows=min_rows)
         assert (plan.slot_experts >= 0).sum() == num_slots
@@ -98,22 +99,22 @@ def test_replicas_are_worth_their_slots():
 
 
 def test_experts_are_packed_in_the_order_of_their_loads():
-    """Two ranks have 9 rows each if the planner places the experts with the most rows first."""
+    """If the planner places the experts with the most rows first, both ranks have 9 rows."""
     placement = ma.plan_placement([9, 4, 4, 1, 0, 0], num_ranks=2, spare=0, home=False)
     assert rank_loads(placement, [9, 4, 4, 1, 0, 0], 2).tolist() == [9, 9]
 
 
 def test_the_last_spare_slot_of_a_rank_fills_it_even_if_its_source_falls_below_the_mean():
-    """Rank 2 receives 190 rows of rank 0, and then has the mean load. Rank 0 now has less than the
-    mean load, and receives 90 rows of rank 1."""
+    """The planner moves 190 rows from rank 0 to rank 2, which then has the mean load. Rank 0 then
+    has less than the mean load, and gets 90 rows of rank 1."""
     load = np.array([300, 290, 10])
     placement = ma.plan_placement(load, num_ranks=3, spare=1)
     np.testing.assert_allclose(rank_loads(placement, load, 3), 200, atol=0.1)
 
 
 def chosen_by_hand(ids, placement, num_ranks, counts):
-    """Compute the slots of all ranks with loops. Each rank first fills its own slots, and then the
-    slots of all ranks in order."""
+    """Choose the slot of each choice on all ranks with loops. Each rank first uses its own slots,
+    and then the slots of all ranks in order."""
     slots = np.full_like(ids, -1)
     for expert, replicas in enumerate(placement.expert_slots):
         replicas = replicas[: placement.num_replicas[expert]]
@@ -156,7 +157,7 @@ def test_choices_fill_the_shares_of_slots(table):
     counts = np.stack([np.bincount(i[i >= 0], minlength=experts) for i in ids]).astype(np.int32)
     if table == "planned":
         placement = ma.plan_placement(counts.sum(0), num_ranks=ranks, spare=2)
-    else:  # slots in any order, with repeated experts and an empty slot
+    else:  # experts in any order, some repeated, and an empty slot
         slots = np.random.default_rng(1).permutation([*range(16), 3, 3, 3, 3, 5, 5, 9, -1])
         placement = ma.Placement.from_slots(slots, experts, num_ranks=ranks)
     assert placement.num_replicas.max() >= 2

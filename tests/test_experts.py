@@ -1,7 +1,7 @@
-"""Test that the primitives for experts return the results and derivatives of dense experts.
+"""Test that the primitives that compute experts have the results and derivatives of dense experts.
 
-The primitives leave no element-wise pass over the rows. In every test, rows after the last group
-are NaN or infinite. test_activations tests which functions the kernels compute.
+A layer with them has no separate element-wise operation on the rows. In every test, rows after the
+last group are NaN or infinite. test_activations.py tests which activations the kernels compute.
 """
 
 import functools
@@ -50,7 +50,7 @@ def operands(
     hidden=HIDDEN,
     intermediate=INTERMEDIATE,
 ):
-    """Draw operands in the order of NAMES. One row of a group has the weight 0."""
+    """Return random operands in the order of NAMES. One row in a group has the weight 0."""
     rng = np.random.default_rng(seed)
     width = activation.width(intermediate)
     shapes = (
@@ -96,7 +96,7 @@ def value_and_grads(fn, wanted=OF_ALL):
 
 
 def in_use(results):
-    """Keep only the rows of the groups in gradients of rows and of weights."""
+    """Remove the rows after the last group from results and gradients."""
     return [x[:IN_USE] if x.shape[:1] == (ROWS,) else x for x in jax.tree.leaves(results)]
 
 
@@ -105,7 +105,7 @@ def assert_close(actual, right, tolerance=2e-5):
         np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance)
 
 
-# Without GPUs, gated activations suffice, because each one contains its ungated activation.
+# Without GPUs, the test runs only gated activations, because each contains its ungated one.
 @pytest.mark.parametrize(
     "activation", ACTIVATIONS if harness.ON_GPU else [GELU, *ACTIVATIONS[len(PLAIN) :]], ids=name_of
 )
@@ -174,7 +174,7 @@ def test_rows_of_weight_zero_are_exact_zeros_whatever_they_hold():
 
 
 def test_gradients_of_router_weights_are_summed_in_float32():
-    """The square of 129/128 needs 15 bits, and bfloat16 has only 8."""
+    """The gradient is the square of 129/128, which needs 15 bits. A bfloat16 number has only 8."""
     x = jnp.full((1, 1), 129 / 128, "bfloat16")
     sizes, ones = jnp.ones(1, jnp.int32), jnp.ones(1, jnp.float32)
     gradient = experts.Gradient(x, x, ones, jnp.ones((1, 1, 1), x.dtype), sizes)
@@ -191,7 +191,8 @@ def test_one_row_and_no_rows(rows, sizes):
 
 
 def with_cotangents(fn):
-    """Compile a function of the operands that returns the result of `fn` and its cotangents."""
+    """Return a compiled function of the operands: it returns fn's result and the operands'
+    cotangents."""
 
     def run(*args):
         y, transpose = jax.vjp(fn, *args)
@@ -201,12 +202,12 @@ def with_cotangents(fn):
 
 
 def large_operands(activation, dtype, sizes):
-    """Draw operands that are large enough for the kernels."""
+    """Return random operands that are large enough for the kernels."""
     return operands(activation, dtype=dtype, sizes=sizes, rows=300, hidden=72, intermediate=328)
 
 
 def assert_near(actual, right, num_rows, tolerance):
-    """Compare results of `with_cotangents` by the norms of their differences. Ignore rows after the
+    """Compare results of `with_cotangents` by the norm of the difference. Ignore rows after the
     last group."""
     for name, x, expected in zip(("y", *NAMES), actual, right, strict=True):
         x, expected = (a[:num_rows] if a.shape[0] == 300 else a for a in (x, expected))
@@ -227,14 +228,14 @@ def test_short_floats(activation, dtype):
     found = of(fused)(*args)
     assert [x.dtype for x in found[1:]] == [x.dtype for x in args]
     right = of(dense)(*(x.astype(jnp.float32) for x in args))
-    # Rounding moves a few pre-activations across a jump of the derivative.
+    # Rounding moves a few numbers across a jump of the activation's derivative.
     has_jumps = "relu" in activation.kind or activation is CLAMPED
     tolerance = 0.1 if has_jumps else 2 * float(jnp.finfo(dtype).eps)
     assert_near(found, right, sum(sizes), tolerance)
 
 
 def of_one_element(*args):
-    """Return a sum over the rows of the groups, and the gradients of the sum."""
+    """Return a sum over the rows of all groups, and the gradients of this sum."""
     *floats, sizes = args
     in_use = jnp.arange(ROWS)[:, None] < sizes.sum()
 
@@ -268,7 +269,8 @@ def test_vmap_over_any_operand(batched):
 
 
 def passes(jaxpr, shape):
-    """Return the names of element-wise primitives with results [*shape, columns]."""
+    """Return the names of the operations, except the package's, that have a result [*shape,
+    columns]."""
     containers = ("jit", "closed_call", "name")
     return [
         eqn.primitive.name
@@ -302,7 +304,8 @@ def test_the_layer_makes_no_pass_over_rows():
     assert passes(forward, (ranks, capacity)) == passes(both, (ranks, capacity)) == []
     biased = own.replace(b_in=draw(2, 2, INTERMEDIATE), b_out=draw(2, HIDDEN))
     assert passes(jax.make_jaxpr(every)(*floats[:2], biased, ids), (ranks, capacity)) == []
-    # `passes` finds the separate pass of an activation that the package does not recognize.
+    # An activation that the package does not recognize is a separate operation, which `passes`
+    # returns.
     unfused = own.replace(activation=ma.gated(jnp.tanh))
     jaxpr = jax.make_jaxpr(every)(*floats[:2], unfused, ids)
     assert "tanh" in passes(jaxpr, (ranks, capacity))
@@ -376,7 +379,7 @@ def test_few_rows_no_bias_and_a_batch_are_one_call(hopper):
     assert types.startswith("(tensor<1536x64xbf16>, tensor<12x64x640xbf16>, tensor<3x12xi32>")
     names = [name for name, *_ in calls(jax.vmap(backward), *avals(lead=(3,)))]
     assert (names.count("dot_act"), names.count("act_dot_grad")) == (2, 1)
-    # A group has one index for its weights and its bias, so batched biases need batched weights.
+    # One index selects a group's weights and its bias, so batched biases need batched weights.
     shared = jax.vmap(forward, (0, None, 0, 0, None, None, None))
     rows, w_in, bias, weights, w_out, b_out, sizes = avals()
     more = lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype)
@@ -404,7 +407,8 @@ def test_what_the_kernel_cannot_do_is_the_composition(hopper, caplog, why, optio
 
 
 def in_pairs(args, num):
-    """Divide weights and biases into pairs: the first `num` groups, and the other groups."""
+    """Divide each array of weights or biases into a pair: the first `num` groups, and the other
+    groups."""
     return [(x[:num], x[num:]) if i in (1, 2, 4, 5) else x for i, x in enumerate(args)]
 
 

@@ -19,7 +19,7 @@ TARGETS = [
     for name in ("route", "dispatch", "combine", "routed_dispatch", "weighted_dispatch")
     for suffix in ("", "_in_graph")
 ]
-# JAX exports custom calls without stability guarantees only if these checks are disabled.
+# JAX exports custom calls, which it does not guarantee to be stable, only if these checks are off.
 CUSTOM_CALLS = [export.DisabledSafetyCheck.custom_call(target) for target in TARGETS]
 
 has_no_cpu_path = pytest.mark.several_devices("a group that names 'cuda' is not lowered for CPUs")
@@ -27,7 +27,7 @@ has_no_cpu_path = pytest.mark.several_devices("a group that names 'cuda' is not 
 
 @functools.cache
 def program():
-    """Return the jitted layer over all ranks: a function of (x, topk_weights, w, ids)."""
+    """Return the jitted layer of all ranks, a function of (x, topk_weights, w, ids)."""
     layer, sharding = small_layer.layer_of_all_ranks(), harness.placement(harness.mesh_of(RANKS))
     if harness.RANKS_ON_ONE_GPU:  # JAX cannot export the gradient of a program for one named device
         return jax.jit(layer)
@@ -78,11 +78,11 @@ def test_an_exported_layer_has_the_gradient_of_the_dense_layer():
 
 @has_no_cpu_path
 def test_one_export_serves_cpu_and_cuda():
-    """A machine with one platform exports for both platforms. The export equals the layer bit for
-    bit."""
+    """A machine exports for both platforms, even if it has only one of them. The export equals the
+    layer bit for bit."""
     *args, _ = placed_arguments()
-    # In jax 0.12.0.1, jnp.cumsum is a chlo.scan. XLA:CPU aborts if the branch for one platform has
-    # a chlo.scan and a collective.
+    # In jax 0.12.0.1, jnp.cumsum becomes chlo.scan. XLA:CPU aborts if a platform's branch has both
+    # chlo.scan and a collective.
     group = harness.group_of(RANKS)
     route = jax.jit(small_layer.on_all_ranks(lambda ids: ma.route(ids, **route_args(group))))
     export_of = export.export(route, platforms=("cpu", "cuda"), disabled_checks=CUSTOM_CALLS)
@@ -97,8 +97,8 @@ def test_one_export_serves_cpu_and_cuda():
 @pytest.mark.exchanges(0)
 @pytest.mark.parametrize("platform", (pytest.param("cpu", marks=has_no_cpu_path), "cuda"))
 def test_an_export_calls_the_kernels_only_for_cuda_and_only_where_the_group_has_gpus(platform):
-    """The portable path has no custom call of this package. The kernels' path has two: a route with
-    a dispatch, and a combine."""
+    """On the portable path, the program has no custom call of this package. With kernels, it has
+    two: a route with a dispatch, and a combine."""
     module = exported(platforms=(platform,)).mlir_module()
     called = {target for target in TARGETS if f"@{target}(" in module}
     group, expected = harness.group_of(RANKS), 0

@@ -30,13 +30,13 @@ STAND_IN = "sources = {sources!r}\nname = {name!r}\n"
 
 @pytest.fixture
 def folders(tmp_path, monkeypatch):
-    """Pretend that no extension is installed and that two folders are on the path. The package is
-    imported from the first folder."""
+    """Hide all installed extensions, and put two folders on sys.path. The package is imported from
+    the first folder."""
     here, other = tmp_path / "here", tmp_path / "other"
     for folder in (here, other):
         (folder / "jax_moe_a2a").mkdir(parents=True)
         (folder / "jax_moe_a2a/__init__.py").touch()
-    finders = (BuiltinImporter, FrozenImporter, PathFinder)  # these find no editable installation
+    finders = (BuiltinImporter, FrozenImporter, PathFinder)  # no editable installations
     monkeypatch.setattr(sys, "meta_path", [each for each in sys.meta_path if each in finders])
     others = [entry for entry in sys.path if not Path(entry, "jax_moe_a2a").exists()]
     monkeypatch.setattr(sys, "path", [str(here), str(other), *others])
@@ -56,21 +56,21 @@ def folders(tmp_path, monkeypatch):
 
 
 def clone(folder):
-    """Turn a folder into a clone with some sources of the extension."""
+    """Make a folder look like a clone of the repository, with two source files of the extension."""
     (folder / "cuda/ffi").mkdir(parents=True)
     (folder / "cuda/ext.cc").write_text("int a;\n")
     (folder / "cuda/ffi/b.h").write_text("int b;\n")
 
 
 def build(folder, sources="", name="built"):
-    """Write a pretended extension into the package of a folder. Return its path."""
+    """Write a fake extension into the package in a folder. Return its path."""
     file = folder / "jax_moe_a2a/_native.py"
     file.write_text(STAND_IN.format(sources=sources, name=name))
     return file
 
 
 def install(folder, wheel, version):
-    """Write a pretended wheel with kernels into a folder."""
+    """Write a fake installed wheel with kernels into a folder."""
     package = wheel.replace("-", "_")
     info = folder / f"{package}-{version}.dist-info"
     info.mkdir()

@@ -1,5 +1,5 @@
-"""Run a few faults of the campaign. `make faults` runs 200 faults; another SEED draws other
-faults."""
+"""Run a few random faults of tests/faults. `make faults` runs 200; a different SEED selects
+others."""
 
 import pathlib
 import signal
@@ -15,10 +15,11 @@ from jax_moe_a2a._src import compat
 pytestmark = [
     pytest.mark.one_process("it starts processes of its own"),
     pytest.mark.several_devices("it starts processes, each with its devices"),
-    pytest.mark.exchanges(0),  # this process exchanges nothing
+    pytest.mark.exchanges(0),  # this process makes no exchange
 ]
 
-# The runs of `memory` take about 2 seconds in total, and the runs of `programs` about 8 seconds.
+# Number of faults of each kind. In total, the `memory` faults last 2 seconds, the `programs` ones
+# 8.
 RUNS = {"memory": 8, "programs": 2}
 SEED = 1
 
@@ -38,7 +39,7 @@ def test_close_does_not_wait_for_a_thread_that_waits_for_a_stopped_process():
 
 
 def closes_while_a_thread_opens(run):
-    """Close the open workspace of whole exchanges while a thread opens the workspace of split
+    """Close the workspace of unsplit exchanges while a thread opens the workspace of split
     exchanges."""
     victim = campaign.memory.begin(run, count=2, timeout=8.0)
     run.all("reserve")
@@ -65,7 +66,8 @@ def test_close_closes_all_workspaces_or_none(monkeypatch):
 
 
 def test_threads_that_ask_at_once_make_the_value_of_a_job_once():
-    """Four threads call a `per_job` function at once, and the wrapped function runs once."""
+    """If four threads call a `per_job` function at the same time, the wrapped function runs only
+    once."""
     calls = []
     make = compat.per_job(lambda: (time.sleep(0.05), calls.append(1)))
     with futures.ThreadPoolExecutor(4) as pool:
@@ -74,16 +76,16 @@ def test_threads_that_ask_at_once_make_the_value_of_a_job_once():
 
 
 def killed_at_a_step(run):
-    """Kill one of three processes in a step. One survivor then raises an error. The other survivor
-    waits until gloo's timeout."""
+    """Kill one of three processes during a step. One of the two other processes then raises an
+    error. The last one waits until gloo's timeout."""
     programs.begin(run, count=3)
     programs.churn(run, 7, "kill")
     return programs.die(run, lambda victim: victim.process.join(60))
 
 
 def test_the_survivors_of_a_killed_process_go_on_in_a_group_over_the_remaining_devices(monkeypatch):
-    """The program runs on CPUs, with jax_enable_recoverability. The survivors make a new group
-    after the error."""
+    """The processes run on CPUs, with jax_enable_recoverability. After the error, those that remain
+    make a new group."""
     monkeypatch.setitem(campaign.KINDS, "killed at a step", killed_at_a_step)
     done = campaign.run_one(1, 0, ["killed at a step"])
     assert done.outcome == "error", done

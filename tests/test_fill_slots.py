@@ -1,4 +1,4 @@
-"""Test that the kernel that plans placements equals NumPy bit for bit, and runs only on GPUs."""
+"""Test that the kernel that plans placements returns NumPy's results, and runs only on GPUs."""
 
 import functools
 import logging
@@ -22,21 +22,21 @@ pytestmark = [
     pytest.mark.exchanges(0),
     pytest.mark.one_process("each process would compute the same on its own devices"),
 ]
-# Sizes are (ranks, experts). Some have the most ranks of a kernel, odd numbers, or more experts per
-# rank than a warp has lanes.
+# Sizes are (ranks, experts). They include the kernel's largest number of ranks, odd numbers, and
+# more experts per rank than a warp has lanes.
 SIZES = ((1, 3), (2, 6), (3, 105), (8, 64), (64, 256), (72, 288), (128, 256))
 WHY_NO_KERNEL = fill.why_no_kernel
 
 
 def drawn(ranks, experts):
-    """Return loads [N, E]: the loads of the planners' tests, equal loads, and loads with ties."""
+    """Return loads [N, E]: those of test_expert_placement.py, equal loads, and loads with ties."""
     ties = np.random.default_rng(ranks).integers(0, 4, (3, experts))
     return np.concatenate([loads(experts, ranks), np.full((1, experts), 5), ties]).astype(np.int32)
 
 
 @pytest.fixture(scope="module")
 def emulated():
-    """Return the program that runs the kernel on a CPU, under ThreadSanitizer."""
+    """Return the path of a program that runs the kernel on a CPU, under ThreadSanitizer."""
     runs.build("tsan/fill_slots")
     return runs.OUT / "tsan/fill_slots"
 
@@ -80,7 +80,7 @@ def test_plans_of_the_gpu_are_those_of_numpy(ranks, experts, spare):
 
 
 def calls(fn, *args):
-    """Return the types of the kernel's calls in a program for GPUs."""
+    """Lower a program for GPUs, and return the types of its calls of the kernel."""
     text = jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     lines = [line for line in text.splitlines() if f"@{fill.TARGET}(" in line]
     return [re.sub("tensor<|xi32>", "", line.rsplit(" : ", 1)[1]) for line in lines]
@@ -88,7 +88,7 @@ def calls(fn, *args):
 
 @pytest.fixture
 def on_gpus(monkeypatch):
-    """Pretend that the machine has GPUs that run the kernel."""
+    """Lower as if the machine had GPUs that run the kernel."""
     if not native.has_kernels():
         pytest.skip("the extension, which checks the call, was not built")
     jax.clear_caches()
@@ -135,7 +135,7 @@ def test_the_reason_for_the_loop_is_logged(monkeypatch, caplog):
 
     plan = functools.partial(ma.plan_placement, num_ranks=4, spare=2)
     load = jax.ShapeDtypeStruct((16,), np.int32)
-    # On GPUs, the fixtures read the counters of exchanges after this test, so both patches end here.
+    # Both patches must end before the fixtures, which read the exchange counters on GPUs.
     with monkeypatch.context() as patch:
         patch.setattr(native, "local_gpus", lambda: [Gpu()])
         assert WHY_NO_KERNEL(128, 4096) == ""

@@ -1,4 +1,4 @@
-"""Test the bits of token formats, the arrays that a dispatch moves, and derivatives.
+"""Test the encoded bits of token formats, the arrays that a dispatch sends, and derivatives.
 
 The oracle is `format_oracle.py`, which shares no code with the package.
 """
@@ -31,14 +31,15 @@ pytestmark = pytest.mark.exchanges(0)  # most tests run no exchange
 
 DTYPES = ("bfloat16", "float16", "float32")
 E2M1 = cases.dtype("float4_e2m1fn")
-ODD_SCALE = FORMATS["nv"].global_scale  # the scale and its inverse need many bits
+ODD_SCALE = FORMATS["nv"].global_scale  # this number and its inverse need many bits
 
 of_every_format = pytest.mark.parametrize("name", FORMATS)
 of_every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
 def test_every_format_stands_wherever_formats_are_listed():
-    """CONTRIBUTING.md lists these places. No compiler and no other test checks them."""
+    """CONTRIBUTING.md lists the places that must contain every format. No compiler and no other
+    test checks these places."""
 
     def formats_of(module):
         kinds = ((name, kind) for name, kind in vars(module).items() if isinstance(kind, type))
@@ -54,7 +55,8 @@ def test_every_format_stands_wherever_formats_are_listed():
     texts |= {fn.__name__: fn.__doc__ for fn in (ma.Exchange, ma.combine)}
     texts["the error of another format"] = str(error.value)
     assert [(name, place) for name in names for place in texts if name not in texts[place]] == []
-    # Code for payloads, estimates and attributes supports a parameter of NvFp4 only.
+    # The code for payloads, memory estimates and call attributes expects that only NvFp4 has a
+    # parameter.
     fields = {type(fmt): dataclasses.fields(fmt) for fmt in FORMATS.values()}
     more = {kind: {f.name for f in fields[kind]} for kind in fields}
     assert {kind for kind in more if more[kind]} == {ma.NvFp4}
@@ -62,8 +64,9 @@ def test_every_format_stands_wherever_formats_are_listed():
 
 
 def every_pattern(dtype, group_size):
-    """Return groups that contain all 65536 numbers of a 16-bit float. The first number enlarges a
-    group's scale, and the rest has similar magnitudes. The last groups are random."""
+    """Return groups that contain all 65536 bit patterns of a 16-bit float. A group's first number
+    enlarges its scale, and its other numbers have similar magnitudes. The last groups are
+    random."""
     bits = np.arange(1 << 16, dtype=np.uint16)
     bits = bits[np.argsort(bits & 0x7FFF, kind="stable")]
     chunks = np.resize(bits, (-(-bits.size // (group_size - 1)), group_size - 1))
@@ -71,7 +74,7 @@ def every_pattern(dtype, group_size):
     most = np.array(ml_dtypes.finfo(dtype).max, cases.dtype(dtype)).view(np.uint16)
     mantissa = 7 if dtype == "bfloat16" else 10
     groups = []
-    for steps in (0, 2, 5, 8, 11, 17):  # the scale is larger by 2**steps
+    for steps in (0, 2, 5, 8, 11, 17):  # the group's largest number grows by 2**steps
         beside = np.minimum(largest.astype(np.int64) + (steps << mantissa), most)
         groups.append(np.concatenate([beside.astype(np.uint16)[:, None], chunks], axis=1))
     groups.append(np.random.default_rng(0).permutation(bits).reshape(-1, group_size))
@@ -79,8 +82,8 @@ def every_pattern(dtype, group_size):
 
 
 def float32_groups(group_size):
-    """Draw float32 groups with every kind of scale. Groups have any bits, similar exponents,
-    numbers at or next to a rounding boundary, or the largest and smallest numbers."""
+    """Return random float32 groups with every kind of scale. Groups have random bits, similar
+    exponents, numbers at or next to a rounding boundary, or extreme numbers."""
     rng = np.random.default_rng(1)
     groups = [rng.integers(0, 1 << 32, (64, group_size), np.uint32).view(np.float32)]
     exponents = rng.integers(-150, 128, (400, 1)) - rng.integers(0, 14, (400, group_size))
@@ -94,7 +97,7 @@ def float32_groups(group_size):
         )
 
     def in_groups(x, first):
-        """Return groups that begin with a number and continue with x."""
+        """Return groups whose first number is `first`, and whose other numbers are x."""
         x = np.resize(x, (-(-len(x) // (group_size - 1)), group_size - 1))
         return np.concatenate([np.full((len(x), 1), first), sign[: len(x), 1:] * x], axis=1)
 
@@ -104,8 +107,8 @@ def float32_groups(group_size):
             with np.errstate(over="ignore"):
                 scaled = np.ldexp(np.float64(bounds), exponent)
             groups.append(in_groups(scaled[scaled <= first * 2.0**exponent], first * 2.0**exponent))
-    # NvFp4 also has a global scale that is not a power of two. With this scale, the results depend
-    # on the order of operations.
+    # For NvFp4, also use a global scale that is no power of two. With it, results depend on the
+    # order of operations.
     bounds = (E2M1_VALUES[:-1] + E2M1_VALUES[1:]) / 2
     for code in (1, 2, 3, 7, 8, 9, 77, 98, 111, 125, 126):
         for scale in E4M3_VALUES[code] * np.array([1, np.float32(ODD_SCALE)]):
@@ -129,13 +132,13 @@ def float32_groups(group_size):
         return np.concatenate([group.astype(np.float32) for group in groups])
 
 
-# Inputs of all dtypes have equal shapes, so that they share compiled eager operations.
+# Inputs of all dtypes have equal shapes, so that JAX compiles fewer eager operations.
 NUM_INPUTS = {128: 1250, 32: 5000, 16: 10200}
 
 
 @functools.cache
 def inputs(dtype, group_size):
-    """Return groups [NUM_INPUTS, 3 * group_size]. The first groups are repeated at the end."""
+    """Return groups [NUM_INPUTS, 3 * group_size]. If there are fewer groups, repeat them."""
     groups = float32_groups(group_size) if dtype == "float32" else every_pattern(dtype, group_size)
     rows = NUM_INPUTS[group_size]
     assert len(groups) <= 3 * rows
@@ -164,8 +167,8 @@ def test_encode_returns_the_bits_of_the_oracle(name, dtype):
 
 @of_every_format
 def test_decode_returns_the_bits_of_the_oracle(name):
-    """Decode every code with every kind of scale, also with scales that `encode` never returns.
-    Leave out scales that make products subnormal in float32."""
+    """Decode every byte with every kind of scale, also with scales that `encode` never returns.
+    Omit scales that make products subnormal in float32."""
     fmt = FORMATS[name]
     codes = np.resize(np.arange(256, dtype=np.uint8), 256 * fmt.group_size)
     if name == "blockwise":
@@ -195,8 +198,8 @@ def test_shapes(name):
 
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
 def test_the_rounding_that_made_a_token_is_not_skipped(dtype):
-    """`encode` after a cast equals `encode` of the rounded numbers. A compiler must not drop the
-    cast."""
+    """In jit, `encode` after a cast to a 16-bit float must encode the rounded numbers. XLA must not
+    remove the cast."""
     x = np.random.default_rng(0).standard_normal((64, 128)).astype(np.float32)
     for fmt in (ma.BlockwiseFp8(), ma.NvFp4(global_scale=ODD_SCALE)):
         rounded = (x * np.float32(1.2345)).astype(cases.dtype(dtype))
@@ -205,14 +208,14 @@ def test_the_rounding_that_made_a_token_is_not_skipped(dtype):
 
 
 def test_a_traced_global_scale_means_what_a_static_one_does():
-    """For random and extreme global scales, the encoded bits equal the oracle's bits."""
+    """With random and extreme traced global scales, `encode` returns the oracle's bits."""
     rng = np.random.default_rng(0)
     scales = np.ldexp(rng.uniform(1, 2, 3000), rng.integers(-116, 116, 3000)).astype(np.float32)
     edges = np.float32(
         [2.0**-116, 2.0**116, 1, 0.5, np.nextafter(1, 0), np.nextafter(np.float32(1), 2)]
     )
     scales = np.concatenate([scales, edges.astype(np.float32)])
-    # Each group has numbers at or next to the rounding boundaries between two values.
+    # Each group has numbers at or next to the boundary between two FP4 values.
     bounds = (E2M1_VALUES[:-1] + E2M1_VALUES[1:]) / 2
     factors = E4M3_VALUES[rng.integers(8, 127, scales.size)] * scales
     x = (factors[:, None] * np.concatenate([[6, 6], bounds, bounds])).astype(np.float32)
@@ -248,7 +251,7 @@ RANKS = harness.FEW
 
 
 def dispatch_both(x, ids, topk_weights, **options):
-    """Return a Recv of quantized rows and a Recv of decoded rows, from one exchange."""
+    """Make one exchange, and return a Recv of quantized rows and a Recv of decoded rows."""
     given = RouteArguments(*map(options.get, ("group", "num_experts", "exchange")))
     arguments = check_dispatch(x, ids, topk_weights, given, decode=True, tail="zero")
     kept = arguments.options._replace(keeps_encoded=True)
@@ -258,8 +261,8 @@ def dispatch_both(x, ids, topk_weights, **options):
 
 @functools.cache
 def dispatch_program(name, layout, ranks):
-    """Compile a function of (ids, x, topk_weights) that dispatches by ids and by a routing. The
-    function returns Recvs of quantized rows, Recvs of decoded rows, and a combine of decoded
+    """Compile a function of (ids, x, topk_weights) that dispatches with ids, and with a Routing.
+    The function returns Recvs of quantized rows, Recvs of decoded rows, and a combine of decoded
     rows."""
     fmt, static = FORMATS[name], layout.route_args(harness.group_of(ranks))
 
@@ -283,8 +286,8 @@ def dispatch_program(name, layout, ranks):
 
 
 def tokens_of(layout, ranks, dtype="bfloat16"):
-    """Draw tokens of different magnitudes. On each rank, one token is zero, and one token has an
-    infinity."""
+    """Return random tokens of different magnitudes. On each rank, one token is zero, and one token
+    has an infinity."""
     rng = np.random.default_rng([ranks, layout.hidden])
     x = rng.standard_normal((ranks, layout.tokens, layout.hidden))
     x *= 10.0 ** rng.uniform(-3, 3, x.shape[:2])[..., None]
@@ -296,7 +299,7 @@ def tokens_of(layout, ranks, dtype="bfloat16"):
 @pytest.mark.exchanges(6 * 7)
 @pytest.mark.parametrize(("name", "layout"), (("blockwise", PADDED), ("mx", TIGHT), ("nv", PADDED)))
 def test_dispatch_moves_what_encode_returns(name, layout):
-    """Rows without a token are zero bytes, and decode to zeros."""
+    """Quantized rows without a token are zero bytes, and are decoded as zeros."""
     ranks, fmt = harness.MANY, FORMATS[name]
     x = tokens_of(layout, ranks)
     values, scales = encode(fmt, x)
@@ -319,18 +322,18 @@ def test_dispatch_moves_what_encode_returns(name, layout):
         harness.assert_sums_agree(combined, sums, slack, routing)
 
 
-# The tokens of all ranks contain all of `inputs`, and some numbers twice. A row has many segments,
-# and the last segment is partly filled.
+# With these (tokens, hidden), the tokens of all ranks contain all of `inputs`, some twice. In the
+# kernel, a row has many segments, and the last one is partly filled.
 WIDE = {"blockwise": (56, 9600), "mx": (56, 9600), "nv": (64, 8160)}
 
 
 def dispatch_and_check_rows(name, x, expected_parts, out_dtype):
-    """Dispatch each token of x [R, T, H] to two experts, and check encoded and decoded rows."""
+    """Dispatch each token of x [R, T, H] to two experts, and check the encoded and decoded rows."""
     fmt, (ranks, tokens, _) = FORMATS[name], x.shape
     has_traced_scale = name == "nv" and out_dtype != "bfloat16"
     first = np.arange(ranks * tokens, dtype=np.int32).reshape(ranks, tokens, 1)
     ids = np.concatenate([first, first + 1], axis=2) % ranks
-    # Tokens are spread evenly, so a rank receives about twice as many rows as it has tokens.
+    # The ids are balanced, so a rank receives about twice as many rows as it has tokens.
     capacity = 2 * (tokens + ranks) if harness.RANKS_ON_ONE_GPU else 2 * ranks * tokens
     expected = oracle.route(ids, ranks, capacity, 1)
     assert not expected.num_dropped.any()
@@ -366,7 +369,7 @@ def dispatch_and_check_rows(name, x, expected_parts, out_dtype):
         harness.assert_same_bytes(weights, weights_of_rows)
 
 
-@pytest.mark.gpu  # on CPUs, a dispatch calls `encode`
+@pytest.mark.gpu  # on CPUs, XLA encodes
 @pytest.mark.exchanges(5)
 @of_every_dtype
 @of_every_format
@@ -385,8 +388,8 @@ def test_dispatch_encodes_and_decodes_every_number(name, dtype):
 @pytest.mark.exchanges(3)
 @of_every_format
 def test_dispatch_encodes_tokens_of_which_several_share_a_flag(name):
-    """The tokens of a rank need more slots than the zone has flags. The values and scales of a row
-    do not fill whole vectors."""
+    """A rank has more tokens than the kernel's receive buffer (zone) has flags. A row's values and
+    scales are no multiple of the kernel's vectors."""
     group_size = FORMATS[name].group_size
     num_groups = 3 if RANKS <= cases.MOST_RANKS else 1  # the zones' memory grows with ranks^2
     x = np.resize(inputs("bfloat16", group_size), (RANKS, 4100, num_groups * group_size))
@@ -398,12 +401,11 @@ def test_dispatch_encodes_tokens_of_which_several_share_a_flag(name):
 
 
 def on_the_wire(fmt):
-    """Return the function that encodes and decodes partial sums, as combine does."""
+    """Return a function that encodes and decodes partial sums, as combine does."""
     return lambda sums: decode(fmt, *encode(fmt, sums), "float32").reshape(sums.shape)
 
 
-# Some groups do not fill a warp, some exceed one step of a warp, and some values end inside a
-# vector.
+# In these cases, groups do not fill a warp, or a warp needs several steps, or a vector is not full.
 WIRES = (
     ("blockwise", dataclasses.replace(cases.PADDED, hidden=640), "bfloat16"),
     ("mx", dataclasses.replace(cases.CUT, hidden=96), "float16"),
@@ -416,11 +418,12 @@ WIRES = (
 
 
 def rows_of_every_size(layout, ranks, dtype):
-    """Draw tiny to huge rows. Each rank has a row of zeros, and some rows with special numbers."""
+    """Return random rows of tiny to huge magnitudes. Each rank has a row of zeros, and some rows
+    with NaN or infinities."""
     rng = np.random.default_rng([ranks, layout.hidden])
     y = rng.standard_normal((ranks, layout.rows(ranks), layout.hidden))
     limits = ml_dtypes.finfo(cases.dtype(dtype))
-    # XLA:CPU flushes subnormal sums.
+    # XLA:CPU flushes subnormal sums to zero.
     exponents = max(-100, np.log2(float(limits.tiny))), np.log2(float(limits.max)) - 4
     y *= 2.0 ** rng.uniform(*exponents, y.shape[:2])[..., None]
     y[:, 1] = 0
@@ -432,7 +435,8 @@ def rows_of_every_size(layout, ranks, dtype):
 @pytest.mark.exchanges(12)
 @pytest.mark.parametrize(("name", "layout", "dtype"), WIRES)
 def test_sums_in_a_format_are_those_of_the_definition_for_every_routing(name, layout, dtype):
-    """Weights are powers of two, so that no product is rounded."""
+    """Sums in a format equal the oracle's. Weights are powers of two, so that no product is
+    rounded."""
     fmt, ranks = FORMATS[name], RANKS
     group = harness.group_of(ranks)
     y = rows_of_every_size(layout, ranks, dtype)
@@ -455,8 +459,8 @@ def test_sums_in_a_format_are_those_of_the_definition_for_every_routing(name, la
 
 @pytest.mark.exchanges(8, split=1)
 def test_batches_halves_and_gradients_of_sums_in_a_format():
-    """A batch equals its elements, a split combine equals the whole combine, and gradients equal
-    the gradients without a format."""
+    """A batched combine equals combines of its elements. A split combine equals an unsplit one.
+    Gradients equal those without a format."""
     fmt, ranks = FORMATS["nv"], RANKS
     ids, group = cases.Case(SMALL, "uniform").ids(ranks), harness.group_of(ranks)
     rng = np.random.default_rng(4)
@@ -487,8 +491,8 @@ def test_batches_halves_and_gradients_of_sums_in_a_format():
         assert_same_trees(actual, expected)
 
 
-# Dispatch and an unweighted combine are linear, except for the format's rounding. Straight-through
-# derivatives therefore equal the derivatives without a format bit for bit.
+# A dispatch and an unweighted combine are linear, except that a format rounds. Straight-through
+# derivatives ignore the rounding, so they equal those without a format bit for bit.
 
 
 def transposed(fn, x, direction):
@@ -536,7 +540,8 @@ def test_derivatives_are_those_of_a_dispatch_without_a_format(check_vma):
 
 @pytest.mark.several_devices("it needs a second mesh axis")
 def test_hidden_may_be_sharded_by_an_explicit_axis():
-    """Each device has whole groups. Values and scales have the same sharding."""
+    """The shard of each device consists of complete groups. Values and scales are sharded like the
+    tokens."""
     mesh = harness.mesh_over(jax.sharding.AxisType.Explicit, ep=2, tp=2)
     group = ma.Group(mesh, harness.AXIS, implementation=harness.IMPLEMENTATION)
     P = jax.sharding.PartitionSpec
@@ -565,7 +570,7 @@ def test_hidden_may_be_sharded_by_an_explicit_axis():
 
 
 def dispatch(*x, **options):
-    """Dispatch zeros of this shape on each of two ranks."""
+    """Return the shapes of a dispatch of zeros of shape x on each of two ranks."""
     route_args = dict(group=harness.emulated_group(2), num_experts=2)
     ids = jnp.zeros((2, 1), jnp.int32)
     on_rank = lambda x: ma.dispatch(x, ids, **harness.exchanging(route_args, options)).rows

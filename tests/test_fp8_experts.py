@@ -1,5 +1,5 @@
-"""Test that the primitive for experts in FP8 has the results and derivatives of separate products
-and activations, which quantize the same numbers."""
+"""Test the primitive that computes experts in FP8. Its results and derivatives equal those of
+separate products and activations that quantize the same numbers."""
 
 import functools
 
@@ -26,7 +26,8 @@ END = sum(SIZES)
 
 
 def draw(activation, seed=0, dtype="float32"):
-    """Return operands with finite rows, because derivatives are compared in all directions."""
+    """Return random operands. All rows are finite, because derivatives with respect to all operands
+    are compared."""
     args = operands(activation, seed, dtype, hidden=128, intermediate=128)
     return tuple(jnp.where(jnp.isfinite(x), x, 1) for x in args)
 
@@ -36,7 +37,8 @@ def trained(w):
 
 
 def fused(rows, w_in, b_in, weights, w_out, b_out, activation=SWIGLU, arrived=True):
-    """Return the primitive's results for rows that arrived in FP8, or for float rows."""
+    """Return the primitive's results for rows that were received in FP8 (`arrived`), or for float
+    rows."""
     if arrived:
         rows = RowsInFp8(ma.BlockwiseFp8().encode(jax.lax.stop_gradient(rows)), rows)
     w_in, w_out = (encode_source(trained(w)) for w in (w_in, w_out))
@@ -54,14 +56,16 @@ def separate(rows, w_in, b_in, weights, w_out, b_out, activation=SWIGLU):
 
 
 def gradients(fn, *args, of=jnp.sin):
-    """Return gradients of a sum, without the unspecified gradients of rows after the last group."""
+    """Return gradients of a sum over results, without the undefined gradients of rows after the
+    last group."""
     grads = jax.grad(lambda *args: jnp.sum(of(fn(*args))), OF_ALL)(*args)
     rows, w_in, b_in, weights, *others = grads
     return rows[:END], w_in, b_in, weights[:END], *others
 
 
 def assert_close(found, expected, tolerance=2e-3):
-    """Compare norms, because numbers halfway between two FP8 values may round either way."""
+    """Compare norms of differences, because a number between two FP8 values may round either
+    way."""
     for one, right in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         assert np.linalg.norm(one - right) < tolerance * np.linalg.norm(right)
 
@@ -128,8 +132,8 @@ def test_a_batch_has_the_results_of_its_elements(shares_weights):
 
 
 def unwriting(fn):
-    """Return a function whose results are NaN after the last group, like the results of a kernel in
-    memory that is full of NaN."""
+    """Wrap a function: its results are NaN after the last group, like those of a kernel that writes
+    into memory full of NaN."""
 
     def poisoned(*args, **options):
         def cut(x):
@@ -142,7 +146,7 @@ def unwriting(fn):
 
 
 def test_rows_that_kernels_leave_unwritten_reach_no_gradient(monkeypatch):
-    args = operands(SWIGLU, hidden=128, intermediate=128)  # NaN after the last group, too
+    args = operands(SWIGLU, hidden=128, intermediate=128)  # here, rows after the last group are NaN
     run = lambda: jax.jit(lambda *args: gradients(fused, *args))(*args)
     expected = run()
     for module in (experts, straight_through):
@@ -163,7 +167,8 @@ def avals(dtype="bfloat16"):
 @needs_kernel
 @pytest.mark.parametrize("arrived", (False, True))
 def test_no_pass_of_xla_is_between_the_products(hopper, arrived):
-    """Weights are quantized once. The kernel that computes activations also quantizes them."""
+    """Each array of weights is quantized once. The kernel that computes activations also quantizes
+    them, so no XLA operation does."""
     fn = functools.partial(fused, arrived=arrived)
     found = calls(functools.partial(gradients, fn), *avals())
     targets = [call.target for call in found if call.target != "grouped_gemm"]
@@ -173,5 +178,5 @@ def test_no_pass_of_xla_is_between_the_products(hopper, arrived):
     inference = [call.target for call in calls(fn, *avals()) if call.target != "dot_act"]
     assert sorted(set(inference)) == ["act_encode", "encode_squares", "fp8_gemm", "grouped_gemm"]
     for call in calls(fn, *avals()):
-        if call.target == "encode_squares":  # the unused orientation has no elements
+        if call.target == "encode_squares":  # the unused orientation of weights is empty
             assert "tensor<0xf8E4M3FN>" in call.types

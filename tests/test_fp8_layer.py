@@ -1,4 +1,4 @@
-"""Test that layers with weights in FP8 have the results and the gradients of layers with decoded
+"""Test that layers with FP8 weights have the results and gradients of layers with decoded
 weights."""
 
 import dataclasses
@@ -28,7 +28,7 @@ SWIGLU = ma.gated(jax.nn.silu)
 
 
 def arguments(dtype="bfloat16"):
-    """Return x, topk_weights, experts and ids of all ranks. Some ids are masked."""
+    """Return random x, topk_weights, experts and ids of all ranks. Some ids are masked."""
     rng = np.random.default_rng(0)
     normal = lambda *shape: cases.normal(rng, (RANKS, *shape), "float32")
     experts, hidden = LAYOUT.local_experts, LAYOUT.hidden
@@ -60,13 +60,14 @@ def of_all_ranks(fn=layer, **options):
 
 
 def on_one_device(wrap=lambda fn: fn, **options):
-    """Return the layer of all ranks on one device. `wrap` transforms the layer of one rank."""
+    """Return a function that runs the layer of all ranks on one device. `wrap` transforms the layer
+    of one rank."""
     on_rank = functools.partial(layer, **dict(group=harness.emulated_group(RANKS)) | options)
     return jax.vmap(wrap(on_rank), axis_name=harness.AXIS)
 
 
 def relative_error(found, expected):
-    """Return the root mean square error, relative to the root mean square of `expected`."""
+    """Return the root mean square of the error, divided by that of `expected`."""
     found, expected = (x.astype(np.float64) for x in harness.numpy_of((found, expected)))
     return float(np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2)))
 
@@ -78,15 +79,15 @@ def test_a_recognized_activation_and_quantization_are_one_pass():
     assert (counts["grouped_dot_fp8"], counts["act_encode"]) == (2, 1)
     other = args[2].replace(activation=lambda x: SWIGLU(1 * x))
     assert "act_encode" not in small_layer.counts(of_all_ranks(), *args[:2], other, args[3])
-    with jax.debug_nans(True):  # debug_nans must not see rows that the kernel does not write
+    with jax.debug_nans(True):  # unwritten rows are NaN, an error for debug_nans
         assert "act_encode" not in small_layer.counts(of_all_ranks(), *args)
 
 
 @pytest.mark.exchanges(0)
 @pytest.mark.parametrize("trainable", (False, True))
 def test_gradients_of_numbers_in_fp8_are_refused(trainable):
-    """Gradients of FP8 numbers are an error even if the numbers have a source, because an optimizer
-    would update only the source."""
+    """A gradient with respect to FP8 weights is an error, even if they have a float source, because
+    an optimizer would update only the source."""
     layers = on_one_device()
     x, topk_weights, experts, ids = arguments()
     experts = jax.vmap(functools.partial(ma.quantize_experts, trainable=trainable))(experts)
@@ -105,8 +106,8 @@ def rounded(x):
 
 @jax.custom_vjp
 def decoded_dot(rows, seen, w, sizes):
-    """Multiply decoded rows (`seen`) by decoded weights. The gradient of rows is computed from the
-    decoded cotangent, and the gradient of weights from `rows`."""
+    """Multiply decoded rows (`seen`) by decoded weights. The gradient of rows uses the decoded
+    cotangent. The gradient of weights uses `rows`."""
     return ma.grouped_dot(seen, w, sizes)
 
 
@@ -121,7 +122,8 @@ decoded_dot.defvjp(lambda *args: (decoded_dot(*args), args), decoded_dot_transpo
 
 
 def with_decoded_weights(*args, weigh_input=False, in_fp8=False):
-    """Compute the layer from decoded rows, weights, activations and cotangents."""
+    """Compute the layer with rows, weights, activations and cotangents that were encoded and
+    decoded."""
     x, topk_weights, weights, ids = args
     of_rows = lambda q: q.reshape(len(q), -1, q.shape[-1])
 
@@ -153,7 +155,7 @@ def with_decoded_weights(*args, weigh_input=False, in_fp8=False):
     h = jnp.where(has_token, h * after, 0)
     seen = rounded(h)
     if not in_fp8:
-        h += jax.lax.stop_gradient(seen - h)  # adapters read the rounded rows, too
+        h += jax.lax.stop_gradient(seen - h)  # adapters multiply the rounded rows, too
     y = product(h, seen, w_out, weights.lora_out) + after * weights.b_out[experts]
     return ma.combine(y, recv, weights=None)
 
@@ -172,7 +174,8 @@ def frozen_gradients(fn, args):
 
 @pytest.mark.parametrize("weigh_input", (False, True))
 def test_frozen_weights_have_the_gradients_of_decoded_ones(weigh_input):
-    """Gradients with frozen and with decoded weights differ only by the order of float32 sums."""
+    """Gradients with frozen FP8 weights and with decoded weights differ only by the order of
+    float32 sums."""
     args = frozen(arguments("float32"))
 
     def run(fn, exchanges):
@@ -185,8 +188,9 @@ def test_frozen_weights_have_the_gradients_of_decoded_ones(weigh_input):
 
 @pytest.mark.parametrize("weigh_input", (False, True))
 def test_training_has_the_gradients_of_decoded_numbers(weigh_input):
-    """The first product and the gradient of its weights read the FP8 rows that the dispatch
-    returned. With `weigh_input`, the router's weights multiply the scales of these rows."""
+    """The first product and the gradient of its weights use the FP8 rows that the dispatch
+    returned. With `weigh_input`, the scales of these rows are multiplied by the router's
+    weights."""
     *floats, ids = arguments("float32")
     ct = jnp.cos(floats[0])
     options = dict(in_fp8=True, weigh_input=weigh_input)
@@ -201,7 +205,7 @@ def test_training_has_the_gradients_of_decoded_numbers(weigh_input):
 
 @functools.cache
 def emulated(variant=None):
-    """Run a layer with frozen weights on one device, and return its result and gradients."""
+    """Run a layer with frozen FP8 weights on one device, and return its result and gradients."""
     options = {}
     x, topk_weights, experts, ids = frozen(arguments("float32"))
     if variant == "unfused":
@@ -222,7 +226,7 @@ def emulated(variant=None):
 @pytest.mark.parametrize("variant", ("unfused", "transposed, checkpoint, chunks", "vmap"))
 def test_frozen_weights_have_the_same_gradients_in_each_program(variant):
     for one, right in zip(emulated(variant), emulated(), strict=True):
-        # Another order of sums makes some activations round to the neighbouring FP8 value.
+        # With another order of sums, some activations are rounded to a neighbouring FP8 value.
         assert relative_error(one, right) < (1e-6 if variant != "unfused" else 0.01)
 
 
@@ -258,14 +262,14 @@ def test_an_error_names_the_argument(changed, error, message):
 
 
 def value_and_grads(floats, ids, ct, *, fn=layer, **options):
-    """Return the result of a layer, and the gradients of all floats for a cotangent."""
+    """Return the result of a layer, and the gradients of all `floats` for the cotangent `ct`."""
     y, transpose = jax.vjp(lambda *floats: of_all_ranks(fn, **options)(*floats, ids), *floats)
     return y, *jax.tree.leaves(transpose(ct.astype(y.dtype)))
 
 
 @functools.cache
 def exact():
-    """Return (floats, ids, a cotangent), and the results of a layer in float32."""
+    """Return (floats, ids, a cotangent), and the `value_and_grads` of a layer in float32."""
     *floats, ids = arguments("bfloat16")
     ct = jnp.asarray(cases.normal(np.random.default_rng(1), floats[0].shape, "float32"))
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), floats)
@@ -273,7 +277,8 @@ def exact():
 
 
 def errors(**options):
-    """Return relative errors of the output and of all gradients against a layer in float32."""
+    """Return the relative errors of the output and of all gradients, compared to a layer in
+    float32."""
     (floats, ids, ct), expected = exact()
     if options.get("frozen"):  # compare only the output
         run = small_layer.compiled(of_all_ranks(), exchanges=2)
@@ -303,7 +308,7 @@ def test_training_makes_as_many_exchanges_and_products_in_fp8():
     assert counts["straight_through_dot"] == 3  # the first product, and the gradients of rows
     assert counts["act_dot"] == counts["act_grad"] == 1 and counts["encode_squares"] == 2
     assert counts["combine"] == 2
-    # Two arrays of weights and two biases have gradients.
+    # Two arrays of weights and two biases each have a gradient.
     assert counts["grouped_outer"] == 4
     run = functools.partial(value_and_grads, in_fp8=True, num_chunks=2)
     counts = small_layer.counts(run, floats, ids, ct)
@@ -340,17 +345,18 @@ def test_a_policy_saves_all_numbers_in_fp8(in_fp8, policy):
     saving, again = (functools.partial(gradients, each) for each in (policy, None))
     if policy is OF_QUANTIZED:
         counts = (small_layer.counts(fn, x)["encode_squares"] for fn in (saving, again))
-        assert tuple(counts) == (2, 4)  # two arrays of weights are quantized
+        assert tuple(counts) == (2, 4)  # once or twice for two arrays of weights
     if policy is OF_PRODUCTS:
         counts = (small_layer.counts(fn, x)["straight_through_dot"] for fn in (saving, again))
-        assert tuple(counts) == (3, 4)  # the policy saves the first product
-    # Saved numbers are rounded to bfloat16, so some activations become the neighbouring FP8 value.
+        assert tuple(counts) == (3, 4)  # with the policy, no product is repeated
+    # Saved numbers are rounded to bfloat16, so some activations become a neighbouring FP8 value.
     assert relative_error(*(harness.quickly(fn)(x) for fn in (saving, again))) < 0.1
 
 
 @pytest.mark.exchanges(0)
 def test_chunks_quantize_weights_once_and_train_as_one():
-    """The weights are quantized before the loops, even if a batch shares the weights."""
+    """Weights are quantized once, before the loop over chunks, also under a vmap that does not
+    batch them."""
     x, topk_weights, experts, ids = arguments("float32")
     batch = [jnp.stack([each, each[::-1]]) for each in (x, topk_weights, ids)]
 
@@ -396,7 +402,7 @@ def test_errors_are_those_of_the_page(row):
     (cells,) = re.findall(rf"^\| {re.escape(row)} \|(.*)\|$", text, re.M)
     stated = [float(cell.strip(" %")) / 100 for cell in cells.split("|") if cell.strip()]
     assert len(found) == len(stated)
-    # XLA omits other roundings to bfloat16 on a GPU, or if all ranks share one device.
+    # On a GPU, or if all ranks share one device, XLA omits different roundings to bfloat16.
     rtol = 0.25 if harness.ON_GPU or harness.RANKS_ON_ONE_GPU else 0.15
     np.testing.assert_allclose(found, stated, rtol=rtol, atol=0.001)
 
@@ -415,7 +421,7 @@ def test_moe_over_expert_and_tensor_axes():
 
     @harness.quickly
     def run(x, params):
-        """Return the result, and all gradients except the gradients of the experts' weights."""
+        """Return the result, and all gradients except those of the experts' weights."""
         experts = params["experts"]
 
         def result(x, router, b_in, b_out):
@@ -443,14 +449,14 @@ def test_moe_over_expert_and_tensor_axes():
 @pytest.mark.several_devices("meshes of several axes")
 @pytest.mark.one_process("meshes of several axes")
 def test_moe_trains_micro_batches_with_weights_that_were_quantized_once():
-    """Devices store 192 rows of weights, and 192 is not a multiple of 128. Quantizing before the
-    micro-batches changes no bit of the results."""
+    """Each device stores 192 rows of weights, which is no multiple of 128. If weights are quantized
+    before the loop over micro-batches, the results have the same bits."""
     mesh = mesh_of(AxisType.Explicit, data=2, ep=2, tensor=2)
     axes = ma.Axes("ep", data="data", tensor="tensor", fsdp="data")
     x = np.random.default_rng(1).normal(size=(2, 16, 384)).astype(np.float32)
 
     def loss(params, x, once):
-        """Return a loss of all micro-batches, and their results."""
+        """Return the sum of the losses of all micro-batches, and the layer's outputs."""
         own = params["experts"]
         experts = ma.quantize_experts(own, trainable=True) if once else own.in_fp8()
 

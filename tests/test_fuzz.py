@@ -1,7 +1,7 @@
-"""Test that random exchanges, layers and products have the oracle's results, and that the fuzzer
-detects a broken package.
+"""Test the fuzzer (tests/fuzz): random exchanges, layers and products have the oracle's results,
+and the fuzzer detects a broken package.
 
-`python -m tests.fuzz` runs more programs, and can repeat a failed program (`--program`).
+`python -m tests.fuzz` runs more programs, and repeats one program with `--program`.
 """
 
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jax_moe_a2a._src.layer import forms
 
 pytestmark = [
     pytest.mark.one_process("each process would run the same programs"),
-    pytest.mark.exchanges(0),  # everything is on the portable path
+    pytest.mark.exchanges(0),  # no kernel runs
 ]
 
 SEED = 1
@@ -24,9 +24,9 @@ def has_chunks(p):
     return p.num_chunks and p.batch > 1 and "ids" in p.batched
 
 
-# These programs of the seed combine options that no other module tests together.
+# For SEED, these programs combine options that no test outside of tests/fuzz combines.
 PROGRAMS = {
-    16: lambda p: p.derivative == "reverse over forward",  # programs 16, 4 and 8 are layers
+    16: lambda p: p.derivative == "reverse over forward",  # 16, 4 and 8 are layers
     4: lambda p: p.derivative == "reverse over reverse",
     8: lambda p: p.derivative == "forward over reverse",
     43: lambda p: p.place.hosts > 1 and p.topk_weights is None and p.activation == "tanh of p",
@@ -41,7 +41,7 @@ PROGRAMS = {
     7110: lambda p: p.hosts > 1 and p.combine_wire in draw.FORMATS and p.is_split,
     680: lambda p: p.has_load and p.batch > 1 and p.derivative == "vjp",
     328: lambda p: p.hosts > 1 and p.addends and p.is_weighted and p.has_load and p.x64,
-    58: lambda p: p.derivative == "forward over reverse",  # the remaining programs are products
+    58: lambda p: p.derivative == "forward over reverse",  # the others are products
     65: lambda p: min(p.vmaps) > 1 and len(p.vmaps) > 1 and p.derivative == "vjp",
     141: lambda p: p.derivative == "reverse over forward",
     199: lambda p: p.is_scanned and p.is_checkpointed and p.derivative == "vjp",
@@ -88,4 +88,4 @@ def test_a_broken_package_is_noticed(monkeypatch, module, name, breaking, number
     done = fuzzer.fuzz(SEED, numbers=[number], report=told.append)
     assert done.failures == told != []
     assert f"python -m tests.fuzz --seed {SEED} --program {number}" in told[0]
-    assert "Traceback" not in told[0]  # the comparison failed, and nothing else
+    assert "Traceback" not in told[0]  # only the comparison failed

@@ -1,4 +1,4 @@
-"""Test that jax.grad inside and outside shard_map returns the gradients of the dense layer."""
+"""Test that jax.grad returns the dense layer's gradients, both inside and outside shard_map."""
 
 import functools
 
@@ -24,7 +24,8 @@ def problem():
 @pytest.mark.exchanges(5)
 @pytest.mark.parametrize("check_vma", (True, False), ids=("vma", "no_vma"))
 def test_gradients_of_the_ranks_own_losses_taken_inside_equal_those_of_the_dense_layer(check_vma):
-    """Cotangents cross ranks, so each rank gets the gradient of the sum of all losses."""
+    """Each rank differentiates its own loss. Cotangents cross ranks, so it gets the gradient of the
+    sum of all losses."""
     floats, ids, expected = problem()
     layer = small_layer.layer_of(harness.group_of(RANKS))
 
@@ -38,7 +39,8 @@ def test_gradients_of_the_ranks_own_losses_taken_inside_equal_those_of_the_dense
 
 @pytest.mark.several_devices("it tests the derivative of psum in shard_map")
 def test_gradients_of_the_summed_loss_taken_inside_equal_those_of_the_dense_layer():
-    """With check_vma, JAX differentiates psum as a sum."""
+    """If each rank differentiates the psum of all losses, it gets the gradient of the sum (with
+    check_vma)."""
     floats, ids, expected = problem()
     layer = small_layer.layer_of(harness.group_of(RANKS))
 
@@ -68,7 +70,7 @@ def test_gradients_of_the_summed_loss_taken_inside_equal_those_of_the_dense_laye
     ),
 )
 def test_the_gradient_of_a_replicated_parameter_is_the_sum_over_ranks(inside):
-    """Each rank multiplies its tokens and its results by a scale that is equal on all ranks."""
+    """Each rank multiplies its tokens and outputs by a scale that is equal on all ranks."""
     floats, ids, _ = problem()
     kept = small_layer.arguments(RANKS).kept
     group = harness.group_of(RANKS)
@@ -80,7 +82,7 @@ def test_the_gradient_of_a_replicated_parameter_is_the_sum_over_ranks(inside):
             scale = scale[None]
             return small_layer.loss(scale * layer(scale * x, topk_weights, w, ids))
 
-        if inside:  # the type of the gradient states that the gradient is replicated
+        if inside:  # the gradient has a replicated type
             return jax.grad(value)(scale)
         return lax.psum(value(scale), AXIS)
 

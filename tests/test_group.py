@@ -1,4 +1,5 @@
-"""Test that a group is a value, and starts nothing until a method is called."""
+"""Test that equal `Group` objects are interchangeable, and that making one asks no device or
+process."""
 
 import inspect
 import pickle
@@ -22,14 +23,14 @@ pytestmark = [
 
 
 def mesh_of(*shape):
-    """Return a mesh over "host" and "ep" of GPUs. Each process has one GPU."""
+    """Return a mesh of fake GPUs with the axes "host" and "ep". Each process has one GPU."""
     gpus = [Gpu(i, process_index=i) for i in range(np.prod(shape))]
     return Mesh(np.array(gpus).reshape(shape), ("host", "ep"))
 
 
 @pytest.fixture
 def nothing_acts(monkeypatch):
-    """Patch functions that could ask a device or another process, so that a call fails."""
+    """Make the test fail if it calls a function that could ask a device or another process."""
 
     def refuse(name):
         return lambda *args, **kwargs: pytest.fail(f"{name} was called")

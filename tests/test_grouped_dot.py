@@ -1,10 +1,10 @@
-"""Compare `grouped_dot` with plain numpy products in float64, on every path that the machine has.
+"""Compare `grouped_dot` with plain numpy products in float64, on every path that can run here.
 
-On CPU, the paths are `lax.ragged_dot`, numpy with the kernel's table of groups ("table"), and
-products that mask less than `lax.ragged_dot` ("careless"). With MOE_A2A_TEST_GPU=1, the paths are
-the kernel and `lax.ragged_dot`.
+On CPU, the paths are `lax.ragged_dot`, a numpy version of the kernel that reads its table of groups
+("table"), and products that do not mask rows as `lax.ragged_dot` does ("careless"). With
+MOE_A2A_TEST_GPU=1, the paths are the kernel and `lax.ragged_dot`.
 
-Rows after the last group are NaN and infinite in every operand of every test.
+In every operand of every test, rows after the last group are NaN or infinite.
 """
 
 import contextlib
@@ -41,8 +41,8 @@ PRIMITIVES = {
 
 
 def read_table(target, results, arrays, num_sms, aliases=None, *, product):
-    """Compute the results of the kernel as the kernel's header defines them. Rows that the kernel
-    does not write are NaN."""
+    """Replace a kernel call by numpy that computes what the kernel's header file defines. Rows that
+    the kernel would not write are NaN."""
     (out,) = results
 
     def run(*operands):
@@ -72,7 +72,8 @@ def read_table(target, results, arrays, num_sms, aliases=None, *, product):
 
 
 def careless_dot(rows, w, sizes, *, transposed, dtype):
-    """Compute a dot that leaves NaN after the last group, and adds 0 times the sum of all rows."""
+    """Compute a grouped dot that returns NaN after the last group, and adds 0 times the sum of all
+    rows."""
     w = jnp.swapaxes(w, 1, 2) if transposed else w
     ends = jnp.cumsum(sizes)
     expert = jnp.searchsorted(ends, jnp.arange(rows.shape[0], dtype=ends.dtype), side="right")
@@ -83,7 +84,7 @@ def careless_dot(rows, w, sizes, *, transposed, dtype):
 
 
 def careless_outer(x, y, sizes, *, dtype):
-    """Compute an outer product that multiplies rows of other groups by 0."""
+    """Compute a grouped outer product that multiplies the rows of other groups by 0."""
     ends = jnp.cumsum(sizes)[None]
     row = jnp.arange(x.shape[0], dtype=ends.dtype)[:, None]
     mask = ((row < ends) & (row >= ends - sizes[None])).astype(jnp.float32)
@@ -92,7 +93,7 @@ def careless_outer(x, y, sizes, *, dtype):
 
 @contextlib.contextmanager
 def only(path):
-    """Make `grouped_dot` take the path of this name."""
+    """Make `grouped_dot` use this path."""
     jax.clear_caches()
     as_on_gpu = path == "table"
     with pytest.MonkeyPatch.context() as patch:
@@ -123,7 +124,7 @@ def path(request):
         yield request.param
 
 
-# The oracle computes in float64. It returns zeros for rows that belong to no group.
+# The functions of oracle.py compute in float64. For rows that are in no group, they return zeros.
 
 
 def wide(*arrays):
@@ -142,7 +143,7 @@ def outer64(x, y, sizes):
     return oracle.grouped_outer(*wide(x, y), sizes)
 
 
-# Each case is (rows, columns of rows, columns of results, sizes of groups).
+# Each case is (number of rows, columns of rows, columns of results, sizes of groups).
 
 CASES = dict(
     tail=(200, 64, 136, [50, 0, 70, 1, 40]),
@@ -155,8 +156,8 @@ CASES = dict(
     odd_columns=(50, 20, 12, [20, 13]),
     adapters=(200, 200, 16, [50, 0, 70, 1, 40]),
 )
-# LARGE does not fill the last tiles of the kernel. With `many_groups`, the kernel reads the groups
-# in several steps.
+# LARGE is no multiple of the kernel's tiles. For `many_groups`, the kernel reads its table in
+# several steps.
 LARGE = 1500, 264, 392, [700, 0, 129, 511]
 if harness.ON_GPU:
     CASES |= dict(
@@ -174,7 +175,7 @@ def normal(seed, shape, dtype):
 
 
 def rows_of(seed, num_rows, columns, sizes, dtype):
-    """Draw rows whose tail is NaN and infinite."""
+    """Return random rows that are NaN or infinite after the last group."""
     rows = normal(seed, (num_rows, columns), dtype)
     end = sum(sizes)
     rows[end::3], rows[end + 1 :: 3], rows[end + 2 :: 3] = np.nan, np.inf, -np.inf
@@ -182,7 +183,7 @@ def rows_of(seed, num_rows, columns, sizes, dtype):
 
 
 def arrays(num_rows, k, n, sizes, dtype, seed=0):
-    """Draw rows, weights, a cotangent, and tangents of rows and weights."""
+    """Return random rows, weights, a cotangent, and tangents of rows and weights."""
     return (
         rows_of(seed, num_rows, k, sizes, dtype),
         normal(seed + 1, (len(sizes), k, n), dtype),
@@ -193,8 +194,8 @@ def arrays(num_rows, k, n, sizes, dtype, seed=0):
 
 
 def close(found, right, dtype, terms=1, length=512):
-    """Assert equality up to one rounding of each term. There are `terms` terms, and each term is a
-    sum of `length` float32 products."""
+    """Assert that `found` equals `right` up to one rounding of each term. There are `terms` terms,
+    each the sum of `length` float32 products."""
     eps = float(ml_dtypes.finfo(jnp.dtype(dtype)).eps)
     found = np.asarray(found)
     assert found.dtype == jnp.dtype(dtype) and found.shape == right.shape
@@ -247,7 +248,8 @@ def test_products_and_first_derivatives(path, case, dtype, tail):
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16") if harness.ON_GPU else ("bfloat16",))
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_of_weights_are_added_to_totals(path, case, dtype):
-    """The kernel rounds no gradient, and the totals of groups without rows keep all bits."""
+    """The kernel adds gradients to float32 totals without rounding them to `dtype`. The totals of
+    empty groups keep all bits."""
     num_rows, k, n, sizes = CASES[case]
     if path == "careless" and case not in ("tiles", "empty_ends"):
         pytest.skip("other cases cover this path")
@@ -321,10 +323,10 @@ SUBSETS = [has for has in itertools.product((True, False), repeat=3) if any(has)
 
 
 def batch(has_rows, has_w, has_sizes, dtype, num_rows=90, k=128, n=128):
-    """Return rows, weights, sizes and cotangents of each element. Operands without a batch axis are
-    equal in all elements."""
+    """Return lists of the rows, weights, sizes and cotangents of each batch element. Without
+    has_rows, has_w or has_sizes, the elements share this operand."""
     sizes = BATCH_SIZES if has_sizes else [BATCH_SIZES[0]] * BATCH
-    # If all elements share the rows, the common tail begins after the groups of all elements.
+    # Shared rows are NaN or infinite only after the last group of every element.
     ends = [s if has_rows else max(sizes, key=sum) for s in sizes]
     each = [arrays(num_rows, k, n, end, dtype, seed=10 * i) for i, end in enumerate(ends)]
     cts = [rows_of(i + 100, num_rows, n, s, dtype) for i, s in enumerate(sizes)]
@@ -346,7 +348,7 @@ def test_vmap_of_any_operand(path, has, dtype):
         for each, is_batched in zip((rows, w, sizes), has, strict=True)
     ]
     axes = [0 if is_batched else None for is_batched in has]
-    if has[0]:  # the batch axis is not the first axis
+    if has[0]:  # make the batch axis the last one
         operands[0], axes[0] = np.moveaxis(operands[0], 0, 2), 2
     ct = np.stack(cts)
 
@@ -361,7 +363,7 @@ def test_vmap_of_any_operand(path, has, dtype):
     right.append(np.stack([turned64(*one) for one in zip(cts, w, sizes, strict=True)]))
     right.append(np.stack([outer64(*one) for one in zip(rows, cts, sizes, strict=True)]))
     close(out, right[0], dtype)
-    # The gradient of a shared operand is summed over the batch.
+    # The gradient of a shared operand is the sum over the batch.
     if has[0]:
         close(np.moveaxis(np.asarray(d_rows), 2, 0), right[1], dtype)
     else:

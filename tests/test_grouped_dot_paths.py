@@ -1,7 +1,7 @@
-"""Check the arguments of `grouped_dot`, and whether a product runs the kernel.
+"""Test which arguments `grouped_dot` accepts, and which products run a kernel.
 
-Lowering for CUDA needs no GPU, so most of these tests run on every machine with a build of the
-kernel.
+Lowering for CUDA needs no GPU, so most of these tests run on every machine that has the extension
+with the kernel.
 """
 
 import functools
@@ -64,7 +64,7 @@ def test_wrong_arguments_are_named(error, message, change):
         ma.grouped_dot(**arguments)
     known = {name: arguments.pop(name) for name in ("tail", "num_sms") if name in arguments}
     if not isinstance(change.get("group_sizes"), jax.Array):
-        sizes = arguments.pop("group_sizes")  # known while the call is traced
+        sizes = arguments.pop("group_sizes")  # constants of the traced call
         with pytest.raises(error, match=message):
             jax.jit(lambda **others: ma.grouped_dot(group_sizes=sizes, **known, **others))(
                 **arguments
@@ -72,7 +72,8 @@ def test_wrong_arguments_are_named(error, message, change):
 
 
 def products(fn, *args, target="grouped_gemm"):
-    """Return the products that are lowered for GPUs as calls of a kernel, in order."""
+    """Lower a program for GPUs, and return the attribute `product` of each call of the kernel
+    `target`."""
     found = [call.attributes for call in calls(fn, *args) if call.target == target]
     return [int(attributes["product"]) for attributes in found]
 
@@ -102,7 +103,7 @@ def fp8_avals(num_rows=512, groups=4, k=256, n=200, lead=()):
 
 
 def why_not(*avals):
-    """Return why a product does not run the kernel on Hopper GPUs, or ''."""
+    """Return why a `grouped_dot` does not run the kernel on Hopper GPUs ('' if it does)."""
     calls = ma.explain(ma.grouped_dot, *avals, device=None if harness.ON_GPU else "9.0")
     return next(call.why for call in calls if call.name.startswith("grouped product"))
 
@@ -151,8 +152,8 @@ def test_each_product_is_one_call(hopper):
 
 @pytest.fixture
 def blackwell(monkeypatch):
-    """Pretend that the only GPU has compute capability 10.0. Return a function that pretends a
-    version of cuBLASLt."""
+    """Lower as if the only GPU had compute capability 10.0. Return a function that sets the version
+    of cuBLASLt."""
     if harness.ON_GPU:
         pytest.skip("this process has real GPUs")
     jax.clear_caches()
@@ -163,7 +164,7 @@ def blackwell(monkeypatch):
 
 
 def by_library(fn, *args):
-    """Return (product, mean rows) of each cuBLASLt call in a program lowered for GPUs."""
+    """Lower a program for GPUs, and return (product, mean rows) of each cuBLASLt call."""
     found = [call.attributes for call in calls(fn, *args) if call.target == "library_gemm"]
     return sorted((int(each["product"]), int(each["mean_rows"])) for each in found)
 

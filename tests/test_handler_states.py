@@ -1,5 +1,5 @@
-"""Test that FFI handlers keep state between executions, check their calls, and report why a call
-fails. The handlers run on CPU with a fake driver, which only counts kernels."""
+"""Test that the FFI handlers keep state between runs of a program, check their calls, and report
+why a call fails. The handlers run on CPU with a fake driver that only counts kernel launches."""
 
 import contextlib
 import functools
@@ -60,7 +60,7 @@ SUMMED = dict(
     wire="BF16",
     global_scale=np.float32(1),
 )
-# Each call has operands, results, and attributes that only some calls have.
+# Each custom call: its operands, its results, and those attributes that only some calls have.
 CALLS = dict(
     route=(
         [IDS, RANK],
@@ -95,7 +95,7 @@ HALVES = "dispatch_start", "dispatch_done", "combine_start", "combine_done"
 
 
 def make(operation, operands, results, attributes, **options):
-    """Return a jitted program of one call, and its arguments."""
+    """Return a jitted program that makes one custom call, and its arguments."""
     attributes = handler_calls.attributes(**options) | attributes
     return jitted(operation, results, attributes), zeros(operands)
 
@@ -115,7 +115,7 @@ def run(program):
     jax.block_until_ready(step(*arguments))
 
 
-# Each of the next functions runs with the library in a separate process.
+# Each function below is a scenario, which runs with the handlers' library in a separate process.
 
 
 def keeps_what_does_not_change(library):
@@ -184,7 +184,7 @@ def comes_with_a_loaded_executable(library):
     jax.block_until_ready(jax.jit(lambda: handler_calls.call("close"))())
     assert library.used_bytes(0) == 0
     loaded = serialize_executable.deserialize_and_load(*pickle.loads(serialized))
-    assert library.used_bytes(0) > 0  # making the call's state has opened the workspace
+    assert library.used_bytes(0) > 0  # loading it has opened the workspace
     launches = library.num_launches()
     for _ in range(2):
         run((loaded, arguments))
@@ -192,8 +192,8 @@ def comes_with_a_loaded_executable(library):
 
 
 def damages(arrays):
-    """Yield lists of arrays. In each list, one array has a wrong dtype, a wrong size of an axis, or
-    a wrong number of axes."""
+    """Yield lists of arrays. Each is `arrays`, but one array has a wrong dtype, a wrong axis size,
+    or a wrong number of axes."""
     for i, (dtype, *shape) in enumerate(arrays):
         others = (
             (U8 if dtype != U8 else F32, *shape),
@@ -204,7 +204,8 @@ def damages(arrays):
 
 
 def refuses_arrays(library):
-    """Make calls in which each array in turn has a wrong dtype or wrong axes."""
+    """Check that a call fails if one of its arrays has a wrong dtype or wrong axes. Try each
+    array."""
     operands, results, attributes = CALLS["weighted_dispatch"]
     refused = functools.partial(is_refused, library, "weighted_dispatch", attributes=attributes)
     assert all(refused(damaged, results) for damaged in damages(operands))
@@ -225,7 +226,8 @@ def is_refused(library, operation, operands, results, attributes):
 
 
 def refuses_missing_attributes(library):
-    """Make calls that lack a common attribute, or an attribute of one call only."""
+    """Check that a call fails if it lacks an attribute, whether all calls or only this call have
+    it."""
     told = re.escape("INVALID_ARGUMENT: jax_moe_a2a: the call lacks an attribute. Another version")
     for operation, (operands, results, attributes) in CALLS.items():
         everything = handler_calls.attributes() | attributes
@@ -314,8 +316,8 @@ def test_xla_is_told_of_the_state_before_the_targets_that_make_it(monkeypatch):
 
 
 class Extension:
-    """A pretended extension with the functions that these tests need. A problem is the tuple (text,
-    whether memory is lacking)."""
+    """A fake extension with the functions that these tests need. A problem is the tuple (text, True
+    if memory is lacking)."""
 
     def __init__(self, **answers):
         for name, answer in answers.items():
@@ -324,7 +326,7 @@ class Extension:
 
 @pytest.fixture
 def answering(monkeypatch):
-    """Return a context in which a pretended extension answers. The context ends before fixtures
+    """Return a context that replaces the extension by a fake one. The context ends before fixtures
     read the counters of the real extension."""
 
     @contextlib.contextmanager

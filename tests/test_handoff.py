@@ -1,5 +1,5 @@
-"""Test that processes of one host find each other, and that only the right processes get an answer.
-The tests need no GPU."""
+"""Test that processes of one host find each other, and that a process answers only processes of its
+JAX job. The tests need no GPU."""
 
 import dataclasses
 import functools
@@ -30,14 +30,14 @@ pytestmark = [
 ]
 
 VERSION = 1
-WORDS = 7  # words of a request before the ids of the devices
+WORDS = 7  # number of words of a request before its device ids
 REFUSED = 2
 
 
 @pytest.fixture
 def told(monkeypatch):
-    """Replace JAX's coordination service by a dict of published notices, and pretend that kernels
-    exist and that peers reach each other."""
+    """Replace JAX's coordination service by a dict of notices, which processes publish about
+    themselves. Patch the package: kernels exist, and processes can connect to each other."""
     told = {}
     monkeypatch.setattr(compat, "coordination_set", told.__setitem__)
     monkeypatch.setattr(compat, "coordination_get", lambda key, timeout: told.get(key))
@@ -59,16 +59,15 @@ def told(monkeypatch):
 
 
 def tell(told, index, host=None, **fields):
-    """Publish the notice of another process. Only these fields differ from the notice of this
-    process."""
+    """Publish the notice of the process `index`. Its other fields are those of this process."""
     fields = dict(dict(socket=f"name{index}", secret="secret", version=VERSION), **fields)
     notice = dataclasses.replace(processes._own_notice(), host=host or processes._host(), **fields)
     told[processes.KEY.format(index)] = json.dumps(dataclasses.asdict(notice))
 
 
 def group_of(*owners, axes=("ep",), **options):
-    """Return a group over "ep" of GPUs that these processes own. With two axes, each row of the
-    mesh has two GPUs."""
+    """Return a group over "ep" of fake GPUs; GPU i is of the process owners[i]. A mesh of two axes
+    has two GPUs per row."""
     devices = np.array([Gpu(i, owner) for i, owner in enumerate(owners)])
     mesh = Mesh(devices.reshape(-1, 2) if len(axes) == 2 else devices, axes)
     return ma.Group(mesh, "ep", **options)
@@ -92,7 +91,8 @@ ASKING = {
 
 @pytest.mark.parametrize("ask", ASKING.values(), ids=ASKING)
 def test_a_process_announces_itself_before_it_waits_for_another_one(told, monkeypatch, ask):
-    """If both processes waited first, each would wait for the other's notice."""
+    """If two processes waited for each other before they publish their notices, both would wait
+    forever."""
     own = processes.KEY.format(0)
 
     def get(key, timeout):
@@ -114,7 +114,7 @@ def test_a_process_announces_itself_before_it_waits_for_another_one(told, monkey
 def test_a_process_whose_answer_needs_no_other_one_announces_itself_all_the_same(
     told, monkeypatch, ask
 ):
-    """A process without kernels publishes its notice, because other processes wait for it."""
+    """A process without kernels also publishes a notice, because other processes wait for it."""
     monkeypatch.setattr(native, "has_kernels", lambda: False)
     monkeypatch.setattr(native, "why_no_gpus", lambda: "has no CUDA kernels")
     group = group_of(0, 1)
@@ -143,7 +143,7 @@ def test_the_id_of_a_process_counts_where_it_means_the_same(told):
 
 
 def test_a_process_that_has_ended_is_looked_up_again(told, monkeypatch):
-    """The process may have restarted. It then answers at a different socket."""
+    """If a process has ended, it may have been restarted. Then it answers at a different socket."""
     ranks = group_of(0, 0, 1, 1)
     tell(told, 1)
     assert ranks.path == "cuda"
@@ -154,7 +154,7 @@ def test_a_process_that_has_ended_is_looked_up_again(told, monkeypatch):
 
 
 def test_reports_and_closing_wait_for_no_process_and_announce_nothing(told, monkeypatch):
-    """A `finally` may close the group after an error about a process that did not arrive."""
+    """After an error about a missing process, a program may close the group in a `finally`."""
     closed = []
     waited = []
     monkeypatch.setattr(native, "wait", lambda *args: waited.append(args))
@@ -162,7 +162,7 @@ def test_reports_and_closing_wait_for_no_process_and_announce_nothing(told, monk
     monkeypatch.setattr(native, "failure", lambda topology: "")
     monkeypatch.setattr(native, "reserved_bytes", lambda topology, kind: 0)
     monkeypatch.setattr(native, "mapped_bytes", lambda topology, kind: [])
-    group = group_of(1, 1)  # this process, number 0, has no device of the group
+    group = group_of(1, 1)  # this process (0) owns no device of the group
     assert group.memory() == ()
     group = group_of(0, 1)
     group.check()
@@ -177,7 +177,7 @@ def test_reports_and_closing_wait_for_no_process_and_announce_nothing(told, monk
     ((30.0, {}, 60.0), (50.0, {}, 100.0), (50.0, {"timeout": 2}, 2)),
 )
 def test_closing_waits_for_devices_in_bounded_time(told, monkeypatch, timeout, given, seconds):
-    """If a device is still busy, closing raises an error and closes nothing."""
+    """If a device is still busy after the timeout, `close` raises an error and closes nothing."""
     monkeypatch.setattr(native, "close", lambda *args: pytest.fail("it was closed"))
 
     def wait(topology, timeout):
@@ -195,7 +195,8 @@ def test_a_group_of_one_process_publishes_nothing(told):
 
 
 def hosts_of_two(told, monkeypatch):
-    """Put two of four processes on each host, and give each GPU the partition of its host."""
+    """Put processes 0 and 1 on one host, and 2 and 3 on another. Each GPU has its host's
+    partition."""
     for index in (1, 2, 3):
         tell(told, index, host="another" if index > 1 else None)
     monkeypatch.setattr(Gpu, "partition_index", property(lambda gpu: gpu.id // 2), raising=False)
@@ -230,7 +231,8 @@ def test_hosts_with_ranks_here_and_there_take_the_portable_path(told):
 
 
 def test_a_host_of_another_version_takes_no_kernels_within_it(told, monkeypatch):
-    """Hosts with different versions of the package could trace different programs."""
+    """If hosts have different versions of the package, the group uses no kernels, because the hosts
+    could trace different programs."""
     hosts_of_two(told, monkeypatch)
     for index in (2, 3):
         tell(told, index, host="another", package="0.0.1")
@@ -256,8 +258,8 @@ def test_all_processes_take_the_path_that_every_one_can(told):
     "field, other", (("version", 2), ("package", "0.0.1"), ("build", "CUDA 12.0 for 90"))
 )
 def test_processes_of_different_versions_or_builds_take_the_portable_path(told, field, other):
-    """The version of the package determines the shapes of a program, so comparing the version of
-    the protocol is not enough."""
+    """Processes compare the package's version, too, because it determines the shapes of a
+    program."""
     tell(told, 1, **{field: other})
     why = group_of(0, 0, 1, 1)._why_portable
     assert why.startswith("processes 0 and 1 run different versions of jax_moe_a2a: ")
@@ -291,7 +293,8 @@ def endpoint():
 
 
 def ask(endpoint, secret, request, *, patience=5.0):
-    """Return (status, text) of the answer, or None without an answer."""
+    """Send a request to a process, and return its answer (status, text), or None without an
+    answer."""
     with socket.socket(socket.AF_UNIX) as server:
         server.settimeout(patience)
         server.connect("\0" + endpoint[0])
@@ -299,7 +302,7 @@ def ask(endpoint, secret, request, *, patience=5.0):
         server.sendall(secret.encode() + struct.pack(f"{1 + count}q", count, *request))
         try:
             head = server.recv(24, socket.MSG_WAITALL)
-        except ConnectionResetError:  # the process closed before it had read everything
+        except ConnectionResetError:  # it closed before it had read everything
             return None
         if not head:
             return None
@@ -322,9 +325,9 @@ def test_a_request_without_the_secret_gets_no_answer(endpoint):
 
 OTHER_VERSION = "it runs another version"
 NOT_UNDERSTOOD = "it does not understand the request"
-UNDERSTOOD = "is unknown in this process"  # no process owns the devices
+UNDERSTOOD = "is unknown in this process"  # reply to a valid request: no process owns the devices
 DEVICES = (7001, 7002)
-MOST_BYTES = 32 << 30  # the largest ring half
+MOST_BYTES = 32 << 30  # the largest half of the ring buffer
 
 
 def request_of(
@@ -373,13 +376,12 @@ def test_a_request_that_never_ends_delays_others_for_seconds_only(endpoint):
 needs_a_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
 
 
-# `ask SOCKET SECRET PID` prints the problem, whether the process has ended, and the number of
-# allocations.
-# `listen [MS]` prints socket and secret, answers requests, and forks once for each input line. A
-# child waits MS milliseconds before it closes its copy of the socket.
-# `hold FD` asks itself. While it answers with FD as memory, it forks. Then it ends.
-# `throw` asks itself three times, and prints status and reason of each answer. For the first two
-# requests, it throws exceptions.
+# The program PEERS has four commands. `ask SOCKET SECRET PID` prints the problem, whether the
+# process has ended, and the number of allocations. `listen [MS]` prints socket and secret, answers
+# requests, and forks once for each input line. A child waits MS milliseconds before it closes its
+# copy of the socket. `hold FD` sends itself a request. While it answers with the descriptor FD, it
+# forks. Then it ends. `throw` sends itself three requests, and prints status and reason of each
+# answer. While it handles the first two, it throws exceptions.
 PEERS = r"""
 #include <pthread.h>
 #include <unistd.h>
@@ -441,7 +443,7 @@ int main(int argc, char** argv) {
 }
 """
 
-# This program takes the name of a socket, optionally as a different user, and answers with a
+# This program listens at a socket name, optionally as a different user, and answers with a file
 # descriptor. It prints what it received.
 IMPOSTOR = r"""
 import os, socket, struct, sys
@@ -467,7 +469,7 @@ NOBODY = 65534
 
 @pytest.fixture(scope="module")
 def peers(tmp_path_factory):
-    """Build `PEERS` with handoff.cc, without CUDA, and return the path of the program."""
+    """Compile the program PEERS with handoff.cc, without CUDA, and return its path."""
     folder, cuda = tmp_path_factory.mktemp("peers"), pathlib.Path(__file__).parents[1] / "cuda"
     (folder / "main.cc").write_text(PEERS)
     sources = [
@@ -491,8 +493,9 @@ def test_an_exception_while_answering_is_a_refusal_and_ends_no_process(peers):
 
 
 def asked_impostor(peers, user, pid_of):
-    """Ask a process that has taken a socket's name. Return the problem, whether the process seems
-    to have ended, the number of allocations, and what the impostor received."""
+    """Let PEERS ask an impostor process, which listens under the socket name of another process.
+    Return the problem, if the asked process seems to have ended, the number of allocations, and
+    what the impostor received."""
     name = f"jax_moe_a2a-test-{os.getpid()}-{time.monotonic_ns()}"
     command = [sys.executable, "-c", IMPOSTOR, name, str(user)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as impostor:
@@ -506,8 +509,8 @@ def asked_impostor(peers, user, pid_of):
 
 @pytest.fixture(scope="module")
 def named_peers(peers):
-    """Return `peers`. Skip the test if the operating system does not say which process is at the
-    other end of a socket."""
+    """Return `peers`. Skip the test if Linux does not tell the process at the other end of a
+    socket."""
     with Listener([peers, "listen"]) as listener, socket.socket(socket.AF_UNIX) as server:
         server.connect("\0" + listener.endpoint[0])
         told = server.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
@@ -529,7 +532,8 @@ def test_a_process_of_another_user_that_took_the_name_learns_no_secret(named_pee
 
 @needs_a_compiler
 def test_another_process_of_this_user_that_took_the_name_is_not_asked_either(named_peers):
-    """If the asker expects another process id, it sends nothing. Otherwise, it sends the secret."""
+    """If the impostor's process id is not the expected one, the asker sends nothing. Otherwise, the
+    asker sends its secret."""
     problem, has_ended, allocations, told = asked_impostor(
         named_peers, 0, lambda impostor: os.getpid()
     )
@@ -540,7 +544,7 @@ def test_another_process_of_this_user_that_took_the_name_is_not_asked_either(nam
 
 
 class Listener:
-    """A listening process and its forked children."""
+    """A process that listens, and the children that it has forked."""
 
     def __init__(self, command, **options):
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -604,7 +608,8 @@ def test_a_process_of_another_user_gets_no_answer_even_with_the_secret(
 @needs_a_compiler
 @pytest.mark.parametrize("delay_ms", (0, 500))
 def test_a_dead_process_is_known_to_have_ended_while_a_child_that_it_forked_lives(peers, delay_ms):
-    """With a delay, the process is asked while its child still holds a copy of the socket."""
+    """With a delay, the dead process is asked while its child still has a copy of its socket
+    open."""
     with Listener([peers, "listen", str(delay_ms)]) as listener:
         for _ in range(2):
             assert ask(listener.endpoint, listener.endpoint[1], []) is not None
@@ -620,8 +625,8 @@ def test_a_dead_process_is_known_to_have_ended_while_a_child_that_it_forked_live
 
 @needs_a_compiler
 def test_a_forked_child_does_not_hold_memory_that_its_parent_was_giving(peers):
-    """A pipe represents the memory. Reading from the pipe ends when no process holds the other
-    end."""
+    """The test uses a pipe in place of memory. Reading from the pipe ends when no process has the
+    other end open."""
     reading, writing = os.pipe()
     with open(reading, "rb") as memory:
         with Listener([peers, "hold", str(writing)], pass_fds=[writing]) as listener:
@@ -629,7 +634,8 @@ def test_a_forked_child_does_not_hold_memory_that_its_parent_was_giving(peers):
             listener.children.append(int(listener.hear()[0]))
             listener.process.wait(timeout=20)
             os.set_blocking(reading, False)
-            # The child may call its fork handlers only after its parent has ended.
+            # The child may run its fork handlers, which close its copy, only after its parent has
+            # ended.
             end = time.monotonic() + 10
             while (held := memory.read()) is None and time.monotonic() < end:
                 time.sleep(0.01)

@@ -1,7 +1,7 @@
-"""Test two-level groups over hosts on CPU. Each process is a host, and gloo connects the processes.
+"""Test two-level groups on CPU. Each process acts as a host, and gloo connects the processes.
 
-With root, each process has a separate network (`hosts.py`). `make test-hosts` runs all tests of
-two-level groups with these numbers of hosts and ranks.
+If root runs the tests, each process has a separate network (hosts.py). `make test-hosts` runs all
+tests of two-level groups with these numbers of hosts and ranks.
 """
 
 import os
@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.one_process("it starts processes of its own"),
     pytest.mark.several_devices("it starts processes, each with its devices"),
     pytest.mark.skipif(harness.ON_GPU, reason="it starts processes that have CPU devices"),
-    pytest.mark.exchanges(0),  # this process exchanges nothing
+    pytest.mark.exchanges(0),  # this process makes no exchange
 ]
 
 CHOSEN = (
@@ -27,11 +27,12 @@ CAN_MAKE_HOSTS = os.geteuid() == 0 and shutil.which("ip") is not None
 
 
 def test_each_process_as_a_host_has_the_rows_sums_and_gradients_of_a_flat_group():
-    """With two hosts of two ranks and a tight capacity, rows have the order of a flat group."""
+    """On two hosts of two ranks, results equal those of a one-level group."""
     processes.assert_tests_pass(CHOSEN, "--devices=4", *["--as-hosts"] * CAN_MAKE_HOSTS)
 
 
 def test_a_host_that_is_killed_ends_the_others_with_an_error_within_the_bound():
-    """Each of two hosts has two processes. The timeout of XLA's collectives bounds the wait."""
+    """One of two hosts, each with two processes, is killed. The processes of the other raise an
+    error after the timeout of XLA's collectives."""
     done = campaign.run_one(1, 0, ["programs: a killed host"])
     assert done.outcome == "error", done

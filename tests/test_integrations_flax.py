@@ -1,4 +1,5 @@
-"""Test that the Flax modules equal `ma.moe` and the dense layer, also under Flax's transforms."""
+"""Test that the Flax modules return the results of `ma.moe` and of a dense layer, also under Flax's
+transforms."""
 
 import functools
 from dataclasses import replace
@@ -46,7 +47,8 @@ def dense_module(params, x):
 
 
 def apply_and_params(make, mesh, x=X, call=None, config=CONFIG, **options):
-    """Return (a function of parameters and tokens that calls a module, the module's parameters)."""
+    """Make a module. Return a function of (parameters, tokens) that calls it, and its
+    parameters."""
     call = call or {}
     with jax.set_mesh(mesh):
         if make is NnxMoE:
@@ -60,7 +62,7 @@ def apply_and_params(make, mesh, x=X, call=None, config=CONFIG, **options):
 
 
 def by_name(params):
-    """Return the parameters of a module as arrays by name."""
+    """Return a dict of a module's parameters."""
     return nnx.to_pure_dict(params) if isinstance(params, nnx.State) else linen.unbox(params)
 
 
@@ -74,7 +76,7 @@ def loss_of(y):
 
 @MODULES
 def test_a_module_runs_on_the_mesh_of_make_mesh(make):
-    """The axes of the mesh are Explicit by default. The module equals the dense layer."""
+    """`jax.make_mesh` makes Explicit axes. The module returns the dense layer's output."""
     if harness.NUM_DEVICES < 8:
         pytest.skip("needs 8 devices")
     mesh = jax.make_mesh((8,), ("ep",), devices=harness.devices(8))
@@ -127,7 +129,7 @@ def test_a_module_with_all_parameters_is_moe(make):
         expected = harness.quickly(layer)(X.astype(jnp.bfloat16))
     assert y.dtype == jnp.bfloat16
     assert_close((y, stats), expected, 1e-6)
-    # NNX's placements have an entry for each axis, even if no axis is divided.
+    # NNX's specs have an entry for each axis, even if no axis is divided.
     specs = {name: P(*spec if any(spec) else ()) for name, spec in specs.items()}
     router = specs["router_kernel"], specs["router_bias"], specs["select_bias"]
     as_stored = dict(
@@ -141,7 +143,7 @@ def test_a_module_with_all_parameters_is_moe(make):
 
 
 def experts_of(names, prefix=""):
-    """Return `ma.Experts` of the arrays or placements in the dict `names`."""
+    """Return `ma.Experts` of the arrays or shardings in the dict `names`."""
     cast = lambda a: a.astype(jnp.bfloat16) if hasattr(a, "astype") else a
     every = "w_in", "w_out", "b_in", "b_out"
     return ma.Experts(*(cast(names[prefix + n]) for n in every if prefix + n in names))
@@ -150,7 +152,7 @@ def experts_of(names, prefix=""):
 def test_nnx_scan_over_layers_without_a_mesh_in_scope():
     mesh = mesh_of(ep=2)
 
-    metadata = {nnx.PARTITION_NAME: None}  # no axis of the mesh divides the layers
+    metadata = {nnx.PARTITION_NAME: None}  # layers are not divided over the mesh
 
     @nnx.split_rngs(splits=2)
     @nnx.vmap(in_axes=0, out_axes=0, transform_metadata=metadata)

@@ -1,7 +1,7 @@
-"""Test the conversion of weights of Hugging Face transformers in both directions.
+"""Test the conversion of weights from and to Hugging Face transformers.
 
-State dicts are written by hand, so that most tests run without PyTorch. The last test converts
-models of transformers. `test_examples.py` compares outputs and gradients.
+The tests make state dicts themselves, so most of them need no PyTorch. The last test converts real
+models. test_examples.py compares outputs and gradients with transformers.
 """
 
 import json
@@ -19,7 +19,7 @@ from jax_moe_a2a.integrations import transformers as hf
 
 pytestmark = pytest.mark.exchanges(0)
 
-E, H, I = 4, 6, 3  # experts, hidden size, width of an expert
+E, H, I = 4, 6, 3  # number of experts, hidden size, width of an expert
 PREFIX = "model.layers.1.mlp."
 LOCAL = dict(intermediate_size=I, num_local_experts=E, num_experts_per_tok=2)
 QWEN = dict(moe_intermediate_size=I, num_experts=E, num_experts_per_tok=2, norm_topk_prob=False)
@@ -61,13 +61,13 @@ FORMS = [
 
 
 def projections_of(kind):
-    """Return the names of gate, up and down."""
+    """Return the names of the weights gate, up and down in a model family."""
     is_short = kind in ("mixtral", "minimax_m2")
     return ("w1", "w3", "w2") if is_short else ("gate_proj", "up_proj", "down_proj")
 
 
 def shapes_of(kind, per_expert):
-    """Return the shape of each tensor of a block, as transformers has it."""
+    """Return the shape of each tensor of a transformers block."""
     router = "router" if kind in INPUTS_FIRST else "gate"
     shapes = {f"{router}.weight": (E, H)}
     names = projections_of(kind)
@@ -103,7 +103,8 @@ def shapes_of(kind, per_expert):
 
 
 def block_of(kind, per_expert, dtype=np.float32, prefix=PREFIX):
-    """Return the state dict of a block. The bias that chooses experts is float32, as published."""
+    """Return a random state dict of a block. As in published files, the selection bias is
+    float32."""
     rng = np.random.default_rng(0)
     return {
         prefix + name: rng.normal(size=shape).astype(
@@ -144,14 +145,14 @@ def sigmoid(x):
 
 
 def choices_of(kind, block, token):
-    """Return a token's experts and their weights, like the routers of transformers 5."""
+    """Return a token's experts and their weights, as the routers of transformers 5 do."""
     weight = next(block[name] for name in ("gate.weight", "router.weight") if name in block)
     logits = weight @ token + block.get("router.bias", 0)
     is_sigmoid = kind in ("deepseek_v3", "minimax_m2", "llama4_text")
     scores = sigmoid(logits) if is_sigmoid else np.exp(logits) / np.exp(logits).sum()
     bias = [x.reshape(-1) for name, x in block.items() if name.endswith("correction_bias")]
     chosen_by = scores + (bias[0] if bias else 0)
-    if kind.startswith("deepseek"):  # only the better of two groups of two experts is used
+    if kind.startswith("deepseek"):  # choose only in the best of two groups
         groups = chosen_by.reshape(2, 2)
         values = groups.max(axis=1) if kind == "deepseek_v2" else groups.sum(axis=1)
         chosen_by = np.where(np.repeat(values == values.max(), 2), chosen_by, -np.inf)
@@ -168,7 +169,7 @@ def gated_expert(token, gate, up, down):
 
 
 def original(kind, block, x):
-    """Return the outputs of a block of transformers 5 for tokens, with numpy and loops."""
+    """Compute what a block of transformers 5 returns for tokens x, with numpy and loops."""
     y = np.zeros_like(x)
     shared = {
         name.split(".")[1]: w for name, w in block.items() if re.match(r"shared_experts?\.", name)
@@ -205,7 +206,7 @@ def converted(params, x):
 
 
 def fused(kind, block):
-    """Convert a block with one tensor per expert to a block with one tensor for all experts."""
+    """Convert a state dict with one tensor per expert to one with one tensor for all experts."""
     gate, up, down = projections_of(kind)
     of_all = lambda name: np.stack([block[f"experts.{e}.{name}.weight"] for e in range(E)])
     gate_up = np.concatenate([of_all(gate), of_all(up)], axis=1)
@@ -217,9 +218,9 @@ def fused(kind, block):
 def test_converted_weights_compute_what_the_block_computes(kind, per_expert):
     block = block_of(kind, per_expert, prefix="")
     if kind == "gpt_oss":
-        block["experts.gate_up_proj"] *= 4  # so that both clamps change values
+        block["experts.gate_up_proj"] *= 4  # so that both clamps have an effect
     x = np.random.default_rng(1).normal(size=(12, H)).astype(np.float32)
-    config = types.SimpleNamespace(**CONFIGS[kind])  # an object, as in transformers
+    config = types.SimpleNamespace(**CONFIGS[kind])  # as in transformers
     expected = original(kind, fused(kind, block) if per_expert else block, x)
     found = converted(hf.from_state_dict(block, config), x)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
@@ -353,7 +354,7 @@ def torch():
 
 
 def model_of(kind, **fields):
-    """Return a tiny model of transformers with two layers. In some families, the first layer is
+    """Return a tiny transformers model of two layers. In some model families, the first layer is
     dense."""
     import transformers
 
@@ -389,8 +390,8 @@ def test_models_of_transformers_make_a_round_trip(kind, dtype, torch, tmp_path):
     for name, tensor in model.state_dict().items():
         assert name not in back or torch.equal(tensor, back[name]), name
 
-    # The names in files differ from the names of a model in memory, and the fields of config.json
-    # differ from the fields of its config.
+    # Saved tensors have other names than the model's in memory, and config.json has other fields
+    # than the model's config.
     model.save_pretrained(tmp_path)
     files = load_file(tmp_path / "model.safetensors")
     config = json.loads((tmp_path / "config.json").read_text())

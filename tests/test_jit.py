@@ -1,4 +1,5 @@
-"""Compare the layer with jit, without jit, compiled ahead of time, and as two jitted programs."""
+"""Compare a layer's results with jit, without jit, compiled ahead of time, and as two jitted
+programs."""
 
 import functools
 
@@ -34,7 +35,7 @@ def test_eager_shard_map_returns_the_rows_and_gradients_of_jit():
     (eager_value, eager_recv), eager_grads = eager(*floats)
     (jit_value, jit_recv), jit_grads = compiled(*floats)
     small_layer.assert_same(eager_recv, jit_recv)
-    # XLA may use fused multiply-adds in only one of the programs.
+    # XLA may use fused multiply-adds in one program and not in the other.
     small_layer.assert_close((eager_value, eager_grads), (jit_value, jit_grads))
     small_layer.assert_close(jit_grads, small_layer.dense_value_and_grads(floats, ids, kept)[1])
 
@@ -87,7 +88,8 @@ def test_a_program_compiled_ahead_of_time_with_constant_ids_equals_the_dense_lay
 
 @pytest.mark.exchanges(0)
 def test_the_small_layer_sees_masked_dropped_and_repeated_choices():
-    """The tests of transforms cover these choices only if the small layer has such choices."""
+    """Tests of transforms use small_layer.py, so its choices must include masked, dropped and
+    repeated ones."""
     for ranks in (2, 4, 8):
         _, ids, kept = small_layer.arguments(ranks)
         routing = small_layer.routing_of(ids)

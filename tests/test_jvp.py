@@ -1,4 +1,5 @@
-"""Test that first tangents and second derivatives equal those of the dense layer on one device."""
+"""Test that a layer's tangents and second derivatives equal those of the dense layer on one
+device."""
 
 import functools
 
@@ -18,7 +19,7 @@ RANKS = harness.SEVERAL
 
 @functools.cache
 def problem():
-    """Return (layer of floats, dense layer of floats, floats, directions)."""
+    """Return (layer, dense layer, floats, directions); both layers are functions of the floats."""
     floats, ids, kept = small_layer.arguments(RANKS)
     layer = small_layer.layer_of_all_ranks()
     return (
@@ -55,7 +56,7 @@ def test_jvp_and_linearize_equal_those_of_the_dense_layer():
 @pytest.mark.exchanges(0)
 @pytest.mark.parametrize("i", range(3), ids=small_layer.NAMES)
 def test_the_tangent_of_one_argument_moves_nothing_of_the_others(i):
-    """Besides the exchanges of the value, rows and weights move only if they have tangents."""
+    """Besides the layer's own exchanges, only rows and weights that have tangents are sent."""
     layer, _, floats, directions = problem()
 
     def of_one(value):
@@ -86,7 +87,7 @@ def test_forward_over_reverse_equals_that_of_the_dense_layer():
 
 @pytest.mark.exchanges(2)
 def test_integers_and_narrow_floats_of_a_payload_have_zero_tangents_and_gradients():
-    """Integers have the tangent type float0, and no exchange moves such tangents."""
+    """The tangents of integers have dtype float0, and no exchange sends them."""
     group = harness.group_of(RANKS)
     _, ids, _ = small_layer.arguments(RANKS)
     tokens = small_layer.LAYOUT.tokens

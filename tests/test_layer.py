@@ -1,8 +1,8 @@
 """Test that the expert layer has the results and derivatives of the dense layer on one device, and
-the number of exchanges that docs/concepts.md states.
+as many exchanges as docs/concepts.md says.
 
-On the portable path, rows after the last group are NaN. Every test whose capacity exceeds the
-number of rows therefore detects if these rows affect a result or a gradient.
+On the portable path, rows after the last group are NaN. A test whose capacity exceeds the number of
+rows therefore fails if these rows affect a result or a gradient.
 """
 
 import functools
@@ -34,7 +34,7 @@ ACTIVATIONS = pytest.mark.parametrize("activation", (SWIGLU, UNFUSED), ids=("fus
 
 
 def arguments(layout=SMALL, routing="skewed", dtype="float32", width=2 * INTERMEDIATE, seed=0):
-    """Return (floats in the order of NAMES, ids, which choices have a row) of all ranks."""
+    """Return random (floats in the order of NAMES, ids, which choices have a row) of all ranks."""
     rng = np.random.default_rng([seed, layout.tokens])
     ids = cases.Case(layout, routing).ids(RANKS, seed)
     shapes = small_layer.shapes_of_moe(layout, width, INTERMEDIATE)
@@ -53,7 +53,8 @@ def of_all_ranks(fn=layer, **options):
 
 
 def dense(*args, activation=SWIGLU, change=lambda experts: experts):
-    """Compute the layer of all ranks without an exchange. Each expert computes each token."""
+    """Compute the layer's output on all ranks without an exchange. Each expert computes each
+    token."""
     x, topk_weights, *arrays, ids, kept = args
     experts = experts_of(*(w.reshape(-1, *w.shape[2:]) for w in arrays), activation=activation)
     weights, ids = jnp.where(kept, topk_weights, 0), jnp.where(kept, ids, -1)
@@ -61,7 +62,8 @@ def dense(*args, activation=SWIGLU, change=lambda experts: experts):
 
 
 def value_and_grads(fn):
-    """Return a function (floats, *others) -> (value, gradients of a loss in all floats)."""
+    """Return a function (floats, *others) -> (output, gradients of a loss with respect to all
+    floats)."""
 
     def run(floats, *others):
         def value(*floats):
@@ -99,7 +101,8 @@ def test_results_and_gradients_are_those_of_the_dense_layer(layout):
 
 
 def test_weights_of_choices_may_multiply_the_inputs_of_experts():
-    """A dropped choice adds nothing, although experts with biases map zeros to other numbers."""
+    """With `weigh_input`, a dropped choice adds nothing to a token's output, although experts with
+    biases do not map zeros to zeros."""
     change = lambda experts: experts.replace(weigh_input=True)
     expected = small_layer.compiled(
         value_and_grads(functools.partial(dense, change=change)), exchanges=0
@@ -113,8 +116,8 @@ def test_weights_of_choices_may_multiply_the_inputs_of_experts():
 
 @pytest.mark.exchanges(0)
 def test_without_tokens_gradients_of_weights_are_zero():
-    """The test runs on one device. In a shard_map, this gradient would be a constant, which XLA
-    refuses."""
+    """This test runs on one device. In a shard_map, this gradient would be a constant, which is an
+    error in XLA."""
     layout = cases.Layout("none", tokens=0, top_k=2, local_experts=2, hidden=5)
     floats, ids, _ = arguments(layout)
     fn = functools.partial(layer, layout=layout, group=harness.vmapped_group(RANKS))
@@ -126,7 +129,8 @@ def test_without_tokens_gradients_of_weights_are_zero():
 
 @pytest.mark.exchanges(0)
 def test_rows_without_a_token_add_nothing_to_gradients_of_arrays_that_an_activation_reads():
-    """The derivative of slope * log(abs(h)) in slope is infinite at h = 0, and 0 * inf is NaN."""
+    """At h = 0, the derivative of slope * log(abs(h)) with respect to slope is infinite. Multiplied
+    by 0, this is NaN."""
     group = ma.Group(axis_name=harness.AXIS, size=RANKS, implementation="portable")
 
     def of_ranks(*args, **options):
@@ -163,8 +167,8 @@ POLICIES = jax.checkpoint_policies
 ROUTING, ROWS = ma.ROUTING_CHECKPOINT_NAME, ma.ROWS_CHECKPOINT_NAME
 PRODUCTS = ma.PRODUCTS_CHECKPOINT_NAME
 save = POLICIES.save_only_these_names
-# Each case is (policy, numbers of routes, token exchanges and first products). The numbers are
-# those of a forward and a backward pass in the table of docs/concepts.md.
+# Each case is (policy, dict of the numbers of routes, of token exchanges and of first products).
+# The numbers are for a forward and a backward pass, as in the table of docs/concepts.md.
 REMAT = {
     "no checkpoint": (None, dict(route=1, exchange=4, product=1)),
     "nothing": (POLICIES.nothing_saveable, dict(route=2, exchange=5, product=2)),
@@ -211,8 +215,8 @@ def test_there_are_two_exchanges_forward_and_two_backward_and_a_policy_decides_o
 
 @pytest.mark.exchanges(0)
 def test_no_exchange_writes_rows_after_the_last_group():
-    """The exchange of the gradient leaves these rows unwritten, too, because only grouped products
-    read its rows."""
+    """The dispatch of the gradient also omits these rows, because only grouped products read its
+    result."""
     floats, ids, _ = arguments()
     jaxpr = jax.make_jaxpr(checkpointed_program("no checkpoint"))(floats, ids)
     outward = [eqn for eqn in harness.equations(jaxpr) if eqn.primitive.name == "moe_a2a_dispatch"]
@@ -223,8 +227,8 @@ def test_no_exchange_writes_rows_after_the_last_group():
 @ACTIVATIONS
 @pytest.mark.parametrize("policy", [name for name in REMAT if name != "everything"])
 def test_the_backward_pass_keeps_rows_and_first_products_or_what_a_policy_saves(policy, activation):
-    """The backward pass keeps no other array with rows and columns, with one exception. Without a
-    policy and without a fused activation, it also keeps the weighted activations."""
+    """No other array [rows, columns] is kept for the backward pass, with one exception. Without a
+    policy and without a fused activation, the weighted activations are kept, too."""
     floats, ids, _ = arguments(SMALL, "uniform")
     floats = floats[:4]
     group = harness.emulated_group(RANKS)
@@ -345,7 +349,7 @@ def test_chunks_of_tokens_are_layers_whose_gradients_are_summed_in_float32(dtype
     scans = [eqn for eqn in harness.equations(jaxpr) if eqn.primitive.name == "scan"]
     backward = [eqn for eqn in scans if eqn.params["reverse"]]
     results = [v.aval for eqn in backward for v in eqn.outvars]
-    # The loop carries the sum of one rank, or of all ranks that share a device.
+    # The loop carries the gradient sum of one rank, or of all ranks if they share a device.
     of_w_in = [aval for aval in results if aval.shape in (floats[2].shape[1:], floats[2].shape)]
     assert [aval.dtype for aval in of_w_in] == ["float32"]
     found = small_layer.compiled(run, exchanges=21)(floats, ids)

@@ -1,4 +1,5 @@
-"""Test that the layout in Python equals the layout of the kernels in the extension."""
+"""Test that Python and the kernels in the extension agree on the memory layout and the order of
+arrays."""
 
 import jax.numpy as jnp
 import pytest
@@ -28,7 +29,7 @@ def test_a_zone_array_holds_every_slot_and_starts_aligned():
     for num_slots in SLOT_COUNTS:
         for row_bytes in (1, 14, 16, 4096, 14336):
             num_bytes = native._native.array_bytes(num_slots, row_bytes)
-            assert num_bytes >= num_slots * -(-row_bytes // 16) * 16  # slots are aligned, too
+            assert num_bytes >= num_slots * -(-row_bytes // 16) * 16  # slots of 16-byte words
             assert num_bytes % 128 == 0
             assert num_bytes <= num_slots * (row_bytes + 15) + 127
 
@@ -62,8 +63,8 @@ def test_a_token_has_no_more_choices_than_a_warp_has_lanes():
 
 
 def test_the_fields_of_a_routing_have_one_order():
-    """Kernels identify an array by its position. ``cuda/params.h`` has the order of arrays in
-    ``MOE_A2A_PLAN_ARRAYS`` and ``MOE_A2A_ROUTING_ARRAYS``."""
+    """Kernels identify an array by its position. The macros ``MOE_A2A_PLAN_ARRAYS`` and
+    ``MOE_A2A_ROUTING_ARRAYS`` in ``cuda/params.h`` define the order."""
     fields = [*plan.RoutingArrays._fields, *plan.RoutePlan._fields[1:]]
     assert fields == layout.PLAN_ARRAYS
     shapes = plan.plan_shapes(num_tokens=1, top_k=1, num_ranks=1, num_local_experts=1, capacity=1)
@@ -73,7 +74,8 @@ def test_the_fields_of_a_routing_have_one_order():
 
 
 def test_token_formats_agree():
-    """``Format`` in ``cuda/token_format.h`` agrees with the classes of ``formats.py``."""
+    """The struct ``Format`` in ``cuda/token_format.h`` has the sizes of the classes in
+    ``formats.py``."""
     classes = {
         name
         for name, found in vars(formats).items()

@@ -1,5 +1,5 @@
-"""Test that layers with low-rank adapters equal layers of merged weights, and that only the
-adapters get gradients."""
+"""Test that layers with low-rank adapters equal layers whose weights include the adapters, and that
+only adapters, not frozen weights, get gradients."""
 
 import functools
 
@@ -32,7 +32,7 @@ SCALE, LOW = 0.5, 3
 
 
 def adapted(experts, num_lead=1, seed=0):
-    """Return experts with random adapters."""
+    """Return the experts with random adapters."""
     rng = np.random.default_rng(seed)
 
     def lora(w):
@@ -44,7 +44,7 @@ def adapted(experts, num_lead=1, seed=0):
 
 
 def merged(experts):
-    """Return experts whose weights are the sums of frozen weights and adapters."""
+    """Return experts whose weights are the frozen weights plus the adapters' products."""
 
     def add(w, lora):
         flat = lora.b.reshape(*lora.a.shape[:-2], lora.b.shape[lora.a.ndim - 2], -1)
@@ -104,7 +104,7 @@ OPTIONS = dict(
 
 
 def problem(dtype=np.float32):
-    """Return the ids, the floats, and the experts with adapters, of all ranks."""
+    """Return the ids, x, router weights and experts with adapters of all ranks."""
     rng = np.random.default_rng(0)
     ids = rng.integers(-1, RANKS * LOCAL, (RANKS, TOKENS, TOP_K))
     shapes = small_layer.shapes_of_moe(LAYOUT, 2 * WIDTH, WIDTH)
@@ -117,7 +117,7 @@ def problem(dtype=np.float32):
 
 
 def of_ranks(ids, x, weights, experts, **options):
-    """Return the outputs of a layer of ranks on one device."""
+    """Return the outputs of a layer whose ranks are a vmap on one device."""
     group = harness.emulated_group(RANKS)
 
     def on_rank(ids, x, weights, experts):
@@ -128,7 +128,8 @@ def of_ranks(ids, x, weights, experts, **options):
 
 
 def gradients(ids, x, weights, experts, change=lambda experts: experts, **options):
-    """Return the gradients of all floats, and the output. `change` is applied to the experts."""
+    """Return the gradients of x, weights and experts, and the layer's output. The layer uses
+    `change(experts)`."""
 
     def loss(x, weights, experts):
         y = of_ranks(ids, x, weights, change(experts), **options)
@@ -165,7 +166,8 @@ def test_adapters_accumulate_gradients():
 
 
 def base_gradients(program):
-    """Return the equations of a program that compute or carry a gradient of frozen weights."""
+    """Return a program's equations that have a result of the shape of a gradient of frozen
+    weights."""
     of_base = {(HIDDEN, 2 * WIDTH), (WIDTH, HIDDEN)}
     names = "grouped_outer", "add_outer", "passing_dot"
     found = [eqn for name in names for eqn in small_layer.equations(program, name)]
@@ -179,7 +181,8 @@ def base_gradients(program):
 def test_no_gradient_of_frozen_weights_is_computed_or_sent(name):
     program = jax.make_jaxpr(functools.partial(gradients, **OPTIONS[name]))(*problem())
     assert not base_gradients(program)
-    # If gradients of weights were sent, a row would have as many numbers as an array of weights.
+    # If a combine sent gradients of weights, its rows would have as many numbers as an array of
+    # weights.
     sent = [small_layer.payload(eqn)[0] for eqn in small_layer.equations(program, "combine")]
     sizes = {shape[-1] for shapes in sent for shape in shapes}
     assert not sizes & {HIDDEN * 2 * WIDTH, WIDTH * HIDDEN}
@@ -196,7 +199,8 @@ def test_adapters_have_derivatives_of_finite_differences():
 
 
 def gradients_of_all(fn, args):
-    """Return the output, and all gradients. Gradients of FP8 numbers are zeros."""
+    """Return fn's output, and all gradients. The gradients of FP8 weights, which must be zeros, are
+    added to the output."""
     *floats, ids = args
     ct = jnp.asarray(cases.normal(np.random.default_rng(1), floats[0].shape, "float32"))
     y, transpose = jax.vjp(lambda *floats: fn(*floats, ids), *floats)

@@ -1,4 +1,4 @@
-"""Test that training the example model has the losses of the record, which a GPU has made."""
+"""Test that training the example model gives the losses of the newest record, computed on a GPU."""
 
 import harness
 import numpy as np
@@ -14,7 +14,7 @@ pytestmark = [
 
 
 def recorded():
-    """Return the newest record, and the losses [seeds, steps] of each way to train."""
+    """Return the newest record, and a dict from each way to train to its losses [seeds, steps]."""
     record = losses.newest().record
     of_way = lambda way: np.array([row["losses"] for row in record["rows"] if row["way"] == way])
     return record, {way: of_way(way) for way in losses.WAYS}
@@ -30,13 +30,13 @@ def test_all_ways_begin_like_the_dense_reference_and_end_near_it():
     curves = recorded()[1]
     for curve in curves.values():
         np.testing.assert_allclose(curve[:, :20], curves["dense"][:, :20], rtol=1e-3)
-        # Runs with different rounding diverge. A single run must end within 4 percent of the
-        # reference, and the mean of n runs within 4 / sqrt(n) percent.
+        # Runs with different rounding diverge. The last losses of a run must be within 4 percent of
+        # the dense ones, the mean of n runs within 4 / sqrt(n) percent.
         last, rel = slice(-losses.END, None), 0.04 / np.sqrt(len(curve))
         assert curve[:, last].mean() == pytest.approx(curves["dense"][:, last].mean(), rel=rel)
 
 
-# The first steps differ only by the rounding of bfloat16 and FP8.
+# In the first steps, losses differ only by the rounding to bfloat16 and FP8.
 @pytest.mark.parametrize("way", losses.WAYS if harness.ON_GPU else ["portable"])
 def test_the_first_losses_are_those_of_the_record(way):
     record, curves = recorded()

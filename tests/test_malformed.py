@@ -1,7 +1,7 @@
-"""A malformed call is a bug of the lowering. It must raise an error while a program is lowered, and
-must not lead to the portable path.
+"""If the package's lowering makes a malformed kernel call, that is a bug. It must raise an error
+while the program is lowered; the portable path must not hide it.
 
-Each test damages a call between the lowering and the kernels in several ways.
+Each test damages a call in several ways, before the extension checks the call.
 """
 
 from collections.abc import Callable
@@ -29,18 +29,18 @@ from jax_moe_a2a._src.placement import fill
 
 pytestmark = test_lowering.pytestmark
 
-# If TOKENS equaled RANKS, swapping token_slot [T, R] and slot_token [R, T] would raise no error.
+# TOKENS is not RANKS, so that swapping token_slot [T, R] and slot_token [R, T] raises an error.
 TOKENS = 6
 IDS = aval(TOKENS, TOP_K, dtype="int32")
 WEIGHTS = aval(TOKENS, TOP_K, dtype="float32")
 X = aval(TOKENS, 128)
 CAPACITY = harness.worst_case(TOKENS, TOP_K, RANKS, EXPERTS)
 ROWS, ROW_WEIGHTS = aval(CAPACITY, 128), aval(CAPACITY, dtype="float32")
-ANOTHER_DTYPE = jnp.dtype("complex64")  # no array has this dtype
+ANOTHER_DTYPE = jnp.dtype("complex64")  # no array of a call has this dtype
 
 
 class Call(NamedTuple):
-    """A call that is being lowered."""
+    """A kernel call that is being lowered."""
 
     target: str
     attributes: dict[str, Any]
@@ -49,7 +49,7 @@ class Call(NamedTuple):
     lower: Callable[["Call"], Any]
 
     def error(self, damage):
-        """Damage the call, and return its error."""
+        """Damage the call, and return the error that it must raise."""
         with pytest.raises(RuntimeError, match=f"malformed call of {self.target}: ") as error:
             self.lower(damage(self))
         return str(error.value)
@@ -102,7 +102,7 @@ DAMAGES = {
 
 
 def patch_calls(patch, damaged):
-    """Pass all calls through ``damaged``."""
+    """Replace each call by ``damaged(call)``."""
     why_not, call_product = native.why_not, native.call_product
 
     def of_exchange(target, attributes, operands, results, *others):
@@ -119,7 +119,8 @@ def patch_calls(patch, damaged):
 
 
 def check_every_damage(target, fn, monkeypatch, caplog, unchecked=()):
-    """Check that no program is lowered if the call of the target is damaged. Return the call."""
+    """Check that lowering raises an error for every damage of the call of `target`. Return the
+    undamaged call."""
     caplog.set_level("INFO", "jax_moe_a2a")
     seen = []
 
@@ -206,7 +207,7 @@ def test_a_malformed_exchange_raises_while_it_is_lowered(name, monkeypatch, capl
     ids=("route", "routed", "routed_in_a_format"),
 )
 def test_a_malformed_route_raises_while_it_is_lowered(target, fn, monkeypatch, caplog):
-    """The kernels do not check the dtypes of a route's results."""
+    """The checks omit the dtypes of a route's results."""
     args = f"moe_a2a_{target}", lambda: lower(fn, IDS), monkeypatch, caplog
     # The last operand of a routed dispatch is its payload, which may have any dtype.
     unchecked = ["a result has another dtype"] if target == "route" else []
@@ -215,7 +216,7 @@ def test_a_malformed_route_raises_while_it_is_lowered(target, fn, monkeypatch, c
 
 
 def test_routing_arrays_in_another_order_raise(monkeypatch):
-    """The kernels read the arrays in the order of ``MOE_A2A_ROUTING_ARRAYS``."""
+    """The kernels expect the arrays in the order of the C++ macro ``MOE_A2A_ROUTING_ARRAYS``."""
     first, second, *others = lowered.READ_BY_KERNELS
     assert calls(lower(dispatched, X, IDS)) == {"route": 1, "dispatch": 1}
     monkeypatch.setattr(lowered, "READ_BY_KERNELS", (second, first, *others))
@@ -271,14 +272,15 @@ def test_a_malformed_product_raises_while_it_is_lowered(name, hopper, monkeypatc
 
     assert f"@moe_a2a_{name}(" in lower_it()
     args = f"moe_a2a_{name}", lower_it, monkeypatch, caplog
-    # Add two operands, because a single additional operand would be the spare weights.
+    # Add two operands, because one more operand would be valid: the spare weights.
     too_many = "an operand is too many"
     call = check_every_damage(*args, unchecked=[too_many])
     call.error(lambda call: call._replace(operands=[*call.operands, *call.operands[:1] * 2]))
     for i, operand in enumerate(call.operands):
         if i:
             call.error(lambda call: swapped(call, i - 1, i))
-        # Resize axis 0 of int32 operands: the table [3, groups] may have any number of groups.
+        # Resize axis 0 of int32 operands, because the table [3, groups] may have any number of
+        # groups.
         axis = 0 if operand.dtype == "int32" else operand.ndim - 1
         call.error(lambda call: resized(call, i, axis))
 

@@ -1,7 +1,8 @@
-"""``enable`` replaces the routed layer of a supported MaxText, and raises an error for any other.
+"""Test ``enable``. It replaces the routed layer of a supported MaxText version, and raises an error
+for others.
 
-MaxText is not installed, so this file has a layer with the names of MaxText's layer. ``make
-test-maxtext`` compares training with MaxText itself.
+MaxText is not installed, so this file defines a layer with the same attributes as MaxText's. ``make
+test-maxtext`` trains with the real MaxText.
 """
 
 import functools
@@ -40,7 +41,7 @@ CONFIG = dict(
 
 
 class RoutedMoE:
-    """A stand-in for MaxText's layer, with the names that ``enable`` uses."""
+    """A fake of MaxText's layer, with the attributes and methods that ``enable`` uses."""
 
     rngs = None
     num_experts = EXPERTS
@@ -102,7 +103,8 @@ class RoutedMoE:
 
 @pytest.fixture
 def install(monkeypatch):
-    """Return a function that installs a MaxText of some version, with the layer ``RoutedMoE``."""
+    """Return a function that installs a fake MaxText of some version, with the layer
+    ``RoutedMoE``."""
 
     def install(version="0.2.5", **methods):
         layer = type("RoutedMoE", (RoutedMoE,), methods)
@@ -128,7 +130,7 @@ def arguments(batch, has_biases=False):
 
 
 def expected_of(layer, batch, x, logits, w0, w1, wo, *biases, **given):
-    """Compute the result of the layer from products of all tokens with all experts."""
+    """Compute the layer's result with dense experts: products of all tokens with all experts."""
     weights, ids = layer.get_topk(logits, None, **given)
     ids = jnp.where((ids >= 0) & (ids < EXPERTS), ids, -1)
     if layer.config.decoder_block == "llama4":
@@ -163,7 +165,7 @@ CASES = dict(
     forced_experts_in_chunks=(
         dict(fsdp=2, expert=1),
         dict(use_ring_of_experts=True, num_moe_token_chunks=2),
-        3,  # sequences; fsdp=2 does not divide 3
+        3,  # sequences, which fsdp=2 does not divide
     ),
 )
 
@@ -206,7 +208,8 @@ def test_the_layer_computes_what_products_of_all_tokens_with_all_experts_do(inst
 
 @pytest.mark.parametrize("steps", (1, 2))
 def test_bias_updates_count_the_tokens_of_all_ranks(install, steps):
-    """With accumulated gradients, the layer returns counts, because MaxText adds them first."""
+    """If MaxText accumulates gradients, the layer returns counts, because MaxText first adds
+    them."""
     options = dict(routed_bias=True, gradient_accumulation_steps=steps)
     layer = install()(mesh_of(fsdp=2, expert=2), **options)
     maxtext.enable()

@@ -1,5 +1,5 @@
-"""Two processes with pretended GPUs meet, lower programs in different orders, and begin a second
-job. They use JAX's coordination service.
+"""Test how two processes with fake GPUs wait for each other (meet) by JAX's coordination service,
+also with programs in different orders, and in a second JAX job.
 
 Both processes run this file, once for all tests. Each test checks one scenario.
 """
@@ -19,8 +19,8 @@ pytestmark = [
     pytest.mark.several_devices("it starts processes of its own"),
 ]
 
-DEADLINE = 150  # seconds for all scenarios; they need about ten on idle cores
-PATIENCE = 3.0  # seconds that a meeting waits
+DEADLINE = 150  # seconds for all scenarios, which need about ten on idle cores
+PATIENCE = 3.0  # seconds that a process waits in a meeting
 SECOND_ADDRESS = "MOE_A2A_TEST_SECOND_ADDRESS"  # address of the second job
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -29,7 +29,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
 class Worker:
-    """A process with a pretended GPU."""
+    """One of the two processes, with a fake GPU."""
 
     def __init__(self):
         import jax
@@ -53,12 +53,12 @@ class Worker:
         native.add_process = lambda *process: self.met.append(process[:3])
 
     def step(self):
-        """Wait for the other process. This function does not use the tested code."""
+        """Wait for the other process. The tested code is not used for this."""
         why = self.compat.coordination_barrier(f"test/{next(self.steps)}", 30.0)
         assert not why, why
 
     def outcome(self, act):
-        """Return the error of a call ('' if there is none), and the duration of the call."""
+        """Call `act`, and return its error ('' if there is none) and its duration."""
         start, error = time.monotonic(), ""
         try:
             act()
@@ -73,14 +73,16 @@ class Worker:
 
 
 def one_sided(worker):
-    """Let process 0 arrive alone. Then let both processes meet under another name."""
+    """First, only process 0 waits for a meeting. Then both processes meet under a different
+    name."""
     alone = worker.meet("alone") if worker.own == 0 else None
     worker.step()
     return [alone, worker.meet("again")]
 
 
 def other_order(worker):
-    """Lower programs of two groups in each process, in different orders. Process 1 begins late."""
+    """Each process lowers programs of two groups, in a different order than the other process.
+    Process 1 starts later."""
     import numpy as np
     from jax.sharding import Mesh
     from pretended import Gpu
@@ -106,7 +108,8 @@ def other_order(worker):
 
 
 def new_job(worker):
-    """End the job and begin another one in the same processes. This scenario comes last."""
+    """End the JAX job, and begin another one in the same processes. This must be the last
+    scenario."""
     import jax
     from jax.extend.backend import clear_backends
 
@@ -178,13 +181,14 @@ def test_a_process_that_does_not_come_is_named_and_the_next_meeting_takes_place(
 
 
 def test_processes_announce_themselves_when_they_lower_programs_in_any_order(found):
-    """To make a group announces nothing. Each process announces itself before it waits."""
+    """A process that makes a group publishes no notice. A process publishes its notice before it
+    waits for the other."""
     outcomes = found[other_order]
     assert [outcome["announced"] for outcome in outcomes] == [[], []]
     for outcome in outcomes:
         assert_well(*outcome["found"])
         assert outcome["lowered"] == ["cuda", "cuda"]
-    # Process 0 starts first, and waits until process 1 lowers its first program.
+    # Process 0 starts first, so it must wait until process 1 lowers its first program.
     assert outcomes[0]["found"][0]["seconds"] > PATIENCE / 4, outcomes
 
 

@@ -1,4 +1,4 @@
-"""Compare memory_estimate with the actual arrays of a program."""
+"""Compare `memory_estimate` with the sizes of a program's arrays."""
 
 import dataclasses
 import itertools
@@ -29,7 +29,7 @@ def estimate(layout, ranks, dtype=jnp.bfloat16, **modes):
 
 
 def traced_recv(layout, ranks, dtype, **modes):
-    """Trace a dispatch, and return its Recv. Abstract arrays have a leading rank axis."""
+    """Trace a dispatch, and return its Recv of abstract arrays. They have a leading rank axis."""
 
     def dispatch(ids, x, topk_weights):
         return ma.dispatch(
@@ -55,7 +55,7 @@ def assert_estimate_is_of_arrays(layout, ranks, dtype=jnp.bfloat16, **modes):
     said, recv = estimate(layout, ranks, dtype, **modes), traced_recv(layout, ranks, dtype, **modes)
     assert said.capacity == recv.routing.row_rank.shape[1]
     assert said.rows_bytes == nbytes((recv.rows, recv.weights), ranks)
-    # The estimate of the routing may omit a few scalars.
+    # The estimate may omit a few scalars of the routing.
     assert abs(said.routing_bytes - nbytes(recv.routing, ranks)) <= 64
 
 
@@ -89,8 +89,8 @@ def test_replicated_tokens_land_nowhere():
 
 
 def test_a_zone_holds_the_wider_of_rows_and_sums():
-    """The workspace of a quantized dispatch is not smaller, because its sums return unquantized.
-    Sums in float32 need twice the bytes."""
+    """A quantized dispatch needs no smaller workspace, because the sums of its combine are not
+    quantized. Sums in float32 need twice the bytes."""
     sizes = SIZES | dict(hidden=1024)
     of = lambda **options: ma.memory_estimate(**harness.exchanging(sizes, options))
     plain, quantized, wide = of(), of(token_format=ma.MxFp8()), of(wire_dtype=jnp.float32)

@@ -1,8 +1,9 @@
-"""If a pytree was made for a different group, size or form, tracing a program with it raises an
-error. A routing with a damaged array raises an error, too.
+"""Test that tracing a call raises an error if a Routing, Placement or other pytree was made for a
+different group, size or form. A routing with an array of a wrong dtype or shape raises an error,
+too.
 
-These tests run no program. Each pytree is made in a program of its group. A program of a group of 8
-ranks then uses the pytree.
+These tests run no program. Each pytree is made in a program for its group. It is then used in a
+program for a group of 8 ranks.
 """
 
 import dataclasses
@@ -31,7 +32,7 @@ def zeros(shapes):
 
 
 def trace(fn, group):
-    """Trace ``fn`` on one rank of the group, and return the types of its results."""
+    """Trace ``fn`` as a rank of the group, and return the types of its results."""
     found = []
 
     def on_rank():
@@ -62,7 +63,7 @@ def stacked(tree):
 
 
 def raises(call, group, *patterns):
-    """Assert that the call raises an error, and that its message matches all patterns."""
+    """Assert that tracing the call raises an error whose message matches all patterns."""
     with pytest.raises((TypeError, ValueError)) as error:
         trace(call, group)
     for pattern in patterns:
@@ -125,7 +126,8 @@ LEVEL_ARRAYS = (
 
 
 def replaced(routing, name, damage):
-    """Return the routing with a damaged array. `name` may be `level.array`."""
+    """Return the routing with its array `name` replaced by `damage(array)`. `name` may be
+    `level.array`."""
     level, _, array = name.rpartition(".")
     if not level:
         return dataclasses.replace(routing, **{name: damage(getattr(routing, name))})
@@ -135,8 +137,8 @@ def replaced(routing, name, damage):
 
 
 def assert_all_damages_are_refused(name, group):
-    """Check that no call accepts a routing with a damaged array. The kernels would read an array of
-    a wrong dtype or shape out of bounds."""
+    """Check that every call raises an error if the routing's array `name` is damaged. The kernels
+    would read outside of an array that has a wrong dtype or shape."""
     recv = recv_of(group)
 
     def layer():
@@ -178,7 +180,7 @@ def plan(experts=EXPERTS, **options):
     return ma.plan_placement(np.arange(experts), **dict(num_ranks=8, spare=1) | options)
 
 
-SLOTS = 2 * EXPERTS  # the slots of all ranks
+SLOTS = 2 * EXPERTS  # number of slots on all ranks
 OF_EXPERTS, OF_SLOTS = recv_of(FLAT), recv_of(FLAT, SLOTS)
 HOME, SERVING = plan(), plan(home=False)
 WRONG_PLANS = {
@@ -213,7 +215,7 @@ PLACED = {
 def test_a_placement_for_other_ranks_is_refused_also_if_its_arrays_are_traced(name):
     use = PLACED[name]
     for known in (True, False):
-        of = (lambda plan: plan) if known else zeros  # JAX traces the result of zeros()
+        of = (lambda plan: plan) if known else zeros  # zeros() returns a tracer
         trace(lambda: use(of(HOME)), FLAT)
         for placement, message in WRONG_PLANS.values():
             raises(lambda placement=placement: use(of(placement)), FLAT, "placement", message)
@@ -230,7 +232,7 @@ def test_a_placement_that_moves_home_experts_needs_the_weights_of_all_slots():
 
 
 def test_a_placement_of_other_experts_is_refused():
-    other = plan(16, spare=0)  # has the same number of slots
+    other = plan(16, spare=0)  # it has equally many slots
     raises(lambda: mlp(zeros(other)), FLAT, "num_experts must be 16")
     raises(lambda: routed(HOME, OF_EXPERTS), FLAT, "Routing of the 16 slots.*one of 8 experts")
     load = lambda: ma.expert_load(zeros(OF_EXPERTS), placement=HOME)

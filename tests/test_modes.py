@@ -1,6 +1,6 @@
-"""Rows of replicated tokens equal the rows of the numpy oracle.
+"""Test that dispatches of replicated tokens return the rows of oracle.py.
 
-The oracle computes them from an ordinary routing with changed ids.
+oracle.py computes these rows with the routing of tokens that are not replicated, for changed ids.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ NAMES = ("uniform", "masked", "repeated", "invalid", "last_rank_only")
 
 
 def capacity_of(layout, replicated=True):
-    """Return the capacity of the layout, or the worst case if it has none."""
+    """Return the capacity of the layout or, if it has none, the worst-case capacity."""
     if layout.capacity is not None:
         return layout.capacity
     sizes = layout.tokens, layout.top_k, layout.local_experts, layout.alignment
@@ -47,7 +47,7 @@ def capacity_of(layout, replicated=True):
 
 
 def routings_of(ids, layout, replicated=True):
-    """Return the oracle's routings. Replicated tokens have a separate routing for each rank."""
+    """Return the oracle's routings. For replicated tokens, each rank has a separate routing."""
     sizes = layout.local_experts, capacity_of(layout, replicated), layout.alignment
     return oracle.route_mode(ids, *sizes, replicated)
 
@@ -68,7 +68,7 @@ def exchange_program(layout):
         recv = ma.dispatch(x, ids, topk_weights, **route_args(group, layout))
         return recv, ma.combine(y, recv, weights=None), ma.combine(y, recv)
 
-    exchanges = 4 * layout.has_rows(RANKS)  # these exchanges run in domains of one rank
+    exchanges = 4 * layout.has_rows(RANKS)  # each rank exchanges only with itself
     return harness.on_each_rank(exchange, group.mesh, exchanges=exchanges)
 
 
@@ -119,8 +119,8 @@ def test_rows_and_sums_are_those_of_the_oracle(layout):
 
 @pytest.mark.several_devices("it looks for collectives between devices")
 def test_replicated_tokens_are_not_exchanged():
-    """Inside shard_map, the gradient of replicated tokens has no collective. The gradient of other
-    tokens has collectives."""
+    """Inside shard_map, the gradient of a layer with replicated tokens has no collective. With
+    other tokens, it has collectives."""
     group = harness.group_of(RANKS)
     args, _ = inputs(cases.PADDED, "masked")
 
@@ -144,8 +144,8 @@ def test_replicated_tokens_are_not_exchanged():
 
 @pytest.mark.exchanges(4)
 def test_a_routing_keeps_its_mode():
-    """Several calls can use one routing. If their arguments have another mode, they raise an
-    error."""
+    """Several calls can share a Routing. If a call's arguments have another mode (replicated or
+    not), it raises an error."""
     layout, group = cases.PLAIN, harness.group_of(RANKS)
     (ids, x, topk_weights, _), routings = inputs(layout, "masked")
 

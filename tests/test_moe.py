@@ -1,4 +1,4 @@
-"""`ma.moe` equals the dense layer, however the arrays are divided over mesh axes."""
+"""Test that `ma.moe` equals the dense layer, however its arrays are divided over mesh axes."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ Auto, Explicit = AxisType.Auto, AxisType.Explicit
 
 
 def draw(*lead, bias=True):
-    """Draw tokens [*lead, H] and parameters. They are numpy arrays, so they have no sharding."""
+    """Return random tokens [*lead, H] and parameters. As numpy arrays, they have no sharding."""
     rng = np.random.default_rng(0)
     normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
     router = ma.Router(normal(HIDDEN, EXPERTS) / 2, choose=ma.TopK(TOP_K))
@@ -41,7 +41,7 @@ def draw(*lead, bias=True):
 
 
 def dense(x, params, mask=None):
-    """Apply each expert to each token. Return the results of `moe` without the load."""
+    """Apply all experts to all tokens. Return what `moe` returns, except the load."""
     router = params["router"]
     logits = jnp.einsum("...h,he->...e", x, router.kernel)
     if router.bias is not None:
@@ -63,12 +63,12 @@ def dense_layer(params, x):
 
 
 def loss_of(y, losses):
-    """Return a number that depends on all results."""
+    """Return a scalar that depends on the output and all losses."""
     return jnp.sum(jnp.sin(y)) + losses[0] + losses[1] / 8
 
 
 def value_and_grads(layer, params, x):
-    """Return all gradients, and (output, losses, other results of the layer)."""
+    """Return the gradients of params and x, and the layer's results (output, losses, ...)."""
 
     def loss(params, x):
         y, losses, *more = layer(params, x)
@@ -103,8 +103,8 @@ def test_equals_the_dense_layer_over_data_expert_and_tensor_axes(axis_type, size
     params["router"] = params["router"].replace(select_bias=select_bias)
     tensor = "tensor" if "tensor" in sizes else None
     data = ("data",) if "data" in sizes else ()
-    # Weights may also be divided over the data axis. With Explicit axes, gradients are then divided
-    # in the same way.
+    # Weights may also be divided over the data axis (fsdp). With Explicit axes, gradients are then
+    # divided in the same way.
     axes = ma.Axes("ep", data=data, tensor=tensor, fsdp="data" if axis_type is Explicit else None)
     layer, specs = layer_of(axes=axes, mask=mask), ma.moe_partition_specs(params, axes)
     with jax.set_mesh(mesh):
@@ -127,9 +127,9 @@ def test_equals_the_dense_layer_over_data_expert_and_tensor_axes(axis_type, size
     "axis_type, lead, grad",
     [
         (Auto, (), False),
-        (Explicit, (1,), False),  # all devices have the token
+        (Explicit, (1,), False),  # each device has the token
         (Explicit, (3,), False),  # fewer tokens than ranks
-        (Explicit, (1, 6, 2), True),  # the second axis is divided
+        (Explicit, (1, 6, 2), True),  # its second axis is divided
         (Explicit, (0, 2), True),
     ],
     ids=str,
@@ -153,7 +153,8 @@ def test_any_number_of_tokens(axis_type, lead, grad):
 @pytest.mark.exchanges(0)
 @pytest.mark.parametrize("axis_type", [Auto, Explicit], ids=str)
 def test_without_tokens_no_array_of_shard_map_is_empty(axis_type):
-    """If an array were empty, XLA of jax 0.11.2 would crash when it compiles the gradient."""
+    """If an argument or result of shard_map is empty, jax 0.11.2 crashes when it compiles the
+    gradient."""
     x, params = draw(0, bias=False)
     with jax.set_mesh(mesh_of(axis_type, ep=2)):
         loss = lambda params, x: loss_of(*layer_of()(params, x)[:2])
@@ -231,7 +232,7 @@ def test_statistics_add_what_the_capacity_of_each_chunk_drops():
 def test_tokens_that_explicit_axes_divide_stay_where_they_are():
     mesh = mesh_of(Explicit, data=2, ep=2)
     x, params = draw(4, 4, bias=False)
-    spec = P("ep", "data")  # `moe` itself would choose another order of axes
+    spec = P("ep", "data")  # by default, `moe` has another order of axes
     with jax.set_mesh(mesh):
         x_placed = jax.device_put(x, NamedSharding(mesh, spec))
         program = jax.make_jaxpr(layer_of(axes=ma.Axes("ep", data="data")))(params, x_placed)
@@ -271,8 +272,8 @@ def sigmoid_router(tokens, logits, per_token, whole):
 
 
 def test_a_shared_expert_and_a_router_of_the_users():
-    """The layer has a shared expert with a gate, and a router function of the user. Tokens are
-    padded, because both axes divide them."""
+    """The layer has a shared expert with a gate, and a router function of the user. The 9 tokens
+    are padded, because both mesh axes divide them."""
     lead = (3, 3)
     x, params = draw(*lead, bias=False)
     rng = np.random.default_rng(3)
@@ -316,7 +317,7 @@ def test_every_option_of_moe_mlp_is_an_option_of_moe():
 
 
 def test_under_another_axis_that_is_manual():
-    """For example, the other axis is a pipeline, whose stages have different parameters."""
+    """Here, the other axis is a pipeline whose stages have different parameters."""
     mesh = mesh_of(pipe=2, ep=2)
     x, params = draw(2, 3, bias=False)
     both = jax.tree.map(lambda p: np.stack([p, -p]), params)
@@ -335,7 +336,7 @@ def test_under_another_axis_that_is_manual():
 
 
 def traced(change=None, mesh=None, **options):
-    """Trace `moe` with two ranks. `change` and `options` replace arguments."""
+    """Trace `moe` with two ranks. `change` and `options` replace or add arguments."""
     x, params = draw(2, 3)
     arguments = dict(x=x, **params, axes="ep") | (change or {}) | options
     with jax.set_mesh(mesh or mesh_of(ep=2)):
@@ -348,17 +349,17 @@ OWN = PARAMS["experts"]
 
 
 def routed(kernel=KERNEL, **fields):
-    """Return arguments of `traced` with a changed router."""
+    """Return a `change` for `traced`: a router with these fields."""
     return dict(router=ma.Router(kernel, **dict(choose=ma.TopK(TOP_K)) | fields))
 
 
 def changed(**fields):
-    """Return arguments of `traced` with changed experts."""
+    """Return a `change` for `traced`: experts with these fields."""
     return dict(experts=OWN.replace(**fields))
 
 
 def shared(**fields):
-    """Return arguments of `traced` with a shared expert."""
+    """Return a `change` for `traced`: a shared expert with these fields."""
     one = dict(w_in=OWN.w_in[0], w_out=OWN.w_out[0]) | fields
     return dict(shared=ma.Experts(**one))
 
@@ -488,8 +489,8 @@ def test_a_mesh_with_devices_is_necessary():
 
 @pytest.mark.exchanges(0)
 def test_the_name_of_an_axis_is_a_group():
-    """In a vmap over "ep", the name "ep" means a group over this axis. A call raises an error if
-    its group differs from the group of its Routing."""
+    """In a vmap over "ep", `group="ep"` means a group over this axis. A call raises an error if its
+    group is not the group of its Routing."""
     x, params = draw(2, 3, bias=False)
     ids = np.random.default_rng(1).integers(0, EXPERTS, (2, 3, TOP_K))
 
@@ -555,7 +556,7 @@ def test_experts_in_16_bits_with_any_router(router_dtype):
 
 
 def test_an_axis_that_spans_hosts_is_divided_into_two_levels(monkeypatch):
-    """Results and gradients equal the results and gradients of a group of one level."""
+    """Results and gradients equal those with a group of one level."""
     mesh, hosts = mesh_of(data=1, ep=4), 2
 
     def hosts_of(mesh, axes):

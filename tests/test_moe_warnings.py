@@ -1,4 +1,5 @@
-"""If a call of `moe` repeats work or loses tokens, it warns once, and its statistics show this."""
+"""Test that a call of `moe` that repeats work or loses tokens warns once, and that its statistics
+show it."""
 
 import re
 import warnings
@@ -30,11 +31,11 @@ PARAMS = dict(
 
 
 def warnings_of(mesh, x, known=False, **options):
-    """Trace a layer twice, and return the messages that a user would see."""
+    """Trace a layer twice, and return the warnings that a user would see."""
     layer = lambda x: ma.moe(x, **PARAMS, **harness.exchanging(dict(axes="ep") | options))[0]
     with jax.set_mesh(mesh), warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("default")
-        for _ in range(2):  # JAX traces each new function again
+        for _ in range(2):  # JAX traces a new lambda again
             if known:
                 jax.eval_shape(lambda: layer(x))
             else:
@@ -62,7 +63,7 @@ def test_an_axis_that_divides_tokens_and_is_in_no_argument_is_named_once():
     for axes in ((), ("ep",)):
         assert not warnings_of(explicit, over(explicit, *axes))
         assert not warnings_of(auto, over(auto, *axes), known=True)
-    assert_warns_once(warnings_of(auto, over(auto)), REPEATED)  # these axes could divide the tokens
+    assert_warns_once(warnings_of(auto, over(auto)), REPEATED)  # "data" could divide the tokens
     for mesh in (explicit, auto):
         divided = over(mesh, "data")
         assert not warnings_of(mesh, divided, axes=ma.Axes("ep", data="data"))
@@ -92,7 +93,7 @@ def test_a_capacity_of_less_than_a_row_for_each_token_warns_once():
 
 
 def choose(tokens, logits, per_token, whole):
-    """Choose expert 0 for each token, and also an id that is no expert."""
+    """For each token, choose expert 0 and an id that is no expert."""
     num_tokens, num_experts = logits.shape
     seconds = jnp.array([num_experts, 7_000, -2, -1], jnp.int32)
     seconds = jnp.resize(seconds, num_tokens)
@@ -103,7 +104,7 @@ def choose(tokens, logits, per_token, whole):
 @pytest.mark.parametrize(
     "num_tokens, options, expected",
     (
-        (5, {}, 5),  # one rank has 3 tokens, and the other has 2 tokens and padding
+        (5, {}, 5),  # one rank has 3 tokens, the other 2 tokens and padding
         (4, dict(mask=[True, False, True, True]), 3),
         (1, {}, 1),  # all ranks have the token
         (4, dict(num_chunks=2), 4),

@@ -1,4 +1,4 @@
-"""The list of mutations fits the sources."""
+"""Test that each mutation in the list fits the sources."""
 
 import pytest
 from mutations import catalogue

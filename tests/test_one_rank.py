@@ -1,4 +1,4 @@
-"""A group of one rank exchanges nothing, so its results vary only where its inputs vary."""
+"""A group of one rank exchanges nothing, so a result has a varying type only if an input has."""
 
 import functools
 
@@ -41,7 +41,7 @@ def whole(x, ids, weights, **route_args):
 @pytest.mark.parametrize("make_group", GROUPS.values(), ids=GROUPS)
 @pytest.mark.parametrize("layer, tokens", ((whole, TOKENS), (whole, 300), (split, TOKENS)))
 def test_replicated_inputs_have_replicated_results(make_group, layer, tokens):
-    """With check_vma=True, out_specs=PartitionSpec() is an error for a result that varies."""
+    """If a result varied, out_specs=PartitionSpec() would be an error with check_vma=True."""
     group, replicated = make_group(), PartitionSpec()
     route_args = dict(group=group, num_experts=EXPERTS)
 

@@ -1,6 +1,7 @@
-"""Every static option of a dispatch reaches all exchanges of the dispatch, forward and backward.
+"""Test that all exchanges of a dispatch, forward and backward, get each static option of the
+dispatch.
 
-Most options have sentinels as values here. One option is invented."""
+Most options have a unique object (sentinel) as value here. One option is made up."""
 
 import collections
 import functools
@@ -36,8 +37,8 @@ WIRE, FORMAT = jnp.dtype("float16"), ma.BlockwiseFp8()
 
 @pytest.fixture(autouse=True)
 def sentinels(monkeypatch):
-    """Add an invented option. Replace all options outside of MEANT by sentinels, and return the
-    sentinels by name."""
+    """Add the option `made_up`. Set all options outside of MEANT to sentinels, and return a dict of
+    these."""
     old = record.Options
     defaults = [*old._field_defaults.values(), None]
     new = collections.namedtuple("Options", [*old._fields, "made_up"], defaults=defaults)
@@ -89,7 +90,7 @@ FORMS["layer in FP8"] = functools.partial(layer, in_fp8=True), False, {}
 
 
 def exchanges(jaxpr):
-    """Yield the equations of exchanges, except the exchange of ids between two levels."""
+    """Yield a jaxpr's equations of exchanges, except the exchange of ids of a two-level group."""
     for eqn in harness.equations(jaxpr):
         of_ids = eqn.primitive is DISPATCH.primitive and eqn.invars[0].aval.dtype == jnp.int32
         if "options" in eqn.params and not of_ids:
@@ -125,10 +126,10 @@ def test_every_option_reaches_every_exchange(form, sentinels):
             assert getattr(eqn.params["options"], name) == value, eqn.primitive
     for eqn in outward:
         assert eqn.params["options"].tail == "unspecified", eqn.primitive
-    # The wire dtype is for sums. Router weights are moved, not summed.
+    # Exchanges that only move router weights have no wire dtype, because nothing is summed.
     wires = [eqn.params["options"].wire_dtype for eqn in inward if eqn.params["num_leaves"]]
     assert set(wires) == {WIRE}
-    # The exchange has the format as an option only if the exchange itself quantizes.
+    # An exchange has the format among its options only if the exchange itself quantizes.
     formats = [eqn.params["options"].token_format for eqn in outward]
     if "format" in form or "FP8" in form:
         by_exchange = "two levels" not in form and "halves" not in form

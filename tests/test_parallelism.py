@@ -1,5 +1,5 @@
-"""A layer of experts equals the dense layer under the parallelism, accumulation and
-rematerialization of real models. Each test compares the result and every gradient."""
+"""Test that an expert layer equals the dense layer with the parallelism, gradient accumulation and
+rematerialization of real models. Each test compares the output and every gradient."""
 
 import functools
 
@@ -21,7 +21,8 @@ EXPERTS, TOP_K, HIDDEN, WIDTH = 4, 2, 8, 8
 
 
 def arguments(*lead, dtype="float32", seed=0):
-    """Draw x [*lead, H], router logits [*lead, E], w_in [E, H, 2 I] and w_out [E, I, H]."""
+    """Return random x [*lead, H], router logits [*lead, E], w_in [E, H, 2 I] and w_out [E, I,
+    H]."""
     keys = jax.random.split(jax.random.key(seed), 4)
     shapes = (
         (*lead, HIDDEN),
@@ -37,7 +38,7 @@ def arguments(*lead, dtype="float32", seed=0):
 
 
 def choose(logits, top_k=TOP_K):
-    """Return weights and ids of the highest logits."""
+    """Return the router weights and ids of the highest logits."""
     top_logits, ids = lax.top_k(logits, top_k)
     return jax.nn.softmax(top_logits, axis=-1), ids
 
@@ -47,7 +48,7 @@ def dense_layer(x, logits, w_in, w_out):
 
 
 def value_and_grads(layer, *args, argnums=(0, 1, 2, 3)):
-    """Return the result of a layer, and the gradients of a scalar loss of the result."""
+    """Return a layer's output, and the gradients of a scalar loss of this output."""
 
     def loss(*args):
         y = layer(*args)
@@ -67,7 +68,8 @@ def assert_close(actual, expected, tolerance=2e-5):
 
 
 def test_the_portable_path_sends_a_block_of_all_tokens_to_every_rank():
-    """On TPUs, the dispatch and the combine each have one all-to-all with such blocks."""
+    """On TPUs, the dispatch and the combine each have one all-to-all, which sends a block for all
+    tokens to each rank."""
 
     def on_rank(x, logits):
         recv = ma.dispatch(
@@ -89,7 +91,7 @@ def test_the_portable_path_sends_a_block_of_all_tokens_to_every_rank():
 
 
 def expert_layer(x, logits, w_in, w_out, group="expert", **options):
-    """Apply experts to x [..., H] inside a shard_map, as MaxText does."""
+    """Call `ma.moe_mlp` for x [..., H] inside a shard_map, as MaxText does."""
     weights, ids = choose(logits)
     tokens, ids, weights = (a.reshape(-1, a.shape[-1]) for a in (x, ids, weights))
     options = dict(group=group, num_experts=EXPERTS, **harness.exchanging(options))
@@ -107,7 +109,8 @@ BATCH = P("expert")
 
 
 def test_ep_tp_and_fsdp_together():
-    """Divide weights over three axes. Gather over fsdp, and keep a part of H on each tp rank."""
+    """Weights are divided over three mesh axes: expert, tp and fsdp. They are gathered over fsdp.
+    Each tp rank returns its share of H."""
 
     def body(x, logits, w_gate, w_up, w_out):
         gather = functools.partial(lax.all_gather, axis_name="fsdp", tiled=True)
@@ -145,9 +148,9 @@ POLICIES = (
 
 @pytest.mark.parametrize("policy", POLICIES, ids=("dots", "routing"))
 def test_blocks_with_context_parallelism_fsdp_and_remat_accumulate_gradients(policy):
-    """A scan runs over blocks of attention and experts, and an outer scan runs over micro-batches.
-    Two devices share each sequence. The router is divided over ranks, and gathered before its
-    use."""
+    """A scan runs over blocks of attention and experts, inside a scan over micro-batches. Each
+    sequence is divided over two devices. The router is divided over ranks, and is gathered before
+    its use."""
 
     def body(x, router, w_in, w_out):
         logits = x @ lax.all_gather(router, "expert", tiled=True)
@@ -185,7 +188,8 @@ def test_blocks_with_context_parallelism_fsdp_and_remat_accumulate_gradients(pol
 @pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
 @pytest.mark.parametrize("replicated", (False, True))
 def test_a_program_under_another_mesh_runs_with_a_group_of_its_own(replicated, axis_type):
-    """Serving systems set one mesh for the model, and use a different mesh for experts."""
+    """As in serving systems, the context has one mesh for the model, and experts use a different
+    mesh."""
     mesh = mesh_of(axis_type, expert=2, tensor=1)
     outer = Mesh(mesh.devices.reshape(1, 2), ("data", "tensor"), axis_types=(axis_type,) * 2)
     tokens = P() if replicated else BATCH

@@ -1,4 +1,4 @@
-"""The parameters of a layer are pytrees with readable paths, and have the sizes of a static
+"""Test that a layer's parameters are pytrees with readable paths, and have the sizes in a static
 config."""
 
 import dataclasses
@@ -18,7 +18,7 @@ SIZES = dict(hidden=128, expert_hidden=128, num_experts=2, choose=ma.TopK(1))
 
 
 def drawn(**options):
-    """Return the shapes of the parameters of a layer."""
+    """Return the shapes of a layer's parameters for the config SIZES with `options`."""
     config = ma.MoEConfig(**SIZES | options)
     return jax.eval_shape(lambda: ma.init_moe(jax.random.key(0), config))
 
@@ -97,7 +97,7 @@ def test_experts_in_fp8_are_pytrees_whose_specs_have_their_structure(kind):
     for tensor, fsdp in itertools.product((None, "tensor"), (None, ("data", "more"), "data")):
         specs = ma.moe_partition_specs(params, ma.Axes("ep", tensor=tensor, fsdp=fsdp))
         assert jax.tree.structure(specs) == jax.tree.structure(params)
-        # If the last axes of an array are not divided, the spec has no entries for them, as in XLA.
+        # As in XLA, a spec has no entries for the last axes of an array if they are not divided.
         assert not [spec for spec in jax.tree.leaves(specs) if spec and spec[-1] is None]
     of_shape = {
         (2, 128, 2, 128): P("ep", "data", None, "tensor"),

@@ -1,6 +1,7 @@
-"""The kernels run on the devices of the program, and ranks can share one GPU.
+"""Test that kernels run on the devices of their program, and that ranks can share one GPU.
 
-These tests only lower programs for CUDA, which needs no GPU. tests/gpu runs such programs.
+The tests only lower programs for CUDA, which needs no GPU. The tests in tests/gpu run such
+programs.
 """
 
 import re
@@ -51,7 +52,8 @@ def on_one_gpu(group):
 
 
 def avals(*lead, mesh=None):
-    """Return tokens and ids of all ranks. On a mesh, both are sharded along the leading axis."""
+    """Return the types of the tokens and ids of all ranks. With a mesh, the leading axis is
+    sharded."""
     sharding = None if mesh is None else NamedSharding(mesh, PartitionSpec("ep"))
     return (
         jax.ShapeDtypeStruct((*lead, HIDDEN), jnp.bfloat16, sharding=sharding),
@@ -68,7 +70,7 @@ def calls(text):
 
 
 def devices_of(text):
-    """Return the devices of each kernel call, in the order of the calls."""
+    """Return the list of devices of each kernel call in a program, in order."""
     found = re.findall(r"devices = (?:array<i64: ([\d, ]*)>|dense<\[?([\d, ]*)\]?>)", text)
     return [[int(n) for n in (a or b).split(",") if n.strip()] for a, b in found]
 
@@ -112,7 +114,7 @@ def test_more_ranks_than_the_kernels_serve_are_refused_with_the_numbers():
 
 
 class Gpu:
-    """A pretended GPU with few multiprocessors."""
+    """A fake GPU with few multiprocessors."""
 
     compute_capability = "9.0"
     core_count = 48
@@ -188,8 +190,8 @@ def test_an_abstract_mesh_without_devices_is_portable_or_an_error(devices_pass_f
 
 @pytest.mark.parametrize("tokens", (0, TOKENS))
 def test_every_lowering_for_gpus_announces_this_process_even_if_no_kernel_runs(monkeypatch, tokens):
-    """The devices are CPUs, so no kernel runs. Other processes could have kernels, and would wait
-    for the announcement of this process."""
+    """This process has CPUs, so no kernel runs here. But other processes could have kernels, and
+    would wait for this process's announcement."""
     announced = []
     monkeypatch.setattr(group_module, "announce", announced.append)
     mesh = mesh_of(jax.devices()[:RANKS])

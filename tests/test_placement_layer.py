@@ -1,4 +1,5 @@
-"""A layer with replicas of experts equals the layer without a placement, with all gradients."""
+"""Test that a layer with replicas of experts has the output and all gradients of the layer without
+a placement."""
 
 import functools
 import re
@@ -18,7 +19,8 @@ pytestmark = [pytest.mark.exchanges(0), pytest.mark.usefixtures("exact_products"
 
 
 def placement_of(rng, ranks, local, spare, kind="random"):
-    """Return a placement in the home form with random spare slots. Some spare slots are empty."""
+    """Return a placement in home form (a rank keeps its own experts) with random experts in spare
+    slots. Some are empty."""
     experts = ranks * local
     most = 31 if kind == "one" else 30
     spares = rng.integers(-1, experts, (ranks, spare))
@@ -104,7 +106,7 @@ GROUP = ma.Group(axis_name="ep", size=RANKS, implementation="portable")
 
 
 def layer_arguments(rng, hostile=False):
-    """Return ids and floats of all ranks."""
+    """Return random ids and float arrays of all ranks."""
     ids = rng.integers(-1, RANKS * LOCAL, (RANKS, TOKENS, TOP_K))
     if hostile:
         ids[:] = 0  # all tokens choose expert 0
@@ -114,14 +116,14 @@ def layer_arguments(rng, hostile=False):
 
 
 def problem(seed=0):
-    """Return ids, floats, and a placement with one spare slot on each rank."""
+    """Return ids, float arrays, and a placement with one spare slot on each rank."""
     rng = np.random.default_rng(seed)
     placement, _ = placement_of(rng, RANKS, LOCAL, 1)
     return *layer_arguments(rng), placement
 
 
 def of_ranks(fn, **options):
-    """Return a function that maps (ids, floats, placement) of all ranks to results of all ranks."""
+    """Return a function of (ids, floats, placement) that runs `fn` on all ranks."""
     on_rank = functools.partial(fn, group=GROUP, **options)
     return jax.vmap(on_rank, axis_name="ep", in_axes=(0, 0, None))
 
@@ -159,7 +161,7 @@ def test_a_layer_with_replicas_equals_the_layer_without(spare, options):
 
 
 def test_gradients_of_rows_of_other_experts_do_not_count():
-    """The second row has no expert. Its cotangent is NaN, but its gradient is zero."""
+    """The second row is not kept. Its cotangent is NaN, but its gradient is zero."""
     is_kept = jnp.array([True, False])
     rows, of_rows = jax.vjp(lambda x: placed._with_gradients_of(x, is_kept), jnp.ones((2, 3)))
     (found,) = of_rows(jnp.full((2, 3), 5.0).at[1].set(jnp.nan))
@@ -168,7 +170,7 @@ def test_gradients_of_rows_of_other_experts_do_not_count():
 
 @pytest.mark.parametrize("kind", ("frozen, chunks", "trained"))
 def test_replicas_compute_in_fp8(kind):
-    """Replicas change no result of a layer in FP8, up to the order of sums."""
+    """Replicas change the results of an FP8 layer only because sums have another order."""
     size, rng = 128, np.random.default_rng(5)
     placement, _ = placement_of(rng, RANKS, LOCAL, 2)
     ids, (_, topk_weights, *_) = layer_arguments(rng)
@@ -198,14 +200,14 @@ def test_replicas_compute_in_fp8(kind):
 
 
 def test_chunks_fetch_once():
-    # The program fetches weights once, and sends their gradients back once. A chunk has two
-    # exchanges forward, and three backward.
+    # One dispatch fetches the replicas' weights, and one combine sends their gradients back. The
+    # loop over chunks has two exchanges forward, and three backward.
     found = exchanges_of(of_ranks(value_and_gradients, num_chunks=TOKENS), *problem())
     assert found == dict(combine=1 + 2, dispatch=1 + 1 + 2)
 
 
 def exchanges_of(fn, *args):
-    """Count the exchanges of a program by primitive."""
+    """Count a program's exchanges by primitive."""
     counted = harness.count_primitives(jax.make_jaxpr(fn)(*args))
     return {n: count for n, count in counted.items() if n.endswith(("dispatch", "combine"))}
 
@@ -237,8 +239,8 @@ def test_the_backward_pass_fetches_again_and_no_program_joins_weights():
     ids, floats, placement = args = problem()
     forward, both = of_ranks(layer), of_ranks(value_and_gradients)
     assert exchanges_of(forward, *args) == dict(combine=1, dispatch=1, routed_dispatch=1)
-    # The forward pass has a fetch and two exchanges. The backward pass has the fetch again, its
-    # transpose, and two exchanges.
+    # The forward pass fetches weights with one exchange, and has two more. The backward pass
+    # fetches the weights again, sends their gradients back, and has two more exchanges.
     found = exchanges_of(both, *args)
     assert found == dict(combine=1 + 2, dispatch=1 + 2 + 1)
     _, transpose = jax.vjp(lambda floats: forward(ids, floats, placement), floats)

@@ -1,4 +1,5 @@
-"""Programs of the portable path stay small, because XLA:CPU compiles each operation."""
+"""Test that programs of the portable path have few operations, because XLA:CPU compiles each
+one."""
 
 import harness
 import jax
@@ -18,7 +19,7 @@ pytestmark = [
 
 
 def lowered(fn, ranks, *avals):
-    """Lower a function of one rank's arrays, on CPU."""
+    """Lower a function of one rank's arrays for `ranks` CPU devices."""
     mesh = Mesh(np.array(jax.devices("cpu")[:ranks]), "ep")
     group, split = ma.Group(mesh=mesh, axis_name="ep"), PartitionSpec("ep")
 
@@ -52,8 +53,8 @@ def of_one_layer(**sizes):
 
 
 def test_a_layer_is_a_few_hundred_operations_whatever_its_sizes_are():
-    """The layer has a route, a dispatch, a combine and their gradients. Sums have one term for each
-    choice or rank. Sums of many terms are loops."""
+    """The layer has a route, a dispatch, a combine and their gradients. A sum has one term for each
+    choice or rank. A sum of many terms is a loop."""
     few = of_one_layer(ranks=2, top_k=1)
     assert few <= 620
     assert of_one_layer(ranks=2, top_k=1, tokens=1024) <= few + 5

@@ -1,6 +1,6 @@
-"""Read and write weights of published files: FP8 in 128x128 blocks, and MXFP4.
+"""Test reading and writing the weights of published files: FP8 in 128x128 blocks, and MXFP4.
 
-The tests decode both formats in numpy, from the definitions of their bits.
+The tests decode both formats in numpy, as their specifications define them.
 """
 
 import harness
@@ -28,7 +28,7 @@ def config_of(kind):
 
 
 def shapes_of(kind, per_expert=True):
-    """Return the shape of each tensor in FP8, [..., outputs, inputs]."""
+    """Return a dict of the shapes [..., outputs, inputs] of a block's FP8 tensors."""
     of_expert = dict(zip(NAMES, [(I, H), (I, H), (H, I)], strict=True))
     if per_expert:
         shapes = {f"experts.{e}.{n}.weight": s for e in range(E) for n, s in of_expert.items()}
@@ -41,7 +41,8 @@ def shapes_of(kind, per_expert=True):
 
 
 def block_of(kind, per_expert=True, scale_dtype=np.float32):
-    """Return tensors of a block. They have each byte except NaN, and random scales."""
+    """Return the tensors of a block. FP8 tensors contain random bytes, but no NaN, and have random
+    scales."""
     rng = np.random.default_rng(0)
     block = {"gate.weight": rng.normal(size=(E, H)).astype(jnp.bfloat16)}
     if kind == "deepseek_v3":
@@ -55,7 +56,7 @@ def block_of(kind, per_expert=True, scale_dtype=np.float32):
 
 
 def decoded(block, name):
-    """Decode a tensor [..., outputs, inputs] from FP8 to float64, block by block."""
+    """Decode an FP8 tensor [..., outputs, inputs] to float64, one 128x128 block after another."""
     numbers = block[BLOCK + name].astype(np.float64)
     scales = block[BLOCK + name + "_scale_inv"].astype(np.float64)
     for index in np.ndindex(scales.shape):
@@ -66,7 +67,7 @@ def decoded(block, name):
 
 
 def numbers_of(w):
-    """Decode `QuantizedExperts` to float64, in the layout of `Experts`."""
+    """Decode `QuantizedExperts` to float64 arrays with the axes of `Experts`."""
     scales = np.repeat(np.repeat(w.scales.astype(np.float64), 128, -1), 128, -2)
     return np.moveaxis(w.values.astype(np.float64) * scales, -1, 1)
 
@@ -100,7 +101,7 @@ def test_fp8_files_are_read_without_decoding_and_written_with_the_same_bits(kind
 
 
 def test_weights_quantized_here_are_written_as_fp8_files_with_their_bits():
-    """The package writes the same file as an independent quantization in numpy."""
+    """The package writes the same bits as a separate quantization in numpy."""
     config, rng = config_of("qwen3_moe"), np.random.default_rng(0)
     shapes = shapes_of("qwen3_moe") | {"gate.weight": (E, H)}
     floats = {BLOCK + n: rng.normal(size=s).astype(np.float32) for n, s in shapes.items()}
@@ -129,7 +130,7 @@ def test_a_layer_decodes_a_shared_expert_in_fp8_to_the_dtype_of_the_tokens():
     activation = params["shared"].activation
     floats = ma.Experts(*(w.astype(np.float32) for w in (w_in, w_out)), activation=activation)
     x = np.random.default_rng(1).normal(size=(8, H)).astype(np.float32)
-    explicit = (jax.sharding.AxisType.Explicit,) * 2  # JAX must then place each decoded array
+    explicit = (jax.sharding.AxisType.Explicit,) * 2  # with it, decoded arrays need shardings
     mesh = jax.make_mesh((1, 1), ("ep", "tensor"), explicit, devices=jax.devices()[:1])
     axes = ma.Axes("ep", tensor="tensor")
     with jax.set_mesh(mesh):
@@ -199,7 +200,7 @@ def e2m1(nibble):
 
 
 def mxfp4(packed, scales):
-    """Decode bytes [..., K / 32, 16] and scales [..., K / 32] to float64 [..., K]."""
+    """Decode MXFP4: from bytes [..., K / 32, 16] and scales [..., K / 32] to float64 [..., K]."""
     table = np.array([e2m1(nibble) for nibble in range(16)])
     numbers = np.stack([table[packed & 15], table[packed >> 4]], axis=-1)
     numbers = numbers.reshape(*scales.shape, 32) * 2.0 ** (scales[..., None].astype(int) - 127)
@@ -222,7 +223,7 @@ def test_every_number_of_mxfp4_is_decoded_exactly():
 
 
 def gpt_oss(scales_of):
-    """Return a configuration of GPT-OSS, the tensors of a block, and the decoded numbers."""
+    """Return a GPT-OSS config, the tensors of a block, and its decoded weights."""
     rng, hidden, width = np.random.default_rng(0), 64, 32
     sizes = dict(hidden_size=hidden, intermediate_size=width, num_local_experts=E)
     floats = {
@@ -254,14 +255,15 @@ def test_mxfp4_experts_of_gpt_oss_are_decoded_exactly():
     np.testing.assert_array_equal(experts.w_out.astype(np.float64), expected)
     bias = block[BLOCK + "experts.gate_up_proj_bias"]
     np.testing.assert_array_equal(experts.b_in[:, 1], bias[:, 1::2])
-    floats = hf.to_state_dict(params, config, BLOCK)  # decoded, as transformers expects
+    floats = hf.to_state_dict(params, config, BLOCK)  # transformers expects decoded weights
     found = floats[BLOCK + "experts.gate_up_proj"].astype(np.float64)
     np.testing.assert_array_equal(found, gate_up.swapaxes(1, 2))
 
 
 @pytest.mark.parametrize("span", (14, 15))
 def test_fp8_holds_mxfp4_exactly_if_the_scales_of_a_square_span_at_most_14(span):
-    """In a block, the largest number is 6 * 2**span, and the smallest number is 0.5."""
+    """FP8 represents the numbers of a block exactly if `span` is 14, but not if it is 15. The
+    largest number is 6 * 2**span, the smallest 0.5."""
     scales = np.random.default_rng(0).integers(127, 128 + span, size=(1, 128, 4)).astype(np.uint8)
     packed = np.random.default_rng(1).integers(0, 256, size=(1, 128, 4, 16)).astype(np.uint8)
     scales[0, 0, :2] = 127, 127 + span

@@ -1,4 +1,5 @@
-"""With jax.checkpoint, saved results are not exchanged again. No policy changes a result."""
+"""Test exchanges under jax.checkpoint. An exchange whose results are saved is not repeated. No
+checkpoint policy changes a result."""
 
 import functools
 
@@ -18,12 +19,12 @@ POLICIES = jax.checkpoint_policies
 
 
 def saves_results_of(*names):
-    """Return a policy that saves the results of these primitives of the package."""
+    """Return a checkpoint policy that saves the results of the package's primitives `names`."""
     return lambda primitive, *_, **__: primitive.name in [f"moe_a2a_{name}" for name in names]
 
 
-# Each case has a policy, and the routes and dispatches in value and gradient of a checkpointed
-# layer. ``ONCE`` has the layer's other exchanges.
+# Each case has a policy, and the numbers of routes and dispatches in value and gradient of a
+# checkpointed layer. ``ONCE`` has the numbers of the other exchanges.
 ROUTING_ONLY = POLICIES.save_only_these_names(ma.ROUTING_CHECKPOINT_NAME)
 CASES = {
     "nothing": (POLICIES.nothing_saveable, dict(route=2, dispatch=2)),
@@ -67,7 +68,7 @@ def checkpointed(policy, routed_before=False):
 @pytest.mark.parametrize("routed_before", (False, True), ids=("ids", "routing"))
 @pytest.mark.parametrize("name", CASES)
 def test_a_policy_decides_what_is_exchanged_again_in_the_backward_pass(name, routed_before):
-    """A dispatch of ids and a dispatch with a routing have the same numbers of exchanges."""
+    """The program has the same exchanges if the dispatch gets ids and if it gets a Routing."""
     policy, expected = CASES[name]
     floats, ids, _ = small_layer.arguments(RANKS)
     layer = checkpointed(policy, routed_before)
@@ -78,7 +79,8 @@ def test_a_policy_decides_what_is_exchanged_again_in_the_backward_pass(name, rou
 @pytest.mark.exchanges(lambda name: 18 if name == "routing" else 21)
 @pytest.mark.parametrize("name", ("no_policy", "routing"))
 def test_a_scan_over_checkpointed_layers_equals_the_dense_layers(name):
-    """Deep models usually have such a scan. It stacks the arrays that each step saves."""
+    """Deep models usually have a scan over layers. The scan stacks the arrays that its steps
+    save."""
     policy, expected = CASES[name]
     floats, ids, kept = problem()
 

@@ -1,4 +1,4 @@
-"""Ids of any integer dtype, in range or out of range, are routed as in the oracle."""
+"""Test that ids of any integer dtype, valid or not, are routed as in oracle.py."""
 
 import functools
 
@@ -29,7 +29,7 @@ def expected_routing(layout, ids):
 
 
 def test_invalid_ids_route_like_masked_ones():
-    """An id out of range only raises its rank's count of invalid ids."""
+    """An invalid id is routed like -1, but its rank counts it as invalid."""
     layout, ranks = cases.PADDED, harness.SEVERAL
     ids = cases.Case(layout, "invalid").ids(ranks)
     wild = (ids < -1) | (ids >= layout.num_experts(ranks))
@@ -50,15 +50,15 @@ def test_invalid_ids_route_like_masked_ones():
 def test_ids_of_any_integer_dtype_route_alike(dtype):
     layout, ranks = cases.PLAIN, harness.SEVERAL
     ids = cases.Case(layout, "uniform").ids(ranks)
-    ids = np.where(ids <= np.iinfo(dtype).max, ids, 0)  # int8 cannot hold all ids
+    ids = np.where(ids <= np.iinfo(dtype).max, ids, 0)  # int8 cannot represent all ids
     actual = route_program(layout, ranks)(ids.astype(dtype))
     harness.assert_routing_is(actual, expected_routing(layout, ids))
 
 
 @pytest.mark.parametrize("dtype", ("uint32", "int64"))
 def test_ids_that_int32_does_not_hold_are_invalid(dtype):
-    """In uint32, 4294967295 has the bits of -1, but it is invalid, not masked. The 64-bit ids are
-    invalid, although their low 32 bits are valid ids."""
+    """The uint32 id 4294967295 has the bits of -1, but it is invalid, not masked. 64-bit ids are
+    invalid even if their low 32 bits are a valid id."""
     layout, ranks = cases.PLAIN, harness.SEVERAL
     ids = cases.Case(layout, "uniform").ids(ranks).astype(dtype)
     if dtype == "uint32":

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.exchanges(0)
 TOKENS, EXPERTS, TOP_K = 24, 16, 4
 BIAS = np.linspace(-0.2, 0.2, EXPERTS, dtype=np.float32)
 GROUPS = dict(num_groups=4, top_groups=2)
-# Options of TopK, and the selection bias.
+# Options of TopK, and select_bias.
 ROUTERS = {
     "softmax": {},
     "softmax, not renormalized": dict(renormalize=False),
@@ -32,7 +32,7 @@ def choose(logits, k, *, select_bias=None, mask=None, **options):
     return ma.TopK(k, **options)(logits, select_bias=select_bias, mask=mask)
 
 
-# One program for all operations compiles faster than a program for each operation.
+# With jit, JAX compiles one program instead of one for each operation.
 route = jax.jit(
     choose,
     static_argnames=[field.name for field in dataclasses.fields(ma.TopK)],
@@ -50,7 +50,7 @@ def logits_of(seed, *batch):
 
 
 def objective(logits, mask=None, **options):
-    """Return a number that depends on the router weights and on both losses."""
+    """Return a scalar that depends on the router weights and on both losses."""
     found = choose(logits, TOP_K, mask=mask, **options)
     factors = jnp.arange(1, TOP_K + 1, dtype=found.weights.dtype)
     balance = ma.load_balancing_loss(found.scores, found.ids)
@@ -61,8 +61,8 @@ def objective(logits, mask=None, **options):
     "top_k, renormalize, sums_to_1", ((TOP_K, None, True), (TOP_K, False, False), (1, None, False))
 )
 def test_softmax_scores(top_k, renormalize, sums_to_1):
-    """By default, the weights of several choices sum to 1. A single weight is not divided by
-    itself, because the router would then get no gradient."""
+    """By default, the weights of several choices sum to 1. A single weight is not normalized to 1,
+    because the router would then get no gradient."""
     logits = logits_of(1)
     found = route(logits, top_k, renormalize=renormalize)
     scores = softmax(logits.astype(np.float64))
@@ -118,7 +118,8 @@ def test_a_token_whose_scores_are_all_zero_counts_with_equal_shares():
 
 @all_routers
 def test_derivatives_are_those_of_finite_differences(options):
-    """Compare the first derivative in both modes, and the second in reverse over forward."""
+    """Compare first derivatives (forward and reverse mode) and second derivatives (reverse over
+    forward)."""
     fn = functools.partial(objective, **options)
     with jax.enable_x64(True):
         logits, direction = (jnp.asarray(logits_of(seed), "float64") for seed in (5, 6))
@@ -146,7 +147,7 @@ def test_the_selection_bias_has_no_gradient():
 
 @pytest.mark.parametrize("name", ("softmax", "sigmoid with groups"))
 def test_masked_tokens_take_no_part(name):
-    """The logits of masked tokens are NaN. They affect no choice, loss or gradient."""
+    """The logits of masked tokens, which are NaN here, affect no choice, loss or gradient."""
     options, mask = ROUTERS[name], np.arange(TOKENS) % 3 > 0
     logits = np.where(mask[:, None], logits_of(4), np.nan)
     fn = jax.jit(jax.value_and_grad(functools.partial(objective, **options)))
@@ -177,7 +178,7 @@ def test_batches(options):
 
 @pytest.mark.several_devices("Explicit axes need a mesh")
 def test_explicit_axes():
-    """Tokens are divided over an Explicit axis, outside shard_map."""
+    """Outside of shard_map, tokens may be divided over an Explicit axis."""
     mesh = harness.mesh_over(jax.sharding.AxisType.Explicit, data=harness.SEVERAL)
     logits, mask = logits_of(13), np.arange(TOKENS) % 3 > 0
     fn = functools.partial(objective, **ROUTERS["sigmoid with groups"])
@@ -209,7 +210,8 @@ def test_zeros_of_both_signs_are_equal():
 @pytest.mark.several_devices("Auto axes need a mesh")
 @pytest.mark.parametrize("options", ({}, GROUPS), ids=("all", "groups"))
 def test_ids_alone_are_right_over_auto_axes(options):
-    """On GPUs, XLA would return zeros if the ids of lax.top_k were the only result."""
+    """The program uses only the ids. On GPUs, XLA returns zeros for the ids of a lax.top_k whose
+    values are unused."""
     mesh = harness.mesh_over(data=harness.SEVERAL)
     logits = logits_of(14)
     ids_of = jax.jit(lambda logits: choose(logits, TOP_K, **options).ids)
@@ -236,8 +238,8 @@ def test_scores_that_round_to_the_same_number_keep_their_order(score, logits):
 
 @pytest.mark.parametrize("shift", (0, -80, -95, -300))
 def test_the_balance_loss_has_no_reward_for_scores_that_are_too_small_for_float32(shift):
-    """In float32, sigmoids of logits below -88 are 0. The exact shares of such scores in the sum of
-    a token are not 0."""
+    """In float32, sigmoids of logits below -88 are 0, but such a score's exact share in the sum of
+    a token's scores is not 0."""
     logits = logits_of(16) + np.float32(shift)
 
     def loss(logits):
@@ -278,7 +280,7 @@ def test_logits_of_bfloat16_are_routed_in_float32():
 
 
 def balance(logits, axis_name=None):
-    """Return the sum of both losses, and (balance loss, z-loss, next bias)."""
+    """Return the sum of both losses, and (balance loss, z-loss, next selection bias)."""
     found = choose(logits, TOP_K)
     counts = jax.nn.one_hot(found.ids, EXPERTS).sum(axis=(0, 1))
     balance_loss = ma.load_balancing_loss(found.scores, found.ids, axis_name=axis_name)
@@ -314,7 +316,8 @@ def test_losses_and_bias_over_two_axes():
 
 
 def test_bias_follows_the_choices_before_drops():
-    """Only expert 0 is popular. Rows after drops would also lower the bias of expert 2."""
+    """Only expert 0 has more than the mean number of choices. If only rows that are not dropped
+    were counted, the bias of expert 2 would also fall."""
     group, bias = harness.emulated_group(2), jnp.zeros(4)
     ids = np.array([[[0], [0], [0], [0]], [[0], [1], [2], [3]]], np.int32)
 
@@ -334,7 +337,7 @@ def test_bias_follows_the_choices_before_drops():
 
 @pytest.mark.parametrize("dtype", ("int32", "uint8", "float32"))
 def test_experts_at_the_mean_keep_their_bias(dtype):
-    """A mean in float32 is a product with 1/E, and may differ from the exact count."""
+    """In float32, a mean is a product with 1/E, so it may differ from an exact count."""
     for experts in 7, 14, 28, 56, 60, 256:
         counts = np.full(experts, 3, dtype)
         counts[0] += 1
@@ -431,7 +434,8 @@ def test_bad_arguments_are_refused(function, arguments, naming):
 
 @all_routers
 def test_a_replay_has_the_weights_scores_and_gradients_of_the_choice(options):
-    """Ids that choose no expert have weight 0, and do not count in the sum of a token's weights."""
+    """An id that is no expert has weight 0, and is not in the sum by which a token's weights are
+    divided."""
     options = dict(options)
     select_bias = options.pop("select_bias", None)
     topk, mask = ma.TopK(TOP_K, **options), np.arange(TOKENS) % 5 > 0

@@ -1,4 +1,5 @@
-"""In a compiled program, operations of a layer have names of scopes, forward and backward."""
+"""Test that a layer's operations in a compiled program, forward and backward, are in named
+scopes."""
 
 import re
 
@@ -20,8 +21,8 @@ RANKS = harness.SEVERAL
 
 @pytest.fixture(scope="module")
 def names():
-    """Compile a layer with its gradient for this machine. The layer uses every scope. Return the
-    names of its operations."""
+    """Compile a layer that uses every named scope, with its gradient, for this machine. Return the
+    names of the program's operations."""
     slots = [slot for expert in range(RANKS) for slot in (expert, -1)]
     placement = ma.Placement.from_slots(slots, RANKS, num_ranks=RANKS)
     config = ma.MoEConfig(128, 128, RANKS, ma.TopK(2), shared_hidden=128)
@@ -56,8 +57,9 @@ def test_scopes_of_the_user_stay_around_those_of_the_package(names):
 
 
 def test_a_scope_is_not_in_itself(names):
-    """Names of the backward pass may repeat a scope, because JAX repeats names around a checkpoint.
-    Additions of a sum are left out, because their names do not show the pass."""
+    """No scope of a forward operation is directly inside itself. (Backward, JAX repeats names
+    around a checkpoint.) Additions of a sum are skipped, because their names do not tell the
+    pass."""
     of_passes = [op_name for op_name in names if op_name.startswith("jit(")]
     forward = [op_name for op_name in of_passes if "transpose(" not in op_name]
     assert forward

@@ -1,4 +1,4 @@
-"""Exchanges work with and without check_vma, with Auto and Explicit axes, over several axes, and on
+"""Test exchanges with and without check_vma, with Auto and Explicit axes, over several axes, and on
 partial-manual meshes."""
 
 import harness
@@ -27,8 +27,8 @@ def group_over(mesh, axes):
 
 
 def assert_equals_dense(layer, arguments, place=lambda floats: floats):
-    """Compare the value and gradients of `layer` with the dense layer. `layer` is a function of all
-    ranks' arrays, and grad is outside shard_map."""
+    """Compare the output and gradients of `layer` with those of the dense layer. `layer` is a
+    function of all ranks' arrays, so grad is outside shard_map."""
     floats, ids, kept = arguments
     actual = small_layer.compiled(small_layer.value_and_grads(layer, ids))(*place(floats))
     small_layer.assert_close(actual, small_layer.dense_value_and_grads(floats, ids, kept))
@@ -40,8 +40,8 @@ def test_without_check_vma_the_layer_equals_the_dense_layer():
 
 
 def test_all_that_dispatch_and_combine_return_is_typed_as_varying_over_the_group():
-    """If the type of a result did not vary, shard_map would use one rank's result for all ranks.
-    With replicated arguments, only the ids and the count of invalid ids do not vary."""
+    """If a result were typed as not varying, shard_map would use one rank's result for all ranks.
+    If the arguments are replicated, only the ids and the count of invalid ids do not vary."""
     group = harness.group_of(RANKS)
     varying = {}
 
@@ -50,7 +50,7 @@ def test_all_that_dispatch_and_combine_return_is_typed_as_varying_over_the_group
         sums = ma.combine(recv.rows, recv), ma.combine(recv.rows, recv, weights=None)
         for path, leaf in jax.tree_util.tree_leaves_with_path((recv, sums)):
             varying[jax.tree_util.keystr(path)] = AXIS in jax.typeof(leaf).mat.varying
-        ma.expert_load(recv)  # sums varying and other arrays
+        ma.expert_load(recv)  # adds varying and other arrays
         return jax.tree.map(lambda leaf: leaf[None], (recv, sums))
 
     (x, _, _), ids, _ = small_layer.arguments(RANKS)
@@ -64,8 +64,8 @@ def test_all_that_dispatch_and_combine_return_is_typed_as_varying_over_the_group
 
 
 def test_a_mesh_of_an_explicit_axis_equals_the_dense_layer():
-    """The types of the sharded arguments name the axis. All other tests of this file use Auto
-    axes."""
+    """The types of sharded arguments contain the Explicit axis. All other tests of this file use
+    Auto axes."""
     mesh = harness.mesh_over(AxisType.Explicit, ep=RANKS)
     layer = small_layer.on_all_ranks(small_layer.layer_of(group_over(mesh, AXIS)), mesh)
     arguments = small_layer.arguments(RANKS)
@@ -78,7 +78,8 @@ def test_a_mesh_of_an_explicit_axis_equals_the_dense_layer():
 
 
 def domains(num_domains, ranks):
-    """Draw different arguments for each domain. All domains share w."""
+    """Return arguments of several domains (groups that exchange separately), random for each. All
+    domains share w."""
     each = [small_layer.arguments(ranks, seed) for seed in range(num_domains)]
     x, topk_weights = small_layer.stacked(*(a.floats[:2] for a in each))
     ids, kept = (np.stack(arrays) for arrays in zip(*(a[1:] for a in each)))
@@ -96,7 +97,7 @@ def dense_of_domains(floats, ids, kept):
 
 @pytest.mark.parametrize("order", (("dp", "ep"), ("ep", "dp")), ids="_".join)
 def test_every_row_of_a_dp_x_ep_mesh_is_a_domain_of_its_own(order):
-    """The group's axis may be at any place in the mesh. The experts are replicated over dp."""
+    """The group's axis may have any position in the mesh. The experts are replicated over dp."""
     ranks = MANY // DP
     sizes = dict(dp=DP, ep=ranks)
     mesh = harness.mesh_over(**{name: sizes[name] for name in order})
@@ -116,12 +117,12 @@ def test_every_row_of_a_dp_x_ep_mesh_is_a_domain_of_its_own(order):
 
 @pytest.mark.parametrize("axes", (("a", "b"), ("b", "a")), ids="".join)
 def test_ranks_of_a_group_over_two_axes_count_row_major_in_the_groups_order(axes):
-    """The axes of the group determine the order of ranks. The axes of the mesh do not."""
+    """The order of ranks is determined by the group's axes, not by the mesh's."""
     mesh = harness.mesh_over(a=DP, b=MANY // DP)
     group = group_over(mesh, axes)
     assert group.size == MANY
     layer = small_layer.layer_of(group)
-    # The leading axis of the arrays is the rank. P(axes) splits it in the order of the group.
+    # The leading axis of the arrays is the rank. P(axes) divides it in the group's order.
     arguments = small_layer.arguments(MANY)
 
     def of_one_rank(*args):
@@ -144,7 +145,8 @@ PARTIAL_MANUAL = {
     ids=PARTIAL_MANUAL,
 )
 def test_a_partial_manual_mesh_equals_the_dense_layer(specs, check_vma):
-    """The axes dp and tp stay Auto. Outside shard_map, they divide tokens, hidden or weights."""
+    """Inside shard_map, the axes dp and tp are Auto. Outside, they divide tokens, hidden or
+    weights."""
     dp, ep, tp = {8: (2, 2, 2), 4: (1, 2, 2), 2: (1, 2, 1), 1: (1, 1, 1)}[MANY]
     mesh = harness.mesh_over(dp=dp, ep=ep, tp=tp)
     layer = small_layer.layer_of(group_over(mesh, "ep"))
@@ -201,7 +203,7 @@ def test_a_payload_may_be_sharded_by_an_explicit_axis_that_is_not_the_groups():
 
 
 def test_two_groups_over_different_axes_of_one_mesh_exchange_in_one_program():
-    """Each token is exchanged along one axis, and the result along the other axis."""
+    """Each token is exchanged over one mesh axis, and the result over the other."""
     mesh = harness.mesh_over(a=DP, b=MANY // DP)
     groups = [group_over(mesh, name) for name in ("a", "b")]
     rng = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""On the portable path, each collective moves blocks between ranks correctly."""
+"""Test that each collective of the portable path sends blocks between ranks correctly."""
 
 import cases
 import harness

@@ -1,7 +1,8 @@
-"""If a dispatch does not write the rows after the last group, all other results are the same.
+"""Test tail="unspecified": a dispatch that does not write the rows after the last group (the tail)
+changes no other result.
 
-On the portable path, unwritten rows are NaN or extreme integers. If a result reads them, a test
-fails.
+On the portable path, unwritten rows are NaN or extreme integers. If such a row affects a result, a
+test fails.
 """
 
 import functools
@@ -21,7 +22,7 @@ from jax_moe_a2a._src.layer import forms
 
 RANKS = harness.SEVERAL
 IS_POISONED = harness.group_of(RANKS).path == "portable" and harness.IMPLEMENTATION != "cuda"
-HIDDEN = 128  # whole groups of every format
+HIDDEN = 128  # a multiple of every format's group size
 LAYOUT = cases.Layout("tail", tokens=9, top_k=3, local_experts=3, alignment=4, hidden=HIDDEN)
 CUT = cases.Layout(
     "cut", tokens=9, top_k=3, local_experts=3, capacity=22, alignment=4, hidden=HIDDEN
@@ -34,7 +35,7 @@ def route_args(layout, ranks=RANKS, group=None):
     return layout.route_args(group or harness.group_of(ranks))
 
 
-# Each form: (name of a dispatch in DISPATCHES, options of the dispatch).
+# Each form is (name of a dispatch in DISPATCHES, options of this dispatch).
 FORMS = dict(
     ids=("ids", {}),
     routing=("routing", {}),
@@ -54,7 +55,7 @@ def inputs(layout, routing="skewed", ranks=RANKS, dtype="float32"):
 
 
 def assert_only_the_tail_differs(unspecified, zeroed, is_tail):
-    """Assert that all rows except the tail are equal. Padding is zero for both values of
+    """Assert that all rows before the tail are equal. Padding rows are zero for both values of
     ``tail``."""
     for actual, right in zip(jax.tree.leaves(unspecified), jax.tree.leaves(zeroed), strict=True):
         actual, right = (
@@ -120,7 +121,7 @@ def test_optimized_programs_move_every_bit(tail):
 
 
 def exchanges_of(form, layout):
-    """Return the numbers of whole and split exchanges of one dispatch."""
+    """Return the numbers of unsplit and of split exchanges of one dispatch."""
     if form == "halves":
         return 1, 1
     return 1 + (form.endswith("routing") or layout is MANY), 0
@@ -135,8 +136,8 @@ def assert_finite_and_same(actual, expected, atol):
 
 @jax.custom_vjp
 def unwriting_dot(rows, w, sizes):
-    """Multiply rows as another library may. In the result and in the gradient of rows, rows after
-    the last group are NaN. The weight gradient reads every row, and multiplies it by 0 or 1. On
+    """Multiply rows as a product of another library may. Its result and its gradient of rows are
+    NaN in the tail. Its weight gradient multiplies every row, also in the tail, by 0 or 1. On
     Hopper, tokamax 0.0.17 does this near the end of a group."""
     return unwritten(jax.lax.ragged_dot(rows, w, sizes), sizes)
 
@@ -165,7 +166,8 @@ unwriting_dot.defvjp(lambda *args: (unwriting_dot(*args), args), unwriting_dot_b
 
 @pytest.mark.exchanges(15)
 def test_rows_that_a_product_of_another_library_leaves_unwritten_reach_no_result():
-    """docs/api/grouped.md shows the mask for a product whose weight gradient reads all rows."""
+    """If a product's weight gradient reads all rows, users must mask the tail as in
+    docs/api/grouped.md."""
 
     def of_product(multiply, x, weights, w, ids):
         def layer(x, weights, w):
@@ -192,7 +194,7 @@ def test_rows_that_a_product_of_another_library_leaves_unwritten_reach_no_result
             compiler_options=harness.QUICKLY,
         )
         found[multiply] = program(x, weights, w, ids)
-    # Products sum in different orders. On GPUs, they multiply in TF32.
+    # The products sum in different orders. On GPUs, they round to TF32.
     same = functools.partial(assert_finite_and_same, atol=1e-2 if harness.ON_GPU else 1e-4)
     right_y, right_gradients = found[ma.grouped_dot]
     same(found[masked], (right_y, right_gradients))
@@ -203,7 +205,7 @@ def test_rows_that_a_product_of_another_library_leaves_unwritten_reach_no_result
 
 @pytest.mark.exchanges(0)
 def test_the_tail_is_nan_in_every_float_on_the_portable_path():
-    """Each dtype needs its own NaN, because narrow floats travel as integers."""
+    """The NaN must be one of the row's dtype, although narrow floats are sent as integers."""
     ids, _, _, expected = inputs(LAYOUT, ranks=2)
     floats = [name for name in cases.MOVED_DTYPES if "float" in name]
     x = {name: np.ones((2, LAYOUT.tokens, 1), cases.dtype(name)) for name in floats}
@@ -218,7 +220,8 @@ def test_the_tail_is_nan_in_every_float_on_the_portable_path():
 
 @pytest.mark.exchanges(0)
 def test_a_tangent_leaves_the_tail_and_the_cotangent_of_a_combine_has_zeros_there():
-    """Cotangents of a combine are zero there, because code before the combine may read all rows."""
+    """In the tail, cotangents of a combine are zero, because code before the combine may read all
+    rows."""
     ids, x, _, _ = inputs(LAYOUT, ranks=2)
 
     def on_rank(x, ids):
@@ -243,7 +246,8 @@ def test_a_tangent_leaves_the_tail_and_the_cotangent_of_a_combine_has_zeros_ther
 
 @pytest.mark.exchanges(0)
 def test_debug_nans_blames_the_program_and_not_the_tail():
-    """With debug_nans, JAX runs operations one by one to find the operation that makes NaN."""
+    """With debug_nans, JAX runs a program's operations one by one to find the one that makes NaN.
+    It must not be the dispatch."""
     options = dict(group=PORTABLE, num_experts=4)
     on_ranks = functools.partial(jax.vmap, axis_name="ep", in_axes=(0, None))
     ids = jnp.zeros((3, 2), int)  # rank 1 has only rows without a token
@@ -264,9 +268,9 @@ def test_debug_nans_blames_the_program_and_not_the_tail():
         fn = on_ranks(functools.partial(layer, activation=activation, **more))
         return str(jax.make_jaxpr(jax.grad(lambda *args: jnp.sum(fn(*args))))(x, w))
 
-    program(x, w)  # the cached program writes NaN, but debug_nans runs its operations again
+    program(x, w)  # this program has NaN in the tail, and is not compiled again for debug_nans
     assert "unspecified" in gradient(jnp.tanh)
-    assert "moe_a2a_dot_act" in gradient(jax.nn.silu)  # this kernel does not write the tail
+    assert "moe_a2a_dot_act" in gradient(jax.nn.silu)  # it does not write the tail
     with jax.debug_nans(True):
         with pytest.raises(FloatingPointError, match="in log"):
             program(x, w)
@@ -277,7 +281,7 @@ def test_debug_nans_blames_the_program_and_not_the_tail():
 
 
 def unwriting(product):
-    """Wrap an FP8 product so that rows after the last group are NaN, as a kernel may leave them."""
+    """Wrap an FP8 product: its result is NaN in the tail, as a kernel may leave it."""
 
     def poisoned(rows, w, sizes, *args, **options):
         out = product(rows, w, sizes, *args, **options)
@@ -295,7 +299,8 @@ def unwriting(product):
 def test_nothing_unwritten_reaches_a_gradient_through_frozen_weights(
     monkeypatch, fetches, is_fused
 ):
-    """Rows after the last group and weights of experts without rows do not affect the result."""
+    """The tail, and the weights of experts without rows, do not affect a layer's output and
+    gradients."""
     local, rng = LAYOUT.local_experts, np.random.default_rng(0)
     normal = lambda *shape: jnp.asarray(rng.normal(size=(2, *shape)), jnp.float32)
     silu = jax.nn.silu if is_fused else lambda x: jax.nn.silu(1 * x)
@@ -326,11 +331,12 @@ def test_nothing_unwritten_reaches_a_gradient_through_frozen_weights(
     ):
         for name in names:
             monkeypatch.setattr(module, name, unwriting(getattr(module, name)))
-    # Expert 2 has no rows, and the next slot has no expert, so their weights may be NaN.
+    # Local expert 2 of rank 0 has no rows, and the slot after it has no expert, so their weights
+    # may be NaN.
     poisoned = jax.tree.map(lambda x: x.at[0, 2:].set(jnp.nan), experts)
     found = jax.jit(lambda *args: gradients(*args))(floats, poisoned)
     for one, right in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        # XLA may round differently in the other program. A number may then become the neighbouring
-        # FP8 value.
+        # XLA may round differently in the two programs. A number may then become a neighbouring FP8
+        # value.
         assert np.isfinite(right).all() and np.abs(right).max() > 0
         np.testing.assert_allclose(one, right, rtol=0, atol=0.01 * np.abs(right).max())

@@ -1,4 +1,4 @@
-"""Test `NvFp4` with a global scale for each token, which travels with the token's row.
+"""Test the format `NvFp4` with a global scale for each token, which is sent with the token's row.
 
 The oracle is `format_oracle.py`, which shares no code with the package.
 """
@@ -23,11 +23,11 @@ from jax_moe_a2a._src import api
 
 pytestmark = pytest.mark.exchanges(0)  # most tests run no exchange
 
-# This layout has masked choices, dropped choices and a tail.
+# This layout has dropped choices, and rows after the last group (a tail).
 LAYOUT = cases.Layout(
     "scaled", tokens=6, top_k=3, local_experts=2, capacity=14, alignment=4, hidden=64
 )
-# This layout has more tokens than one launch can route and dispatch.
+# This layout has more tokens than one kernel launch can route and dispatch.
 MANY = dataclasses.replace(LAYOUT, tokens=api.FUSED_MAX_TOKENS + 1, capacity=None)
 RANKS = harness.FEW
 PARTS = (*ma.Quantized._fields, "global_scales")
@@ -35,7 +35,8 @@ SPECIAL = np.float32([np.nan, np.inf, -np.inf, -1.0, -0.0, 0.0, 1e-40, 2.0**-120
 
 
 def scales_of_tokens(ranks, tokens, special=True):
-    """Draw scales [R, T] of many magnitudes. With `special`, some scales are invalid or extreme."""
+    """Return random scales [R, T] of many magnitudes. With `special`, some scales are invalid or
+    extreme."""
     rng = np.random.default_rng([ranks, tokens])
     scales = (10.0 ** rng.uniform(-6, 3, (ranks, tokens))).astype(np.float32)
     if special:
@@ -45,8 +46,8 @@ def scales_of_tokens(ranks, tokens, special=True):
 
 
 def tokens_of(scales, shape, dtype):
-    """Draw tokens [R, T, *shape] with magnitudes near the ranges of their scales. Some tokens are
-    zero, have an infinity, or are far outside the range."""
+    """Return random tokens [R, T, *shape] with magnitudes for which their scales are made. Some are
+    zero, contain an infinity, or are much larger or smaller."""
     rng = np.random.default_rng(scales.shape)
     x = rng.standard_normal((*scales.shape, *shape))
     sizes = np.where((scales > 1e-7) & (scales < 1e4), scales, 1) * 2688.0
@@ -60,7 +61,7 @@ def tokens_of(scales, shape, dtype):
 
 
 def assert_rows_are(rows, global_scales, x, scales, expected, written=...):
-    """Compare quantized rows [R, C, ...] and their global scales with the oracle."""
+    """Compare quantized rows [R, C, ...] and their global scales with the oracle's."""
     parts = (*format_oracle.encode_tokens(x, scales), scales)
     assert isinstance(rows, ma.Quantized)
     for field, actual, part in zip(PARTS, (*rows, global_scales), parts, strict=True):
@@ -69,7 +70,7 @@ def assert_rows_are(rows, global_scales, x, scales, expected, written=...):
 
 
 def assert_decoded_are(rows, x, scales, expected, written=...):
-    """Compare decoded rows [R, C, ...] with the oracle."""
+    """Compare decoded rows [R, C, ...] with the oracle's."""
     decoded = format_oracle.decode_tokens(
         *format_oracle.encode_tokens(x, scales), scales, x.dtype.name
     )
@@ -101,8 +102,8 @@ def test_encode_and_decode_use_the_scale_of_each_token(dtype, shape):
 
 
 def whole_exchanges(form, layout=LAYOUT):
-    """Return the number of whole exchanges of two dispatches. If the route is an exchange, both
-    dispatches share it."""
+    """Return the number of unsplit exchanges of two dispatches. If the route is a separate
+    exchange, they share it."""
     if form == "halves":
         return 1
     return 3 if form == "routing" or layout is MANY else 2
@@ -128,8 +129,8 @@ of_every_form = pytest.mark.parametrize("form", DISPATCHES)
     ids=lambda value: getattr(value, "name", value),
 )
 def test_rows_and_their_scales_are_those_of_the_oracle(form, layout, routing, dtype, tail):
-    """Two leaves share the scales. Rows without a token are zero bytes. On the portable path, the
-    scales of an unspecified tail are NaN."""
+    """Two leaves of the payload have the same scales. Rows without a token are zero bytes. With
+    tail="unspecified", the portable path sets the tail's scales to NaN."""
     ids = cases.Case(layout, routing).ids(RANKS)
     scales = scales_of_tokens(RANKS, layout.tokens)
     x, other = (tokens_of(scales, shape, dtype) for shape in ((64,), (2, 32)))
@@ -183,8 +184,8 @@ def small_arguments(elements=2):
 
 
 def by_form(form, group, ids, **options):
-    """Return a function that maps (x, scales) to rows. If ``scales`` is None, the dispatch has no
-    format. Otherwise, the function decodes the rows."""
+    """Return a function that maps (x, scales) to rows. If ``scales`` is None, the tokens are
+    dispatched without a format. Otherwise, the rows are decoded."""
 
     def rows(x, scales):
         given = dict(options)
@@ -201,7 +202,8 @@ def by_form(form, group, ids, **options):
 )
 @of_every_form
 def test_derivatives_are_those_of_a_dispatch_without_a_format(form):
-    """The cotangents of the scales are zeros."""
+    """Derivatives with respect to x are those of a dispatch without a format. The cotangents of the
+    scales are zeros."""
     ids, x, scales = small_arguments()
     group = harness.vmapped_group(VMAPPED)
 
@@ -233,7 +235,7 @@ def test_derivatives_are_those_of_a_dispatch_without_a_format(form):
 
 @pytest.mark.exchanges(3)
 def test_the_transpose_is_that_of_a_dispatch_without_a_format():
-    """A global scale may be one number per token, a traced number or a static number."""
+    """This holds for one global scale per token, for a traced scale, and for a static scale."""
     ids, x, scales = small_arguments()
     group = harness.vmapped_group(VMAPPED)
 
@@ -285,7 +287,7 @@ def test_quantized_rows_and_their_scales_have_no_gradient(form):
     ),
 )
 def test_a_batch_has_the_rows_of_each_element(form, axes):
-    """The routing, the tokens and the scales may be batched, alone or together."""
+    """The ids, the tokens and the scales may be batched, each alone or together."""
     ids, x, scales = small_arguments()
     group = harness.vmapped_group(VMAPPED)
 
@@ -370,7 +372,7 @@ def test_the_estimate_counts_the_scales():
     fmt = ma.NvFp4(global_scale=jnp.ones(128, jnp.float32))
     scaled = ma.memory_estimate(**harness.exchanging(sizes, token_format=fmt))
     assert scaled.rows_bytes - plain.rows_bytes == 4 * plain.capacity
-    # The scales travel as a choice array of 16 bytes for each token.
+    # The scales are sent as a choice array, which needs 16 bytes for each token.
     wide = dict(sizes, wire_dtype=ma.NvFp4())
     added = [
         ma.memory_estimate(**harness.exchanging(wide, token_format=f)).workspace_bytes

@@ -1,4 +1,5 @@
-"""Test which nvcc a build uses, which packages it requests from pip, and the projects of wheels."""
+"""Test which nvcc a build of the kernels uses, which packages it requests from pip, and the files
+of each wheel's project."""
 
 import ast
 import os
@@ -25,7 +26,7 @@ import wheels  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def empty_machine(monkeypatch, tmp_path):
-    """Pretend that the machine has no nvcc. Each test adds the files that it needs."""
+    """Hide every nvcc of this machine. Each test adds the files that it needs."""
     for name in ("CUDACXX", "CUDA_PATH", "MOE_A2A_CUDA", "CMAKE_ARGS", "SKBUILD_CMAKE_DEFINE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
@@ -33,7 +34,7 @@ def empty_machine(monkeypatch, tmp_path):
 
 
 def compiler(folder, release):
-    """Write a program that claims to be nvcc of this release."""
+    """Write a fake nvcc that prints this release."""
     folder.mkdir(parents=True, exist_ok=True)
     program = folder / "nvcc"
     program.write_text(
@@ -69,7 +70,7 @@ def test_pypis_toolkit_is_used_only_if_it_is_complete(tmp_path, monkeypatch):
     named = compiler(toolkit / "bin", "13.0")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "nvidia", raising=False)
-    assert nvcc.of_pypi() is None  # incomplete, as with jax[cuda13]
+    assert nvcc.of_pypi() is None  # incomplete, like that of jax[cuda13]
     for needed in nvcc.NEEDED_BESIDE_NVCC:
         (toolkit / needed).parent.mkdir(parents=True, exist_ok=True)
         (toolkit / needed).touch()
@@ -109,7 +110,7 @@ def test_a_build_without_kernels_asks_for_nothing_of_them(monkeypatch):
     assert requirements(monkeypatch) == []
     import backend
 
-    assert backend.get_requires_for_build_wheel() == []  # it needs no C++ compiler
+    assert backend.get_requires_for_build_wheel() == []  # no C++ compiler
     monkeypatch.setenv("MOE_A2A_CUDA", "AUTO")
     assert nvcc.PYPI_TOOLKIT in requirements(monkeypatch)
     monkeypatch.setattr(nvcc, "is_on_pypi", lambda: False)

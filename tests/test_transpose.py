@@ -1,6 +1,7 @@
-"""Dispatch and combine are each other's transpose. A gradient moves rows once in each direction.
+"""Test that dispatch and combine are each other's transpose. A layer's gradient sends rows once in
+each direction.
 
-Comparisons are exact: inputs are small integers in float32, or the oracle computes the sums.
+Results must be exact: inputs are small integers in float32, or the oracle rounds in the same order.
 """
 
 import functools
@@ -22,7 +23,7 @@ RANKS = harness.SEVERAL
 
 @functools.cache
 def maps():
-    """Return a dispatch of rows and weights, and a combine of rows. Both are linear functions of
+    """Return a dispatch of tokens and weights, and a combine of rows. Both are linear functions of
     all ranks' arrays."""
     group = harness.group_of(RANKS)
     ids = small_layer.arguments(RANKS).ids
@@ -82,7 +83,8 @@ def test_a_transpose_is_one_primitive_and_its_own_transpose_is_the_map():
 
 @pytest.mark.exchanges(4)
 def test_a_weighted_combine_transposes_in_its_rows_and_in_its_weights():
-    """A weighted combine is linear in its rows, and linear in its weights."""
+    """A weighted combine is linear in its rows and linear in its weights, so both have a
+    transpose."""
     group = harness.group_of(RANKS)
     ids = small_layer.arguments(RANKS).ids
     y, weights, g = integers(*ROWS), integers(LAYOUT.capacity, seed=1), integers(*TOKENS, seed=2)
@@ -107,7 +109,8 @@ def test_a_weighted_combine_transposes_in_its_rows_and_in_its_weights():
 
 @pytest.mark.exchanges(0)
 def test_only_leaves_with_a_cotangent_are_moved_back():
-    """If a loss uses only some leaves or the weights, only their gradients are moved back."""
+    """If a loss uses only some leaves, or only the weights, the backward pass sends only their
+    gradients."""
     group = harness.group_of(RANKS)
     ids = small_layer.arguments(RANKS).ids
     x = {"a": integers(*TOKENS), "b": integers(LAYOUT.tokens, 2), "w": integers(*CHOICES)}
@@ -147,7 +150,7 @@ def transpose_of_dispatch(layout, ranks, wire_dtype):
 
         return jax.vjp(dispatch, x, topk_weights)[1]((ct_rows, ct_weights))
 
-    # The four exchanges are a route and a combine for each of three dtypes. XLA removes the
+    # The four exchanges are a route, and three combines, one for each dtype. XLA removes the
     # dispatch, because its rows are unused.
     return harness.on_each_rank(transposed, harness.mesh_of(ranks), exchanges=4)
 
@@ -158,8 +161,8 @@ def transpose_of_dispatch(layout, ranks, wire_dtype):
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_the_gradient_of_dispatch_sums_as_combine_does(layout, wire_dtype):
-    """The gradient equals the oracle's sum exactly. NaN cotangents of rows without a token do not
-    affect it."""
+    """The gradient of a dispatch equals the oracle's combine exactly. Cotangents of rows without a
+    token, which are NaN here, do not affect it."""
     ranks = harness.SEVERAL
     program = transpose_of_dispatch(layout, ranks, wire_dtype)
     rng = np.random.default_rng(0)
@@ -191,8 +194,8 @@ def test_the_gradient_of_a_layer_moves_rows_once_each_way():
     loss = small_layer.loss_of(small_layer.layer_of_all_ranks(), ids)
     jaxpr = jax.make_jaxpr(jax.grad(loss, OF_FLOATS))(*floats)
     assert harness.count_primitives(jaxpr) == WHOLE
-    # Forward, one dispatch moves rows and weights. Backward, one weighted dispatch moves the
-    # gradient of the result for both.
+    # In the forward pass, one dispatch sends tokens and weights. In the backward pass, one weighted
+    # dispatch sends the result's gradient, for rows and weights.
     (dispatch,) = small_layer.equations(jaxpr, "dispatch")
     assert small_layer.payload(dispatch) == ([TOKENS], [CHOICES])
     (back,) = small_layer.equations(jaxpr, "weighted_dispatch")

@@ -1,8 +1,8 @@
-"""A vmap over a batch axis makes one exchange for the whole batch. A vmap over the group's axis
-runs all ranks on one device.
+"""Test vmap. Over a batch axis, a vmap makes one exchange for the whole batch. Over the group's
+axis, it runs all ranks on one device.
 
-For each element of the batch, results equal the oracle's results, and gradients equal the gradients
-of the dense layer. Elements have separate routings, capacities and drops.
+For each batch element, results equal the oracle's, and gradients equal the dense layer's. Each
+element has a separate routing and capacity, so its choices are dropped separately.
 """
 
 import functools
@@ -26,8 +26,8 @@ ONCE = {"route": 1, "dispatch": 1, "combine": 1, "weighted_combine": 1}
 
 @functools.cache
 def elements():
-    """Return the arguments [R, ...] of `exchange` for each element of the batch. Entries that no
-    program may read are NaN."""
+    """Return a list of the arguments [R, ...] of `exchange` for each batch element. Elements of
+    arrays that no program may read are NaN."""
     all_inputs = []
     for seed in range(BATCH):
         rng = np.random.default_rng(seed)
@@ -53,7 +53,7 @@ def element(results, b, dim=1):
 
 
 def assert_is_the_oracles(results, ids, x, topk_weights, y):
-    """Compare the results of all ranks for one element of the batch with the oracle."""
+    """Compare one batch element's results of all ranks with the oracle."""
     expected = small_layer.routing_of(ids)
     recv = results["recv"]
     harness.assert_routing_is(recv.routing, expected)
@@ -78,7 +78,7 @@ def assert_is_the_oracles(results, ids, x, topk_weights, y):
     ids=("all", "shared_ids", "only_weights"),
 )
 def test_every_element_of_a_batch_is_exchanged_as_if_alone_in_one_exchange(batched):
-    """Each argument is batched, or all elements share it."""
+    """In each case, some arguments are batched, and all elements share the others."""
     inputs, axes = [], []
     for i, is_batched in enumerate(batched):
         values = [each[i] for each in elements()]
@@ -97,7 +97,7 @@ def test_every_element_of_a_batch_is_exchanged_as_if_alone_in_one_exchange(batch
 
 @pytest.mark.exchanges(0)
 def test_unbatched_leaves_of_a_shared_routing_cross_once_and_come_back_unbatched():
-    """Leaves that all elements share are sent only once."""
+    """If all elements share the routing, leaves that they also share are sent only once."""
     ids, x, weights, _ = elements()[0]
     group = harness.group_of(RANKS)
 
@@ -117,11 +117,11 @@ def test_unbatched_leaves_of_a_shared_routing_cross_once_and_come_back_unbatched
 @pytest.mark.exchanges(3 + 9 * 3)
 @pytest.mark.parametrize("fmt", (None, ma.BlockwiseFp8()), ids=("plain", "fp8"))
 def test_no_row_is_lost_where_elements_share_flags(fmt):
-    """With more than 4096 slots, several slots share a flag. The slots of an element are adjacent,
-    and some are empty."""
+    """The kernel has 4096 flags. If there are more slots, adjacent slots share a flag. An element's
+    slots are adjacent, and some are empty."""
     ranks, batch, tokens, hidden, top_k = harness.FEW, 9, 1000, 128, 2
     num_experts, capacity = max(8, ranks), 1600
-    if ranks > cases.MOST_RANKS:  # landing zones grow with the square of the ranks
+    if ranks > cases.MOST_RANKS:  # receive buffers grow with the square of the ranks
         tokens, capacity = 500, 800
     rng = np.random.default_rng(0)
     ids = rng.integers(-2, num_experts, (ranks, batch, tokens, top_k), np.int32).clip(-1)
@@ -147,7 +147,7 @@ def test_no_row_is_lost_where_elements_share_flags(fmt):
 
 @pytest.mark.exchanges(4)
 def test_batch_axes_may_stand_anywhere():
-    """The batch may be any axis of inputs and outputs, and a different axis in each leaf."""
+    """The batch axis may be any axis of inputs and outputs, and may differ from leaf to leaf."""
     ids, x, weights, y = (
         jax.tree.map(lambda *leaves: np.stack(leaves, axis=1), *values)
         for values in zip(*elements())
@@ -183,14 +183,16 @@ dense = small_layer.compiled(small_layer.dense_layer)
 
 @functools.cache
 def batch():
-    """Return floats, ids and kept. The first axis is the batch, and the second axis is the rank."""
+    """Return floats, ids, and which choices are kept. The first axis is the batch, the second the
+    rank."""
     each = [small_layer.arguments(RANKS, seed) for seed in range(BATCH)]
     return small_layer.stacked(*each)
 
 
 @pytest.mark.exchanges(5)
 def test_grad_of_vmap_equals_that_of_the_dense_layer():
-    """The batch shares experts and weights, so their gradients are sums over the batch."""
+    """All batch elements share experts and router weights, whose gradients are therefore sums over
+    the batch."""
     floats, ids, kept = batch()
     x, topk_weights, w = floats
     own = x, topk_weights[0], w[0]
@@ -208,8 +210,8 @@ def test_grad_of_vmap_equals_that_of_the_dense_layer():
 @pytest.mark.several_devices("it needs a second mesh axis")
 @pytest.mark.parametrize("shared", (False, True), ids=("own_routing", "shared_routing"))
 def test_a_batch_may_be_spread_over_another_axis_of_the_mesh(shared):
-    """With vmap's spmd_axis_name, each device runs its own elements. In one case, all elements
-    share the ids and the weights."""
+    """With vmap's spmd_axis_name, the batch is divided over a mesh axis. In one case, elements
+    share the ids and the router weights."""
     dp = min(2, harness.MANY)
     ranks = harness.MANY // dp
     mesh = harness.mesh_over(dp=dp, ep=ranks)
@@ -234,7 +236,8 @@ def test_a_batch_may_be_spread_over_another_axis_of_the_mesh(shared):
     )
 
 
-# The default is 3 ranks, because 3 is no power of two and exceeds the devices of some machines.
+# By default, 3 ranks are emulated, because 3 is no power of two, and some machines have fewer
+# devices.
 EMULATED = harness.RANKS_ON_ONE_GPU or 3
 VMAPPED = harness.vmapped_group(EMULATED)
 
@@ -245,7 +248,7 @@ def emulated(fn, **options):
 
 @pytest.mark.exchanges(5)
 def test_grad_inside_the_emulation_equals_that_of_the_dense_layer():
-    """Each emulated rank computes gradients, so cotangents travel between ranks."""
+    """Each emulated rank calls jax.grad, so cotangents are sent between ranks."""
     floats, ids, kept = small_layer.arguments(EMULATED)
 
     def of_one_rank(*args):
@@ -259,7 +262,8 @@ def test_grad_inside_the_emulation_equals_that_of_the_dense_layer():
 
 @pytest.mark.exchanges(2)
 def test_the_emulation_returns_the_bytes_of_shard_map():
-    """The emulation has one rank for each device. Weighted sums would agree up to rounding."""
+    """The emulation has as many ranks as the shard_map. (Weighted sums, which may differ by
+    roundings, are not compared.)"""
     ranks = harness.SEVERAL
     floats, ids, _ = small_layer.arguments(ranks)
 
@@ -307,7 +311,8 @@ def test_another_batch_around_or_inside_the_emulation_is_one_exchange(outside, s
 
 @pytest.mark.exchanges(1)
 def test_the_rank_axis_may_stand_anywhere_and_arguments_may_lack_it():
-    """The rank is the last axis of the tokens, and the ids are equal on all ranks."""
+    """The rank axis is the last axis of the tokens. The ids have none, because all ranks share
+    them."""
     (x, _, _), ids, _ = small_layer.arguments(EMULATED)
     ids = ids[0]
     expected = small_layer.routing_of(np.stack([ids] * EMULATED))

@@ -1,7 +1,9 @@
-"""The wheels of a release work in an empty environment without compiler, toolkit and sources.
+"""Test that the wheels of a release work in a new environment without compiler, CUDA toolkit and
+sources.
 
 ``make wheels test-wheels`` sets MOE_A2A_WHEELS to the folder of the wheels, and
-MOE_A2A_WHEEL_PYTHONS to the interpreters. CI builds and tries the wheel without kernels.
+MOE_A2A_WHEEL_PYTHONS to the Python interpreters. CI builds the wheel without kernels, and runs this
+file with it.
 """
 
 import os
