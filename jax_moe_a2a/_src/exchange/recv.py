@@ -30,8 +30,8 @@ class Recv:
     """The result of ``dispatch`` on a rank. It is a pytree.
 
     C is the capacity, and L the number of local experts. Rows are sorted by local expert, then
-    source rank, token and choice. Padding rows and the tail (the rows after the last expert's rows)
-    are zero. With ``tail="unspecified"``, the tail has any values.
+    source rank, token and choice. Padding rows and the tail (the rows after the last expert's
+    padding) are zero. With ``tail="unspecified"``, the tail has any values.
     """
 
     rows: PyTree

@@ -1,6 +1,6 @@
 """Define the value of a group: its mesh, axes and options, and properties that depend only on them.
 
-This module uses no kernels, no other process and no backend of JAX. ``Group`` may use them.
+Code in this module never uses kernels, other processes or JAX backends. ``Group`` may use them.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class GroupValue:
 
     @property
     def patience(self) -> float:
-        """Return the seconds to wait for a peer that has made no exchange yet."""
+        """Return the seconds to wait for a rank that has made no exchange yet."""
         return max(self.timeout, self.first_timeout)
 
     def sms_of(self, operation: str) -> int | None:
@@ -145,13 +145,14 @@ class GroupValue:
             self._with(axis_name=axis, size=self.mesh.shape[axis], two_level=False)
             for axis in self.axes
         )
-        if self.implementation == "cuda":  # "cuda" requires the kernels only within a host
+        if self.implementation == "cuda":  # between hosts, kernels are optional
             hosts = hosts._with(implementation=None)
         return hosts, ranks
 
     def divided_by_hosts(self, mesh: Mesh | None) -> tuple[Mesh, Self] | None:
-        """Divide the group's only axis into hosts and the ranks of a host. Return the divided mesh,
-        and a group of two levels without devices. If the axis cannot be divided, return None."""
+        """Divide the group's only axis into an axis of hosts and an axis of a host's ranks. Return
+        the new mesh, and a group of two levels without devices. If this is not possible, return
+        None."""
         if mesh is None or len(self.axes) > 1:
             return None
         hosts = hosts_of(mesh, self.axes)
@@ -222,7 +223,7 @@ def _check_num_sms(num_sms: Any) -> int | tuple[tuple[str, int], ...] | None:
     """Return the argument ``num_sms`` as a value that can be hashed."""
     if num_sms is None:
         return None
-    if not isinstance(num_sms, Mapping | tuple):  # a tuple is the field ``num_sms`` of a group
+    if not isinstance(num_sms, Mapping | tuple):  # the field ``num_sms`` may be a tuple
         return check_int("num_sms", num_sms, least=1)
     budgets = dict(num_sms)
     if unknown := budgets.keys() - OPERATIONS:
