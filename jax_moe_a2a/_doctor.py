@@ -156,7 +156,7 @@ def _versions() -> Finding:
 
 
 def _package() -> Finding:
-    """Report the folder of the imported package, and the installed package that it hides."""
+    """Report the folder of the imported package, and the installed package that a clone hides."""
     if not extension.is_clone():
         return Finding("package", str(extension.FOLDER))
     hidden = extension.other_installation()

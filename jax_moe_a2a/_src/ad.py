@@ -91,7 +91,7 @@ def with_tangent(x: Any, tangent_of: Callable[[Any, Any], Any], *operands: Any) 
 
 
 def named(tree: Any, name: str) -> Any:
-    """Return ``tree``. Policies of ``jax.checkpoint`` know its arrays by ``name``."""
+    """Return ``tree``, whose arrays get the checkpoint name ``name`` for ``jax.checkpoint``."""
 
     def of_array(x: jax.Array) -> jax.Array:
         bits = compat.checkpoint_name(as_bits(x), name)
@@ -102,8 +102,8 @@ def named(tree: Any, name: str) -> Any:
 
 def as_bits(x: jax.Array) -> jax.Array:
     """Return floats of 8 bits as integers, and other arrays unchanged. ``jax.checkpoint`` rounds
-    saved floats with ``lax.reduce_precision``, which turns a float8_e4m3fn of 256 or more into a
-    NaN (jax 0.10.2 to 0.12.0)."""
+    saved floats with ``lax.reduce_precision``, which returns NaN for a float8_e4m3fn of 256 or more
+    (jax 0.10.2 to 0.12.0)."""
     is_narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 1
     return lax.bitcast_convert_type(x, jnp.uint8) if is_narrow else x
 

@@ -83,8 +83,8 @@ def without_dead_code(program: Any) -> Any:
 
 
 def traced_in(fn: Callable[..., Any], avals: Sequence[Any], axes: Any) -> Any:
-    """Return the jaxpr of ``fn`` with the mesh axes ``axes`` in scope. Its types do not vary over
-    them."""
+    """Return the jaxpr of ``fn`` with the mesh axes ``axes`` in scope. In it, no type varies over
+    ``axes``."""
     types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
     with varying_unchecked(), core.extend_axis_env_nd(list(axes.items())):
         return without_dead_code(jax.make_jaxpr(fn)(*types))

@@ -29,7 +29,7 @@ class Choice(NamedTuple):
     """Why the kernel does not run, or ''."""
     lower: Callable[[], Any]
     within: Callable[..., Any] | None = None
-    """A function of the operands that replaces the call. For its primitives, choosers run again."""
+    """A function of the operands that replaces the call. Its primitives have choosers, too."""
 
 
 class NamedGpu(NamedTuple):

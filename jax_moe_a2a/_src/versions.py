@@ -1,5 +1,5 @@
-"""Raise an ImportError for Python without the GIL, and for a JAX that is too old. This module is
-imported first, because other modules import names that an old JAX lacks."""
+"""Raise an ImportError for Python without the GIL, and for an old JAX. This module is imported
+first, because other modules import names that an old JAX lacks."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ from .recv import Recv, recv_of
 class DispatchArguments(NamedTuple):
     """The checked arguments of ``dispatch`` or ``dispatch_start``.
 
-    To quantize in the primitive, bind it with ``payload`` and ``params``, and pass its results to
-    ``recv``. To quantize before the primitive and decode after it, use ``encoded`` and
+    To quantize inside the dispatch primitive, bind ``payload`` with ``params``, and pass the
+    results to ``recv``. To quantize before the primitive and decode after it, use ``encoded`` and
     ``recv_of_encoded``."""
 
     source: CheckedIds | AnyRouting

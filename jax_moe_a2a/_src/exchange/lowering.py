@@ -170,7 +170,7 @@ def default_num_sms(num_tokens: int, half_bytes: int) -> int:
 
 
 def num_sms_of(group: Group, operation: str, num_tokens: int, half_bytes: int) -> int:
-    """Return the number of SMs of a route or a whole exchange."""
+    """Return the number of SMs of a route, or of an exchange that is not split."""
     is_alone = group.size == 1  # the speed of one rank depends only on its memory
     default = ALL_SMS if is_alone else default_num_sms(num_tokens, half_bytes)
     return group.sms_of(operation) or default
@@ -277,9 +277,9 @@ def lower_by_kernels(
 ) -> Callable[[], list[Any]]:
     """Return a function that emits the custom calls of an exchange and returns their results.
 
-    ``phase`` is "start", "done", or "" for a whole exchange. The calls of a done have the operands
-    of the start, because XLA must keep these arrays in place. Further operands of a done are the
-    arrays in flight, in whose memory it writes its results.
+    ``phase`` is "start", "done", or "" for an exchange that is not split. The calls of a done have
+    the operands of the start, because XLA must keep these arrays in place. Further operands of a
+    done are the arrays in flight. The done writes its results into their memory.
     """
     sources, is_outward = exchange.layouts(**params).sources, exchange.is_outward
     num_results = len(sources)

@@ -110,7 +110,7 @@ class Record:
     """Corrects the abstract values of results that do not have the type of their source."""
     primitive: Any = dataclasses.field(init=False)
     transpose: Record = dataclasses.field(init=False)
-    """The transposed exchange, if this exchange is linear in its whole payload."""
+    """The transposed exchange, if this exchange is linear in all payload arrays."""
     start: Record = dataclasses.field(init=False)
     done: Record = dataclasses.field(init=False)
 

@@ -49,7 +49,7 @@ class Recv:
     src_info: SourceInfo
     """Source rank, token and choice of each row."""
     num_rows: jax.Array
-    """[] int32: number of rows that hold a token."""
+    """[] int32: number of rows with a token."""
     num_dropped: jax.Array
     """[] int32: number of rows that this rank dropped because the capacity was too small."""
     num_invalid: jax.Array
@@ -64,8 +64,8 @@ class Recv:
     def row_experts(self) -> jax.Array:
         """Return the local expert of each row, [C] int32; -1 for a row without a token.
 
-        Use this array to apply a bias or a scale of each expert. Each access of this property
-        computes it. The property does not support a batched ``Recv``, as returned by ``vmap``.
+        Use this array to apply a bias or a scale of each expert. Each access computes it. A batched
+        ``Recv``, as ``vmap`` returns it, is not supported.
         """
         rows = jnp.arange(self.src_info.rank.shape[0], dtype=jnp.int32)
         ends = self.row_offsets[1:]

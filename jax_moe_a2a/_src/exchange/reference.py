@@ -1,7 +1,7 @@
 """Implement every exchange primitive with jnp and lax collectives, for any platform.
 
-The functions from ``route`` to ``done`` accept the operands and parameters of the primitives with
-their names. An exchange has three steps: a sending half on each rank, a swap between the ranks, and
+The functions from ``route`` to ``done`` accept the operands and parameters of the primitives of the
+same names. An exchange has three steps: a sending half on each rank, a swap between the ranks, and
 a receiving half. With ``emulated``, all arrays have a leading axis of ranks. The halves then run
 for all ranks on one device, and the swap is a transposition.
 """
@@ -32,7 +32,7 @@ from ..plan.plan import TAIL_ROW, PlanOptions, RoutePlan, RoutingArrays, plan_ro
 from .record import Options, Record, split_routing
 
 # A sum of few small terms is unrolled, because XLA:CPU compiles it in half the time of a loop. A
-# loop adds many or large terms, because XLA might hold all terms of an unrolled sum in memory.
+# loop adds many or large terms, because XLA might keep all terms of an unrolled sum in memory.
 MAX_UNROLLED_TERMS = 16
 MAX_UNROLLED_BYTES = 4 * 2**20
 
@@ -198,7 +198,7 @@ def weighted_dispatch(
     num_axes = int(emulated) + 1 + num_weight_axes
     acc_dtype = accumulation_dtype(moved.dtype)
     wide = moved.astype(acc_dtype)
-    is_row = routing.row_rank >= 0  # rows without a token may hold NaN
+    is_row = routing.row_rank >= 0  # rows without a token may be NaN
 
     def scaled(weights: jax.Array) -> jax.Array:
         product = expand_like(weights.astype(acc_dtype), wide) * wide

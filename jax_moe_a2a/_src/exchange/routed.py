@@ -119,7 +119,7 @@ def _routed_abstract(ids: Any, *payload: compat.Aval, **params: object) -> list[
     return [*plan.results, *rules.abstract(DISPATCH, *payload, *plan.arrays, **dispatch_params)]
 
 
-# Derivatives. A routing holds integers and has no derivative.
+# Derivatives. A routing contains only integers, so it has no derivative.
 
 
 def _route_jvp(primals: compat.Primals, tangents: compat.Tangents, **params: Any) -> tuple:

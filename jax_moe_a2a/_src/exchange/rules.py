@@ -82,7 +82,7 @@ def batch(
     emulated: bool,
     **params: Any,
 ) -> tuple[list[Any], list[Any]]:
-    """Bind one exchange for the whole batch.
+    """Bind one exchange for all elements of a batch.
 
     If ``vmap`` is over the group's axis, the primitive is bound with ``emulated``. If the routing
     has no batch axis, the batch becomes the first axis after the tokens or rows, so each row is

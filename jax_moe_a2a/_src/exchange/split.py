@@ -106,8 +106,9 @@ def _have_tangents(arrays: Sequence[Any]) -> list[bool]:
     return [carries_tangent(aval_of(x).dtype) for x in arrays]
 
 
-# ``lax.optimization_barrier`` cannot replace the tie. JAX removes its unused arrays, and its
-# derivatives may turn missing tangents into zeros. Such zeros would create a done without a start.
+# ``lax.optimization_barrier`` cannot replace the tie. JAX removes unused arrays from a barrier, and
+# its derivatives may replace missing tangents by zeros. Such zeros would create a done without a
+# start.
 
 
 def _tie_those_with_tangents(tangents: compat.Tangents) -> list[Any]:

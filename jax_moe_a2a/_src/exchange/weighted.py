@@ -99,7 +99,7 @@ WEIGHTED_DISPATCH = Record(
     reference=_whole_reference,
     layouts=_dispatch_layouts,
     kernel_calls=_dispatch_calls,
-    # On a single rank, XLA fuses the whole reference, which is faster (docs/history/speed.md).
+    # On a single rank, XLA fuses all of the reference, which is faster (docs/history/speed.md).
     unfused=lambda group, **_: _whole_reference if group.size == 1 else _dispatch_and_weigh,
     result_types=_dispatch_types,
 )

@@ -1,1 +1,1 @@
-"""Token formats: values of 4 or 8 bits, with a scale for each group of values."""
+"""Token formats: values of 4 or 8 bits, with a scale for each group."""

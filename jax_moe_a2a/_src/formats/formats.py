@@ -33,7 +33,7 @@ INFINITY = 0xFF << 23
 # Codes of float8_e4m3fn.
 E4M3_MAX = 0x7E  # 448
 E4M3_NAN = 0x7F
-E4M3_MAX_EXPONENT = 8  # 2**8 is its largest power of two
+E4M3_MAX_EXPONENT = 8  # 2**8 is the largest E4M3 power of two
 # 2**-117 times 2**-9, the smallest float8_e4m3fn, is still a normal float32.
 MIN_SCALE_EXPONENT = -117
 

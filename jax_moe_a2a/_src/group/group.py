@@ -273,7 +273,7 @@ class Group(GroupValue):
 
         The next use opens the workspace again. Call ``close`` to continue after a failure. All
         groups over the same devices in the same order share one workspace. With several processes,
-        each process frees the memory of its own devices. The workspace opens again only after all
+        each process frees the memory of its devices only. The workspace opens again only after all
         processes have called ``close``.
 
         Args:

@@ -9,7 +9,7 @@ class RouterChoices(NamedTuple):
     """The K chosen experts of each token. The arrays may have any leading axes.
 
     A ``TopK`` router returns ``RouterChoices``. ``moe`` accepts them in place of a router, and
-    ``moe_mlp`` accepts the ``RouterChoices`` of one rank.
+    ``moe_mlp`` accepts those of one rank.
     """
 
     ids: Any
