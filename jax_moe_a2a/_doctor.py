@@ -35,7 +35,7 @@ from ._src.plan.memory import memory_estimate, readable
 
 AXIS = "ep"
 TIMEOUT = 10.0  # seconds that a kernel of the small exchange waits for another rank
-MEETING_SECONDS = 60.0  # a process waits so long for other processes
+MEETING_SECONDS = 60.0  # seconds that a process waits for other processes
 NEWEST_CUDA = 13  # the newest CUDA for which JAX and this package have wheels
 TESTED = ("9.0",)  # compute capabilities on which the kernels have run
 GUIDE = 'docs/troubleshooting.md, "What each failure looks like"'

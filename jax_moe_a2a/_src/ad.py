@@ -45,7 +45,7 @@ def select(keep: Sequence[bool], values: Sequence[Any]) -> list[Any]:
 
 
 def spread(keep: Sequence[bool], kept: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-    """Replace the elements of ``others`` for which ``keep`` is True by the elements of ``kept``."""
+    """Return ``others``, but with the elements of ``kept`` in order where ``keep`` is True."""
     values = iter(kept)
     return [next(values) if k else other for k, other in zip(keep, others, strict=True)]
 

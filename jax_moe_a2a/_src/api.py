@@ -174,7 +174,7 @@ def combine(
     wire_dtype: DTypeLike | TokenFormat | None = None,
     add: PyTree | None = None,
 ) -> PyTree:
-    """Send the experts' outputs back, and return the sum of weight * output for each token.
+    """Send outputs of experts back to the ranks of the tokens. Sum weight * output for each token.
 
     Sums are computed in float32 (float64 for float64 rows), in a fixed order. First, each rank sums
     its rows of a token in the order of choices, and rounds this partial sum once to ``wire_dtype``.

@@ -164,8 +164,8 @@ def register_lowering_per_call(
 def register_dce_rule(
     primitive: Primitive, rule: Callable[[Sequence[bool], Any], tuple[list[bool], Any]]
 ) -> None:
-    """Register the rule that removes unused code: ``rule(used_outputs, eqn) -> (used_inputs, new
-    eqn)``. The rule runs only if at least one output is used."""
+    """Register a primitive's rule for removal of unused code: ``rule(used_outputs, eqn) ->
+    (used_inputs, new eqn)``. The rule runs only if at least one output is used."""
 
     def of_any(used_outputs: Sequence[bool], *args: Any) -> tuple[list[bool], Any]:
         eqn = args[-1]  # the last of two or three arguments, by JAX version
@@ -238,8 +238,9 @@ def coordination_barrier(name: str, timeout: float) -> str:
 
 
 def per_job(make: Callable[[], T]) -> Callable[[], T]:
-    """Return a function that returns ``make()``, and calls ``make`` once in a job. A job ends with
-    ``jax.distributed.shutdown``. The function's attribute ``forget`` drops the stored result."""
+    """Return a function that returns the result of ``make()``, but calls ``make`` only once in a
+    job. A job ends with ``jax.distributed.shutdown``. The function's attribute ``forget`` drops the
+    stored result."""
     kept: list[tuple[Any, T]] = []
     lock = threading.Lock()
 

@@ -17,7 +17,7 @@ from . import compat, paths
 from .exchange.lowering import check_platforms
 from .exchange.record import split_routing
 
-# Maps the name of each primitive, without the prefix "moe_a2a_", to words.
+# Maps each primitive's name without "moe_a2a_" to the name that ``explain`` shows.
 NAMES = dict(
     route="route",
     routed_dispatch="route and dispatch",

@@ -90,7 +90,7 @@ class DispatchArguments(NamedTuple):
 
     @property
     def encoded(self) -> tuple[list[jax.Array], dict[str, Any]]:
-        """Return the payload and parameters of a dispatch that only moves values and scales."""
+        """Return payload and parameters of a dispatch of quantized leaves, which has no format."""
         if self.options.token_format is None:
             return self.payload, self.params
         return reference.encoded(self.payload, **self.params)
@@ -282,7 +282,7 @@ def _check_leaf(name: str, leaf: Any, axis: str, size: int, remedy: str) -> jax.
 
 
 def check_weights(name: str, weights: ArrayLike, axes: str, shape: tuple[int, ...]) -> jax.Array:
-    """Return weights as float32, or as float64 if they are float64."""
+    """Check the weights. Return them as float64 if they are float64, otherwise as float32."""
     array = jnp.asarray(weights)
     message = f"{name} must be a float array {axes}={list(shape)}; got {short(array)}"
     if not jnp.issubdtype(array.dtype, jnp.floating):

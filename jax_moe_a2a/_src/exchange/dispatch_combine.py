@@ -118,7 +118,7 @@ def combine_calls(
     has_addends = params["options"].num_addends > 0
     calls = []
     choice_arrays_left = list(range(num_leaves, num_moved))
-    for dtype in dict.fromkeys(aval.dtype for aval in leaves) or [None]:  # None: choice arrays only
+    for dtype in dict.fromkeys(aval.dtype for aval in leaves) or [None]:  # None without leaves
         own = [i for i in range(num_leaves) if leaves[i].dtype == dtype]
         addends = [num_moved + i for i in own if has_addends]
         results = own + choice_arrays_left

@@ -112,7 +112,7 @@ def register(
         found, composition, what = _placement_of(ctx, params), unfused(**params), "portable path"
         if isinstance(found, CallPlacement):
             if found.lead and found.group.size == 1:
-                # A handler expects an axis of ranks only if several ranks share a launch.
+                # Handlers expect an axis of ranks only if a launch has several ranks.
                 return traced("", "", of_only_rank, of_only_rank)
             try:
                 return Choice(paths.KERNEL, "", kernels(ctx, found, *operands, **params))
@@ -340,7 +340,7 @@ def lower_by_kernels(
                 results[i] = result
         if phase != "start":
             return results
-        payload = inputs[: -len(READ_BY_KERNELS)]  # The done reads them in this memory.
+        payload = inputs[: -len(READ_BY_KERNELS)]  # The done reads this memory again.
         if is_outward:
             return [*payload, *results]
         return [*results, *(payload[source[0]] for source in sources)]

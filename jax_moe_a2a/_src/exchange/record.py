@@ -50,7 +50,7 @@ class Options(NamedTuple):
     keeps_encoded: bool = False
     """True if a dispatch with ``decode`` also returns the quantized rows."""
     has_token_scales: bool = False
-    """True if an operand float32 [T] replaces the ``global_scale`` of ``token_format``."""
+    """True if the global scales are an operand, float32 [T], and not in ``token_format``."""
     num_addends: int = 0
     """Number of addends of a combine: one for each sum, or 0. Addends are the last payload
     operands. A combine adds an addend before it rounds the sum."""

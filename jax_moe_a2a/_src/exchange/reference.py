@@ -353,8 +353,8 @@ def send_sums(
             terms.append(term)
         return terms
 
-    # XLA fuses other multiplications with additions inside a loop than outside. Weighted sums
-    # always use a loop, because the size of the arrays must not change their bits.
+    # Inside a loop, XLA fuses other multiplications with additions than outside of a loop. Weighted
+    # sums always use a loop, because the size of the arrays must not change their bits.
     is_weighted = any(weights is not None for _, weights in pairs)
     indices = jnp.moveaxis(routing.slot_rows, 2, 0)
     return _sum_in_order(terms, indices, zeros, may_unroll=not is_weighted).astype(wire_dtype)
@@ -448,8 +448,8 @@ def _move(
 
     Floats of fewer than 32 bits travel as integers, for three reasons. XLA:CPU converts these
     floats to more bits in selects and collectives, which changes signalling NaNs to quiet NaNs.
-    NCCL does not support all of these dtypes. A row without a token is zero bytes, but
-    float8_e8m0fnu has no zero.
+    NCCL does not support all of these dtypes. All bytes of a row without a token are zero, but
+    float8_e8m0fnu has no number zero.
     """
     bits = _as_integers(x)
     moved = _exchange(send, receive, bits, **kwargs)

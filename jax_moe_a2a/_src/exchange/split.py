@@ -2,8 +2,8 @@
 
 The transpose of a start is the done of the transposed exchange, and the transpose of a done is its
 start. Therefore the gradient of work between start and done also runs between a start and a done.
-Both must move the same arrays. Therefore a derivative moves all arrays that can have tangents, even
-zero tangents.
+A start and its done must move the same arrays. Therefore a derivative moves all arrays that can
+have tangents, even zero tangents.
 """
 
 from __future__ import annotations

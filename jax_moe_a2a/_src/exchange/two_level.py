@@ -37,7 +37,7 @@ def plan_levels(ids: jax.Array, group: Group, options: PlanOptions) -> dict[str,
     host = own_rank(hosts)
     per_host = options.num_local_experts * ranks.size
 
-    # Each rank receives the ids of the ranks with its local index on all hosts, [T, H, K].
+    # Receive the ids [T, H, K] of the ranks that have the same index as this rank on their hosts.
     everywhere = jnp.arange(hosts.size, dtype=jnp.int32)
     everywhere = jnp.broadcast_to(everywhere, (num_tokens, hosts.size, hosts.size))
     params: dict[str, Any] = dict(num_leaves=1, num_choice_arrays=0, options=Options())
@@ -113,7 +113,7 @@ def bind(
     num_leaves: int,
     **params: Any,
 ) -> list[Any]:
-    """Bind an exchange over both levels. The level between hosts adds the addends."""
+    """Bind an exchange over both levels. Only the exchange between hosts adds the addends."""
     hosts, ranks = routing.group.levels
     between, within = dict(params, group=hosts), dict(params, group=ranks, num_leaves=num_leaves)
     if exchange.is_outward:

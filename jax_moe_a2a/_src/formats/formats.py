@@ -284,10 +284,10 @@ class NvFp4(TokenFormat):
     Attributes:
       global_scale: a float from 2**-116 to 2**116, or a float32 array. An array may be traced, and
         is clipped to this range. An array [] must be equal on all ranks. An array [T] has one scale
-        for each of the tokens [T, ..., H], which travels with its token. The full range of the
-        format is used if the scale is the largest magnitude of the tensor, or of the token, divided
-        by 2688 (6 * 448). If a scale is negative, infinite or NaN, all numbers with this scale
-        decode to NaN.
+        for each of the tokens [T, ..., H]. It travels with the token. The full range of the format
+        is used if the scale is the largest magnitude of the tensor, or of the token, divided by
+        2688 (6 * 448). If a scale is negative, infinite or NaN, all numbers with this scale decode
+        to NaN.
     """
 
     global_scale: float | jax.Array = 1.0

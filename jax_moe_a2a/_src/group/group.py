@@ -36,10 +36,10 @@ class Group(GroupValue):
 
     Args:
       mesh: the concrete or abstract mesh that has the axes ``axis_name``. For each index of the
-        other axes of the mesh, the ranks are an independent *domain*. With an abstract mesh or
-        None, the program decides the devices. Inside ``jax.shard_map``, the group uses the devices
-        of the mesh of ``jax.shard_map`` or ``jax.set_mesh``. Inside ``jax.vmap`` over the group's
-        axis, all ranks share one device.
+        mesh's other axes, the ranks form an independent *domain*. With an abstract mesh or None,
+        the program decides the devices. Inside ``jax.shard_map``, the group uses the devices of the
+        mesh of ``jax.shard_map`` or ``jax.set_mesh``. Inside ``jax.vmap`` over the group's axis,
+        all ranks share one device.
       axis_name: an axis name, or a tuple of axis names. Ranks are numbered row-major in this order.
         ``jax.vmap`` over the group needs a single axis.
       size: number of ranks. Without a mesh, ``size`` is required. With a mesh, ``size`` must equal
@@ -160,9 +160,9 @@ class Group(GroupValue):
 
     @property
     def topology(self) -> native.Topology:
-        """Return the devices of the group's workspace, and the size of the group. A group without
-        devices uses the mesh of ``jax.set_mesh``. If no mesh is set, all ranks share the default
-        GPU."""
+        """Return a ``Topology``: the devices of the group's workspace, and the size of the group. A
+        group without devices uses the mesh of ``jax.set_mesh``. If no mesh is set, all ranks share
+        the default GPU."""
         placed = self.placed_on(compat.mesh_in_context())
         if isinstance(placed.mesh, Mesh):
             announce(placed)
@@ -228,8 +228,8 @@ class Group(GroupValue):
         with this process's next program.
 
         Returns:
-          One ``DeviceMemory`` per mapping. The tuple is empty on the portable path and while the
-          workspace is closed.
+          One ``DeviceMemory`` per device and workspace. The tuple is empty on the portable path and
+          while the workspace is closed.
         """
         found = []
         for of_devices, own_devices in _all_places(self):
@@ -289,7 +289,7 @@ class Group(GroupValue):
             timeout = max(2 * self.timeout, LEAST_CLOSE_SECONDS)
         check_seconds("timeout", timeout)
         topologies = [place.topology for place in _all_places(self)]
-        for each in topologies:  # If a wait raises an error, no workspace has been closed yet.
+        for each in topologies:  # If this raises an error, all workspaces stay open.
             native.wait(each, timeout)
         for each in topologies:
             native.close(each, timeout)

@@ -259,7 +259,7 @@ def why_no_exchange(gpus: Iterable[Any]) -> str:
 
 
 def default_gpu() -> jax.Device | None:
-    """Return the GPU of programs without a placement: JAX's default device, or the first GPU."""
+    """Return the GPU for programs without devices: JAX's default device, or the first GPU."""
     gpus = local_gpus()
     default = getattr(jax.config, "jax_default_device", None)  # jax 0.10 has no type for it
     return default if default in gpus else next(iter(gpus), None)

@@ -51,7 +51,7 @@ def publish() -> None:
     """Publish the notice of this process, once in a job, and start to answer memory requests."""
     notice = _own_notice()
     if not notice.why_portable:
-        native.introduce_devices()  # before another process asks for their memory
+        native.introduce_devices()  # before other processes ask for memory
         name, secret = native.listen()
         notice = dataclasses.replace(
             notice,

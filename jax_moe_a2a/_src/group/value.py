@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, Mesh
 from ..checks import check_bool, check_int
 from ..plan.capacity import MAX_TOP_K
 
-MOST_SECONDS = 1e9  # the longest timeout, 31 years
+MOST_SECONDS = 1e9  # the longest timeout (31 years)
 OPERATIONS = ("route", "dispatch", "combine")
 
 
@@ -119,8 +119,8 @@ class GroupValue:
         return self.num_sms
 
     def placed_on(self, mesh: Mesh | None) -> Self:
-        """Return the group with the devices of ``mesh``. Return the group unchanged if it already
-        has devices, or if the mesh does not have the axes of the group."""
+        """Return the group with the devices of ``mesh``. If the group already has devices, or the
+        mesh does not have the axes of the group, return the group unchanged."""
         if isinstance(self.mesh, Mesh) or mesh is None:
             return self
         sizes = [mesh.shape.get(axis) for axis in self.axes]
@@ -136,7 +136,7 @@ class GroupValue:
     @functools.cached_property
     def levels(self) -> tuple[Self, ...]:
         """Return the group of each level, in the order in which tokens travel. With one level,
-        return only this group. With two levels, the first group has the ranks of equal local index
+        return only this group. With two levels, the first group has the ranks with the same index
         on all hosts. The second group has the ranks of a host."""
         if not self.two_level:
             return (self,)

@@ -30,7 +30,7 @@ class Sizes(NamedTuple):
         )
         num_rows = (1 if self.replicated else group_size) * num_tokens * top_k
         if factor is not None:
-            # Multiply decimal numbers, because the float product 1.1 * 10 would become 12 rows.
+            # Multiply as decimals. The float product 1.1 * 10 would be rounded up to 12.
             share = Fraction(str(factor)) / group_size
             num_rows = min(num_rows, math.ceil(share * num_rows))
         # Add the largest possible padding, and round up to the alignment.

@@ -39,8 +39,8 @@ class MemoryEstimate:
     memory pool during an exchange."""
     levels: tuple[MemoryEstimate, ...] = ()
     """With two levels: the estimates of the exchange between hosts and of the exchange within a
-    host. The rows between hosts are relayed tokens. If the kernels do not run between hosts, the
-    first level's ``workspace_bytes`` are not needed."""
+    host. The exchange between hosts returns relayed tokens as rows. If the kernels do not run
+    between hosts, the first level's ``workspace_bytes`` are not needed."""
 
     @property
     def half_bytes(self) -> int:

@@ -169,8 +169,8 @@ def number_slots(choice_rank: jax.Array, rank: jax.Array) -> Slots:
     # [2R, T]: the first R rows say which tokens this rank sends to each rank. The other R rows say
     # which tokens this rank receives from each rank.
     goes = jnp.concatenate([own == ranks, choice_rank == rank]).any(axis=2)
-    # Sort the tokens, with those that travel before the others. XLA:CPU compiles a sort faster than
-    # a prefix sum or a scatter.
+    # Sort the tokens so that those that travel come first. XLA:CPU compiles a sort faster than a
+    # prefix sum or a scatter.
     token = lax.broadcasted_iota(jnp.int32, goes.shape, 1)
     token_of = lax.sort(jnp.where(goes, token, token + num_tokens), dimension=1)
     is_used = token_of < num_tokens
@@ -229,8 +229,8 @@ def count_and_number(group: jax.Array, num_groups: int) -> tuple[jax.Array, jax.
 
 def sort_by_group(group: jax.Array, num_groups: int) -> tuple[jax.Array, jax.Array]:
     """Sort elements by group, in a stable order. ``group``, int32 [N], is ``num_groups`` for an
-    element without a group. Return the first position of each group, int32 [num_groups + 1], where
-    elements without a group are the last group. Also return the position of each element, [N]."""
+    element without a group. Return the first position of each group, int32 [num_groups + 1].
+    Elements without a group form the last group. Also return the position of each element, [N]."""
     # Sort one mark per group with the elements. The mark precedes the group's elements, so its
     # position leads to the group's first position.
     marks = jnp.arange(num_groups + 1, dtype=jnp.int32)

@@ -184,8 +184,8 @@ def check_arrays(
 def check_int32(
     what: str, arrays: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], reason: str
 ) -> None:
-    """Raise a TypeError unless each array is int32 with its shape in ``shapes``. The error gives
-    ``reason``."""
+    """Raise a TypeError unless each array is int32 with its shape in ``shapes``. ``reason`` is for
+    the error."""
     for name, shape in shapes.items():
         if arrays[name].dtype != jnp.int32 or arrays[name].shape != shape:
             expected = ",".join(map(str, shape))
