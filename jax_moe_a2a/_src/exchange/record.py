@@ -1,6 +1,6 @@
 """Define ``Record``, which describes an exchange primitive for the rules of JAX transforms.
 
-An exchange moves a payload (arrays) from tokens to rows (outward), or from rows to tokens. For a
+An exchange moves arrays (its payload) from tokens to rows (outward), or from rows to tokens. For a
 fixed routing, an exchange is linear in its payload, or bilinear in rows and their weights. Dispatch
 and combine are transposes of each other. Weighted dispatch and weighted combine are transposes,
 too.

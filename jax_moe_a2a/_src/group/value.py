@@ -269,11 +269,11 @@ def _check_two_level(
 
 
 def hosts_of(mesh: Mesh, axes: tuple[str, ...]) -> np.ndarray:
-    """Return the number of each device's host, [domains, sizes of the axes...]; -1 if unknown.
+    """Return the index of each device's host, [domains, sizes of the axes...]; -1 if unknown.
 
-    The number is JAX's partition index (slice index in older versions). By default, each host is
-    one partition. The program can choose other partitions in ``jax.distributed.initialize``. If
-    NVLink connects several hosts, they are one partition.
+    The index is JAX's partition index (slice index in older versions). By default, each host is one
+    partition. The program can choose other partitions in ``jax.distributed.initialize``. If NVLink
+    connects several hosts, they are one partition.
     """
     hosts = [
         getattr(device, "partition_index", getattr(device, "slice_index", None))

@@ -22,8 +22,7 @@ class Sizes(NamedTuple):
     replicated: bool
 
     def rows(self, factor: float | None = None) -> int:
-        """Return the rows of a rank for ``factor`` times the balanced load; None means the worst
-        case."""
+        """Return the rows for ``factor`` times the balanced load. None means the worst case."""
         leasts = dict(num_tokens=0, top_k=0, group_size=1, num_experts=1, alignment=1)
         num_tokens, top_k, group_size, num_experts, alignment = (
             check_int(name, getattr(self, name), least=least) for name, least in leasts.items()
