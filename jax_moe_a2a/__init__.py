@@ -1,4 +1,4 @@
-"""Provide dispatch and combine for mixture-of-experts models in JAX, as primitives that compose."""
+"""Dispatch and combine for mixture-of-experts models, as JAX primitives with exact gradients."""
 
 import importlib as _importlib
 import typing as _typing
@@ -72,7 +72,7 @@ from ._src.routing.two_level import TwoLevelRouting as TwoLevelRouting
 from ._src.routing.types import ROUTING_CHECKPOINT_NAME as ROUTING_CHECKPOINT_NAME
 from ._src.routing.types import Routing as Routing
 
-if not _typing.TYPE_CHECKING:  # a ``__getattr__`` makes type checkers accept every name
+if not _typing.TYPE_CHECKING:  # hidden, because type checkers would then accept any name
 
     def __getattr__(name):
         """Import the package ``integrations`` when a program first uses it."""

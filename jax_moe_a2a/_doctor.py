@@ -5,9 +5,9 @@ required check fails, the doctor prints advice and exits with 1, otherwise with 
 neither the extension nor a GPU.
 
 With several processes, each process checks its own devices, and then all processes check the
-exchange between them. Use ``--distributed`` under a launcher that JAX knows, and otherwise
-``--coordinator``, ``--num-processes`` and ``--process-id``. Process 0 prints its table; the other
-processes print only failures.
+exchange between them. If JAX detects the launcher, use ``--distributed``. Otherwise use
+``--coordinator``, ``--num-processes`` and ``--process-id``. Process 0 prints all its lines; the
+other processes print only failures.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from ._src.group.group import Group
 from ._src.plan.memory import memory_estimate, readable
 
 AXIS = "ep"
-TIMEOUT = 10.0  # seconds that a kernel of the small exchange waits for a peer
-MEETING_SECONDS = 60.0  # time that a process waits for other processes
+TIMEOUT = 10.0  # seconds that a kernel of the small exchange waits for another rank
+MEETING_SECONDS = 60.0  # seconds that a process waits for other processes
 NEWEST_CUDA = 13  # the newest CUDA for which JAX and this package have wheels
 TESTED = ("9.0",)  # compute capabilities on which the kernels have run
 GUIDE = 'docs/troubleshooting.md, "What each failure looks like"'
@@ -43,7 +43,7 @@ GUIDE = 'docs/troubleshooting.md, "What each failure looks like"'
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One line of the table. ``ok`` is None for a note, which cannot fail."""
+    """One line of the output. ``ok`` is None for a note, which never counts as a failure."""
 
     name: str
     said: str
@@ -62,7 +62,7 @@ def _failed(name: str, said: str, advice: str, *, wanted: bool = True) -> Findin
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table. Return 0 if all required checks pass, otherwise 1."""
+    """Print the findings. Return 0 if all required checks pass, otherwise 1."""
     parser = argparse.ArgumentParser(prog="python -m jax_moe_a2a", description=__doc__)
     parser.add_argument(
         "--tokens", type=int, default=4096, help="tokens of each rank (%(default)s)"
@@ -132,8 +132,8 @@ def findings(flags: argparse.Namespace) -> Iterator[Finding]:
 
 
 def _together(driver: _Driver | None, flags: argparse.Namespace) -> Iterator[Finding]:
-    """Check the exchange between all processes. All processes must take part, because XLA's
-    collectives would wait forever for a missing process."""
+    """Check the exchange between all processes. Every process must call this function, because
+    XLA's collectives would wait forever for a missing process."""
     count = jax.process_count()
     if why := compat.coordination_barrier("jax_moe_a2a/doctor", MEETING_SECONDS):
         yield _failed("processes", why, "read the output of the missing processes")
@@ -156,7 +156,7 @@ def _versions() -> Finding:
 
 
 def _package() -> Finding:
-    """Report the folder that is imported, and the installed package that this folder hides."""
+    """Report the folder of the imported package, and the installed package that a clone hides."""
     if not extension.is_clone():
         return Finding("package", str(extension.FOLDER))
     hidden = extension.other_installation()
@@ -199,7 +199,7 @@ def _supported_cuda(driver: _Driver | None) -> int:
 
 
 def _can_run_kernels(device: Any) -> bool:
-    """Return True for a GPU that runs the kernels. Other vendors' capabilities are not numbers."""
+    """Return True if the kernels run on a GPU. AMD's compute capabilities are not numbers."""
     capability = str(getattr(device, "compute_capability", ""))
     is_number = re.fullmatch(r"\d+\.\d+", capability) is not None
     return is_number and not native.why_no_exchange([device])
@@ -252,8 +252,8 @@ def _untested(devices: Sequence[jax.Device]) -> Finding:
 
 
 def _group(devices: Sequence[jax.Device], portable: bool, *, in_two_levels: bool = False) -> Group:
-    """Return a group of all devices. With ``in_two_levels``, it has two levels if the devices are
-    on several hosts."""
+    """Return a group of ``devices``. With ``in_two_levels``, the group has two levels if the
+    devices are on several hosts."""
     mesh = Mesh(np.array(devices), (AXIS,))
     implementation = "portable" if portable else None
     group = Group(mesh, AXIS, timeout=TIMEOUT, first_timeout=TIMEOUT, implementation=implementation)
@@ -264,7 +264,7 @@ def _group(devices: Sequence[jax.Device], portable: bool, *, in_two_levels: bool
 
 
 def _path(group: Group, wanted: bool) -> Finding:
-    """Report the path of a group. If the kernels are ``wanted``, any other path is a failure."""
+    """Report whether the group runs the kernels. If ``wanted``, the portable path is a failure."""
     where = "local devices" if group.size == jax.local_device_count() else "devices"
     said = f"{group.path} for a group of all {group.size} {where}"
     if group.two_level:
@@ -283,8 +283,8 @@ def _path(group: Group, wanted: bool) -> Finding:
 
 
 def _memory(driver: _Driver | None, group: Group, flags: argparse.Namespace) -> Finding:
-    """Compare the workspace with the memory outside of XLA's pool. With two levels, compare only
-    the workspace within a host."""
+    """Check that the workspace fits into the GPU memory outside of XLA's pool. With two levels,
+    check only the workspace within a host."""
     experts = flags.experts or -(-256 // group.size) * group.size
     shape = f"{flags.tokens} x {flags.hidden} bfloat16, top-{flags.top_k} of {experts}"
     levels = group.levels
@@ -331,7 +331,7 @@ def _exchange(group: Group) -> Finding:
     what = "dispatch, experts, combine and gradients"
     try:
         problem = exchange_problem(group)
-    except Exception as error:  # the table continues after any error
+    except Exception as error:  # the next checks run after any error
         problem = f"{type(error).__name__}: {_first_line(error)}"
     if not problem:
         return Finding(name, f"{what} agree with numpy")
@@ -344,9 +344,9 @@ def _exchange(group: Group) -> Finding:
 
 
 def exchange_problem(group: Group) -> str:
-    """Return how the results of a small exchange differ from the results of NumPy, or ''. Each
-    expert multiplies its rows by its id plus one. Sums are exact, because all numbers are small
-    multiples of 1/4."""
+    """Run a small exchange, and return how its results differ from NumPy's, or ''. Each expert
+    multiplies its rows by its id plus one. Sums are exact, because all numbers are small multiples
+    of 1/4."""
     ranks, tokens, hidden, top_k, local_experts = group.size, 24, 40, 3, 2
     experts = ranks * local_experts
     rng = np.random.default_rng(0)
@@ -387,7 +387,7 @@ def exchange_problem(group: Group) -> str:
     names = ("sums", "the gradient of x", "the gradient of the weights")
     wrong = []
     for name, found, exact in zip(names, actual, expected, strict=True):
-        here = found.addressable_shards  # each process checks its own shards
+        here = found.addressable_shards  # only this process's shards
         if bad := sum(not np.array_equal(shard.data, exact[shard.index]) for shard in here):
             wrong.append(f"{name} on {bad} of {len(here)} ranks")
     return f"differs from numpy in {', '.join(wrong)}" if wrong else ""
@@ -414,7 +414,7 @@ class _Driver:
         return f"{number.value // 1000}.{number.value % 1000 // 10}"
 
     def free_bytes(self, device: int) -> int:
-        """Return the free memory of a device, whose primary context JAX has created."""
+        """Return the free bytes of a device. JAX has created the device's primary context."""
         free, total, context = ctypes.c_size_t(), ctypes.c_size_t(), ctypes.c_void_p()
         if self._library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device):
             return 0

@@ -1,4 +1,4 @@
-"""Define helpers for derivatives and sums that all folders use."""
+"""Define common helpers for rules of derivatives and for dtypes of sums."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def accumulation_dtype(dtype: DTypeLike) -> Any:
 
 
 def carries_tangent(dtype: DTypeLike) -> bool:
-    """Return True if a payload of this dtype is differentiated: floats of 16 bits or more. In
-    narrower floats, sums of cotangents would overflow."""
+    """Return True if arrays of this dtype have derivatives: floats of 16 bits or more. In smaller
+    floats, sums of cotangents would overflow."""
     return jnp.issubdtype(dtype, jnp.inexact) and jnp.dtype(dtype).itemsize > 1
 
 
@@ -36,7 +36,7 @@ def is_zero(tangent: Any) -> bool:
 
 
 def aval_of(x: Any) -> Any:
-    """Return the type of an array, undefined primal or symbolic zero (float0 for an integer)."""
+    """Return the abstract value of an array, an undefined primal or a symbolic zero."""
     return x.aval if ad.is_undefined_primal(x) or is_zero(x) else jax.typeof(x)
 
 
@@ -45,7 +45,7 @@ def select(keep: Sequence[bool], values: Sequence[Any]) -> list[Any]:
 
 
 def spread(keep: Sequence[bool], kept: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-    """Return ``others``, with the elements of ``kept`` at the places where ``keep`` is True."""
+    """Return ``others``, but with the elements of ``kept`` in order where ``keep`` is True."""
     values = iter(kept)
     return [next(values) if k else other for k, other in zip(keep, others, strict=True)]
 
@@ -56,7 +56,8 @@ def jvp_of_moving(
     primals: compat.Primals,
     tangents: compat.Tangents,
 ) -> Any:
-    """Return the results and tangents of ``fn`` if only the operands of ``moves`` have tangents."""
+    """Return the results of ``fn`` and their tangents. Only operands with a True in ``moves`` have
+    tangents."""
     of_moving = lambda *moving: fn(*spread(moves, moving, primals))
     return jax.jvp(of_moving, select(moves, primals), select(moves, tangents))
 
@@ -64,15 +65,15 @@ def jvp_of_moving(
 def cotangents_of(
     payload: Sequence[jax.Array], wanted: Sequence[bool], found: Sequence[Any]
 ) -> list[Any]:
-    """Return the cotangents of a payload: ``found`` for the wanted operands, zeros for other linear
-    operands, and None for known operands."""
+    """Return one cotangent for each operand in ``payload``: an element of ``found`` if ``wanted``,
+    None for a known operand, and otherwise zero."""
     none = [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in payload]
     return spread(wanted, found, none)
 
 
 def with_tangent(x: Any, tangent_of: Callable[[Any, Any], Any], *operands: Any) -> Any:
-    """Return ``x``, a pytree of arrays, with the tangent ``tangent_of(operands, tangents of
-    operands)``. The tangent of ``x`` itself is ignored."""
+    """Return the pytree ``x``. Its tangent is ``tangent_of(operands, tangents of operands)``, and
+    the tangent of the argument ``x`` is ignored."""
 
     @jax.custom_jvp
     def same(x: Any, *_: object) -> Any:
@@ -80,7 +81,7 @@ def with_tangent(x: Any, tangent_of: Callable[[Any, Any], Any], *operands: Any) 
 
     @same.defjvp
     def jvp(primals: Any, tangents: Any) -> Any:
-        out = same(*primals)  # not primals[0], because the next derivative needs this rule
+        out = same(*primals)  # primals[0] would lose this rule for second derivatives
         found = tangent_of(primals[1:], tangents[1:])
         # ``x`` may vary over more mesh axes than its tangent.
         aligned = lambda tangent, out: compat.align_varying([tangent, out], ())[0]
@@ -90,7 +91,7 @@ def with_tangent(x: Any, tangent_of: Callable[[Any, Any], Any], *operands: Any) 
 
 
 def named(tree: Any, name: str) -> Any:
-    """Return arrays with a name for policies of ``jax.checkpoint``."""
+    """Return ``tree``, whose arrays get the checkpoint name ``name`` for ``jax.checkpoint``."""
 
     def of_array(x: jax.Array) -> jax.Array:
         bits = compat.checkpoint_name(as_bits(x), name)
@@ -101,8 +102,8 @@ def named(tree: Any, name: str) -> Any:
 
 def as_bits(x: jax.Array) -> jax.Array:
     """Return floats of 8 bits as integers, and other arrays unchanged. ``jax.checkpoint`` rounds
-    saved floats with ``lax.reduce_precision``, which turns a float8_e4m3fn of 256 or more into a
-    NaN (jax 0.10.2 to 0.12.0)."""
+    saved floats with ``lax.reduce_precision``, which returns NaN for a float8_e4m3fn of 256 or more
+    (jax 0.10.2 to 0.12.0)."""
     is_narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 1
     return lax.bitcast_convert_type(x, jnp.uint8) if is_narrow else x
 
@@ -126,7 +127,7 @@ fixed_p = compat.Primitive("fixed")
 
 
 def fixed(x: jax.Array) -> jax.Array:
-    """Return ``x``, which derivatives treat as a constant. Unlike ``lax.stop_gradient``, this
+    """Return ``x`` as a constant, whose derivative is zero. Unlike ``lax.stop_gradient``, this
     function works under ``jax.linear_transpose``."""
     return fixed_p.bind(x)
 

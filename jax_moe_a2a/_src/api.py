@@ -39,17 +39,17 @@ def route(
     Args:
       topk_ids: integers [T, K] of any integer dtype, K <= 32: global expert ids of this rank's
         tokens. An id outside [0, num_experts) sends nothing. Such ids, except -1, are counted in
-        ``num_invalid``. A token may name an expert twice.
+        ``num_invalid``. A token may choose an expert twice.
       group: the ranks: a ``Group``, or the name of their axis in scope, such as ``"ep"``. A name
         or a tuple of names stands for ``Group(axis_name=name, size=...)`` with the default options.
       num_experts: number of experts of all ranks together. It must be a multiple of
         ``group.size``, and at most 2**20 for each rank.
-      exchange: how tokens travel, an ``Exchange``. Its capacity, alignment and replication
-        determine the routing.
+      exchange: how tokens travel, an ``Exchange``. Only ``capacity``, ``capacity_factor``,
+        ``alignment`` and ``replicated`` affect the routing.
 
     Returns:
-      A ``Routing``, or a ``TwoLevelRouting`` if the group has two levels. Pass it to ``dispatch``
-      as ``topk_ids``, and to ``combine`` as ``recv``.
+      A ``Routing``, or a ``TwoLevelRouting`` if the group has two levels. ``dispatch`` accepts it
+      as ``topk_ids``, and ``combine`` as ``recv``.
 
     Example:
       Two ranks have one expert each. Both experts receive three rows:
@@ -88,9 +88,10 @@ def dispatch(
     """Send every token to the ranks of its experts, and return the rows of this rank's experts.
 
     A rank receives a token only once, even if several of the token's experts are on this rank. The
-    rank then makes one row for each choice of these experts. Rows are sorted by local expert, then
-    source rank, token and choice. The gradient of a token is the sum of the gradients of its rows,
-    computed as in ``combine``, with one rounding to ``wire_dtype``.
+    rank then makes one row for each of the token's choices that is an expert on this rank. Rows are
+    sorted by local expert, then source rank, token and choice. The gradient of a token is the sum
+    of the gradients of its rows. Each rank rounds its partial sum once to ``wire_dtype``, as in
+    ``combine``.
 
     With a ``token_format``, each token is quantized once before it travels. Rows arrive as
     ``Quantized`` (values and scales), which have no gradient. With ``decode=True``, rows arrive in
@@ -102,17 +103,17 @@ def dispatch(
         floats of 8 bits or fewer, are moved but have zero gradients.
       topk_ids: integers [T, K] as in ``route``; or a ``Routing``. With a ``Routing``, omit the
         arguments of ``route``, or pass equal values.
-      topk_weights: router weights, floats [T, K], or None. They travel with the rows.
+      topk_weights: router weights, floats [T, K], or None. They become ``Recv.weights``.
       group: the ranks, as in ``route``.
       num_experts: number of experts of all ranks together, as in ``route``.
       exchange: how tokens travel, an ``Exchange``. With a ``token_format``, all arrays of ``x``
         must be quantizable.
       decode: True to decode rows to the dtype of ``x``. Needs a ``token_format``.
-      tail: the content of ``rows`` and ``weights`` after the last group. ``"zero"`` writes zeros.
-        ``"unspecified"`` leaves any values, including NaN, and saves the time to write zeros. Use
-        ``"unspecified"`` if the experts read only the rows that ``group_sizes`` includes, as
-        ``grouped_dot`` does. Padding within groups is always zero. Gradients do not depend on the
-        rows after the last group.
+      tail: what ``rows`` and ``weights`` contain after the last expert's rows and padding.
+        ``"zero"`` writes zeros. ``"unspecified"`` leaves any values, including NaN, and saves the
+        time to write zeros. Use ``"unspecified"`` if the experts read only the rows that
+        ``group_sizes`` includes, as ``grouped_dot`` does. Padding is always zero. Gradients do not
+        depend on the rows after it.
 
     Returns:
       A ``Recv`` with rows [C, ...], group_sizes [L] and other fields. C is the capacity, and L is
@@ -120,7 +121,7 @@ def dispatch(
 
     Example:
       Two ranks have one expert and two tokens each. Rank 0 receives three rows for expert 0: token
-      10 of rank 0, and tokens 30 and 40 of rank 1. The fourth row holds no token:
+      10 of rank 0, and tokens 30 and 40 of rank 1. The fourth row has no token:
 
       ```python
       import jax
@@ -173,26 +174,27 @@ def combine(
     wire_dtype: DTypeLike | TokenFormat | None = None,
     add: PyTree | None = None,
 ) -> PyTree:
-    """Return the experts' outputs to the source ranks, summed as weight * output for each token.
+    """Send outputs of experts back to the ranks of the tokens. Sum weight * output for each token.
 
-    Sums are computed in float32 (float64 for float64 rows), in a fixed order. First, each rank adds
+    Sums are computed in float32 (float64 for float64 rows), in a fixed order. First, each rank sums
     its rows of a token in the order of choices, and rounds this partial sum once to ``wire_dtype``.
-    Then the source rank adds the partial sums in the order of ranks. A dropped choice adds nothing.
-    If tokens are replicated, the result is this rank's partial sum; add the partial sums of all
-    ranks with ``lax.psum``. In a group of two levels, the sum of each host is rounded once more.
+    Then the rank of the token adds the partial sums in the order of ranks. A dropped choice adds
+    nothing. If tokens are replicated, the result is this rank's partial sum; add the partial sums
+    of all ranks with ``lax.psum``. In a group of two levels, each host's sum of partial sums is
+    rounded, too.
 
     Args:
       y: the experts' outputs, floats [C, ...] of 16 bits or more, in the order of ``recv.rows``.
-        Without weights, ``y`` may be a pytree of these arrays.
+        Without weights, ``y`` may be a pytree of such arrays.
       recv: the ``Recv`` of the dispatch, or a ``Routing``, which has no weights.
       weights: ``"recv"`` for ``recv.weights`` (unweighted if ``dispatch`` got no weights), None for
         an unweighted sum, or floats [C].
       wire_dtype: float dtype of the partial sums while they travel, or a token format
-        (``BlockwiseFp8()``, ``MxFp8()``, or an ``NvFp4`` with a float as scale). None means the
+        (``BlockwiseFp8()``, ``MxFp8()``, or ``NvFp4`` with a float as global scale). None means the
         dtype of ``y``. With a token format, the last axis of ``y`` must be a multiple of the
         format's group size. With a group of two levels, a float dtype must not have more bits than
-        the dtype of ``y``. The gradient does not depend on ``wire_dtype``. CPUs without arithmetic
-        in float16 round float64 to float32 first, and then to float16.
+        the dtype of ``y``. The gradient does not depend on ``wire_dtype``. CPUs without float16
+        arithmetic round float64 to float16 in two steps, through float32.
       add: an array that is added to the sums, such as a residual or the output of a shared expert,
         or None. The array has the shape, structure and dtypes of the result. It is added last, in
         float32 (float64 for float64 rows), before the only rounding of the result. The gradient of
@@ -246,8 +248,8 @@ def dispatch_start(
     """Start a ``dispatch``, and return the ``InFlight`` that ``dispatch_done`` finishes.
 
     On the CUDA path, tokens travel between start and done on a separate CUDA stream. Use
-    ``overlap`` to run other work meanwhile. Several split exchanges can be outstanding, and they
-    can finish in any order. The ids are routed before the start returns. The backward pass is split
+    ``overlap`` to run other work meanwhile. Several split exchanges can be in flight, and they can
+    finish in any order. The ids are routed before the start returns. The backward pass is split
     too: the gradient of ``dispatch_start`` is ``combine_done``, and the gradient of
     ``dispatch_done`` is ``combine_start``. With a ``token_format``, XLA quantizes before the start
     and decodes after the done. With ``decode=True``, the gradient is not split.
@@ -299,9 +301,10 @@ def combine_start(
 ) -> InFlight:
     """Start a ``combine`` without weights. Return the ``InFlight`` that ``combine_done`` finishes.
 
-    ``combine_start`` works like ``dispatch_start``, and its gradient is ``dispatch_done``. In place
-    of ``add``, add an array to the result of ``combine_done``. For a weighted sum, multiply the
-    experts' activations or outputs by ``recv.weights[:, None]``, and pass ``recv.routing``.
+    ``combine_start`` works like ``dispatch_start``, and its gradient is ``dispatch_done``. There is
+    no argument ``add``: add the array to the result of ``combine_done``. For a weighted sum,
+    multiply the experts' activations or outputs by ``recv.weights[:, None]``, and pass
+    ``recv.routing``.
 
     Args:
       y: as in ``combine``.

@@ -1,4 +1,4 @@
-"""Check integers, numbers and booleans in arguments, and print arrays in messages."""
+"""Check arguments, and describe arrays in error messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 PyTree: TypeAlias = Any  # a pytree of arrays, for which Python's type system has no type
-Tail: TypeAlias = Literal["zero", "unspecified"]  # content of a result after the last group of rows
+Tail: TypeAlias = Literal["zero", "unspecified"]  # of a result, after the last group of rows
 
 
 def short(x: Any) -> str:
@@ -22,8 +22,8 @@ def short(x: Any) -> str:
 
 
 def merge_axes(name: str, array: Any, ndim: int) -> str:
-    """Return the end of a message, or "". If the array has ``ndim`` + 1 axes, the message says how
-    to merge the axes of batch and sequence."""
+    """Return how to merge the axes of batch and sequence, as the end of an error message. Return ""
+    unless the array has ``ndim`` + 1 axes."""
     if array.ndim != ndim + 1:
         return ""
     rest = "".join(f", {size}" for size in array.shape[2:])
@@ -31,21 +31,21 @@ def merge_axes(name: str, array: Any, ndim: int) -> str:
 
 
 def as_array(x: object) -> Any:
-    """Return a jax array unchanged, and anything else as a numpy array, because ``jnp.asarray``
-    would wrap integers of 64 bits."""
+    """Return a jax array unchanged, and anything else as a numpy array. ``jnp.asarray`` is not
+    used, because it would truncate integers of 64 bits."""
     return x if isinstance(x, jax.Array) else np.asarray(x)
 
 
 def is_known(x: object) -> bool:
-    """Return True if this process can read the elements of an array while it traces."""
+    """Return True if this process can read the array's elements while JAX traces the program."""
     if isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct):
         return False
     return not isinstance(x, jax.Array) or x.is_fully_addressable
 
 
 def check_static(name: str, array: Any) -> None:
-    """Raise an error if a size of the array is a symbolic dimension of ``jax.export``, because XLA
-    ends the process that calls such a program."""
+    """Raise an error if ``jax.export`` made a size of the array symbolic. XLA would abort the
+    process that calls such an exported program."""
     if not all(isinstance(size, int) for size in array.shape):
         raise ValueError(
             f"{name} must have a static shape; got {short(array)} with a symbolic size: use "
@@ -80,8 +80,8 @@ def check_int(name: str, value: Any, *, least: int, remedy: str = "") -> int:
 
 
 def fitting_experts(num_experts: int, size: int) -> str:
-    """Return the end of a message: advice to use a number of experts that is a multiple of the
-    ranks, or a number of ranks that divides the experts."""
+    """Return advice for the end of an error message. It names a number of experts that ``size``
+    ranks can divide, and a number of ranks that divides ``num_experts``."""
     fewer = num_experts // size * size
     near = " or ".join(str(number) for number in (fewer, fewer + size) if number)
     ranks = max(n for n in range(1, size + 1) if num_experts % n == 0) if num_experts else 1
@@ -98,7 +98,7 @@ def check_factor(name: str, value: Any, remedy: str = "") -> float:
 
 
 def _remedy(value: Any, kind: str) -> str:
-    """Return the end of a message: how to make ``value`` a number; or ""."""
+    """Return how to make ``value`` a number, as the end of an error message, or ""."""
     if isinstance(value, jax.core.Tracer):
         return (
             ". It must be known when the program is traced: pass a Python number, for example "

@@ -1,4 +1,4 @@
-"""Wrap all uses of private functions of JAX, and of functions that differ between its versions."""
+"""Wrap private functions of JAX, and functions that differ between versions of JAX."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from jax.typing import DTypeLike
 T = TypeVar("T")
 Aval: TypeAlias = core.ShapedArray
 Context: TypeAlias = mlir.LoweringRuleContext
-Value: TypeAlias = ir.Value  # an array of a program that is lowered
+Value: TypeAlias = ir.Value  # an array in the IR of a program
 Equation: TypeAlias = core.JaxprEqn
 Primals: TypeAlias = Sequence[jax.Array]
 Tangents: TypeAlias = Sequence[jax.Array | ad.Zero]  # or cotangents
@@ -56,13 +56,13 @@ def align_varying(args: Sequence[Any], axes: Iterable[str]) -> list[Any]:
 
 
 def varying_unchecked() -> AbstractContextManager[None]:
-    """Return a context like ``jax.shard_map(check_vma=False)``: types do not vary over axes."""
+    """Return a context in which no type varies over mesh axes, as under ``check_vma=False``."""
     return config._check_vma(False)
 
 
 def lower_fun(ctx: Any, fn: Any, operands: Sequence[Value], params: dict[str, Any]) -> Any:
-    """Lower a function of the operands. In the function, types do not vary over mesh axes, because
-    FFI calls do not handle varying types."""
+    """Emit the operations of ``fn(*operands)``. In ``fn``, types do not vary over mesh axes,
+    because FFI calls do not handle varying types."""
     avals = [core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
     lower = mlir.lower_fun(fn, multiple_results=ctx.primitive.multiple_results)
     with varying_unchecked():
@@ -70,20 +70,21 @@ def lower_fun(ctx: Any, fn: Any, operands: Sequence[Value], params: dict[str, An
 
 
 def result_aval(like: Any, shape: tuple[int, ...], dtype: DTypeLike, tail: tuple = ()) -> Any:
-    """Return the abstract value of a result that varies over the mesh axes of ``like``. Its last
-    axes are sharded as ``tail`` says, and its other axes are not sharded."""
+    """Return the abstract value of a result that varies over the mesh axes of ``like``. The
+    result's last axes have the sharding ``tail``, and its other axes are not sharded."""
     spec = PartitionSpec(*(None,) * (len(shape) - len(tail)), *tail)
     sharding = like.sharding.update(spec=spec)
     return like.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
 
 
 def without_dead_code(program: Any) -> Any:
-    """Return the jaxpr of a closed jaxpr, without the equations whose results are not used."""
+    """Return the jaxpr in a closed jaxpr, without equations whose results are not used."""
     return pe.dce_jaxpr(program.jaxpr, True)[0]
 
 
 def traced_in(fn: Callable[..., Any], avals: Sequence[Any], axes: Any) -> Any:
-    """Return the jaxpr of a function inside mesh axes, over which its types do not vary."""
+    """Return the jaxpr of ``fn`` with the mesh axes ``axes`` in scope. In it, no type varies over
+    ``axes``."""
     types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
     with varying_unchecked(), core.extend_axis_env_nd(list(axes.items())):
         return without_dead_code(jax.make_jaxpr(fn)(*types))
@@ -96,7 +97,7 @@ ADDED_SCOPES = ("checkpoint", "rematted_computation", "closed_call", "shard_map"
 def scopes_of(ctx: Context) -> tuple[str, ...]:
     """Return the ``jax.named_scope`` names around a primitive that is being lowered, outermost
     first. Inside a loop or an inner ``jit``, only the names inside the loop or ``jit`` are known.
-    Names that JAX adds are left out, so that a call and its repetition in a gradient match."""
+    Names that JAX adds are left out, so a call has the same names if a gradient repeats it."""
     names = (entry.name for entry in ctx.name_stack.stack if isinstance(entry, Scope))
     return tuple(name for name in names if name not in ADDED_SCOPES and not name.startswith("jit("))
 
@@ -109,7 +110,8 @@ def innermost_scope() -> str | None:
 
 def mesh_in_context() -> Mesh | None:
     """Return the mesh of ``jax.set_mesh``, also inside ``jit``, or None if there is no such mesh.
-    Inside ``jax.shard_map`` over another mesh, return None, because that mesh has the devices."""
+    Also return None inside ``jax.shard_map`` over another mesh, because the program then runs on
+    the devices of that mesh."""
     mesh, here = get_concrete_mesh(), jax.sharding.get_abstract_mesh()
     if not isinstance(mesh, Mesh) or mesh.empty or here.shape != mesh.shape:
         return None
@@ -129,7 +131,7 @@ def mesh_of_program(ctx: Context) -> Mesh | None:
 
 
 def is_partitioned(ctx: Any) -> bool:
-    """Return True if XLA divides the arrays of the primitive that is being lowered."""
+    """Return True if XLA, not ``shard_map``, divides the arrays of the lowered primitive."""
     context = ctx.module_context.axis_context
     mesh = getattr(context, "mesh", None)
     if mesh is None:
@@ -138,19 +140,19 @@ def is_partitioned(ctx: Any) -> bool:
 
 
 def lower_for_devices(primitive: Primitive) -> None:
-    """Make JAX lower programs with a primitive again for each device assignment."""
+    """Make JAX lower a program with this primitive once for each list of devices."""
     dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
 def register_lowering_per_call(
     primitive: Primitive, *, cuda: Callable[..., Any], others: Callable[..., Any]
 ) -> None:
-    """Register a lowering for CUDA and one for other platforms. JAX does not cache these lowerings
-    for calls with equal shapes, because they depend on the scopes around a call."""
+    """Register a lowering for CUDA and one for other platforms. JAX does not reuse a lowering for
+    another call with equal shapes, because lowerings depend on the named scopes around a call."""
 
     def rule(ctx: Context, *operands: Any, **params: object) -> Any:
-        # For uncached lowerings, JAX 0.10.2 to 0.12.0 cannot choose among platforms itself, because
-        # it adds the results' types, a tuple, to a list.
+        # JAX 0.10.2 to 0.12.0 cannot choose among platforms in uncached lowerings: it fails if
+        # ``avals_out`` is a tuple and not a list.
         ctx = ctx.replace(avals_out=list(ctx.avals_out))
         return lower_per_platform(
             ctx, str(primitive), {"cuda": cuda}, others, frozenset(), *operands, **params
@@ -162,23 +164,22 @@ def register_lowering_per_call(
 def register_dce_rule(
     primitive: Primitive, rule: Callable[[Sequence[bool], Any], tuple[list[bool], Any]]
 ) -> None:
-    """Register ``rule(used_outputs, eqn) -> (used_inputs, new eqn)``. The rule runs only if at
-    least one output is used."""
+    """Register a primitive's rule for removal of unused code: ``rule(used_outputs, eqn) ->
+    (used_inputs, new eqn)``. The rule runs only if at least one output is used."""
 
     def of_any(used_outputs: Sequence[bool], *args: Any) -> tuple[list[bool], Any]:
-        eqn = args[-1]  # newer versions of JAX pass the live inputs before it
+        eqn = args[-1]  # the last of two or three arguments, by JAX version
         return rule(used_outputs, eqn) if any(used_outputs) else ([False] * len(eqn.invars), None)
 
     pe.dce_rules[primitive] = of_any
 
 
-# JAX also applies checkpoint names to linear values, but has no transpose rule for names.
+# JAX may bind ``name_p`` to linear values, but does not define its transpose.
 ad.primitive_transposes.setdefault(name_p, lambda ct, x, **_: [ct])
 
 
 def never_save(primitive: Primitive) -> None:
-    """Make the backward pass of ``jax.checkpoint`` compute the results of a primitive again, with
-    any policy."""
+    """Make every policy of ``jax.checkpoint`` compute a primitive again in the backward pass."""
 
     def rule(_: Any, unknown: Any, instantiated: Sequence[bool], eqn: Equation) -> tuple:
         pairs = zip(eqn.invars, instantiated, strict=True)
@@ -190,8 +191,8 @@ def never_save(primitive: Primitive) -> None:
 
 
 def traced_function() -> object | None:
-    """Return the innermost function under ``jit``, ``scan``, ``cond``, ``checkpoint`` and so on
-    that JAX traces now, as an object to compare by identity; None if operations run eagerly."""
+    """Return an object that identifies the innermost function that JAX traces now, for example
+    under ``jit``, ``scan`` or ``checkpoint``. Return None if operations run eagerly."""
     trace: Any = core.trace_ctx.trace
     while not isinstance(trace, DynamicJaxprTrace):
         trace = getattr(trace, "parent_trace", None)
@@ -201,17 +202,18 @@ def traced_function() -> object | None:
 
 
 def process_id() -> int:
-    """Return the index of this process, even if JAX finds no devices."""
+    """Return the index of this process. This also works if JAX finds no devices."""
     return distributed.global_state.process_id or 0
 
 
 def coordination_set(key: str, value: str) -> None:
-    """Publish a value to all processes of ``jax.distributed``, in place of an earlier value."""
+    """Publish a value to all processes of ``jax.distributed``, and replace an earlier value of
+    ``key``."""
     _coordination().key_value_set(key, value, allow_overwrite=True)
 
 
 def coordination_get(key: str, timeout: float) -> str | None:
-    """Wait for a value and return it; None if no process publishes it in ``timeout`` seconds."""
+    """Wait for the value of ``key`` and return it, or None after ``timeout`` seconds."""
     deadline = time.monotonic() + timeout
     while True:
         left = deadline - time.monotonic()
@@ -227,7 +229,7 @@ def coordination_get(key: str, timeout: float) -> str | None:
 
 
 def coordination_barrier(name: str, timeout: float) -> str:
-    """Wait up to ``timeout`` seconds for all processes. Return why the wait failed, or ''."""
+    """Wait for all processes, up to ``timeout`` seconds. Return why this failed, or ''."""
     try:
         _coordination().wait_at_barrier(name, max(1, int(timeout * 1000)))
     except jax.errors.JaxRuntimeError as error:
@@ -236,8 +238,9 @@ def coordination_barrier(name: str, timeout: float) -> str:
 
 
 def per_job(make: Callable[[], T]) -> Callable[[], T]:
-    """Return a function that calls ``make`` once in a job of ``jax.distributed``, and keeps the
-    result. A job ends with ``shutdown``. The attribute ``forget`` drops the result."""
+    """Return a function that returns the result of ``make()``, but calls ``make`` only once in a
+    job. A job ends with ``jax.distributed.shutdown``. The function's attribute ``forget`` drops the
+    stored result."""
     kept: list[tuple[Any, T]] = []
     lock = threading.Lock()
 

@@ -17,7 +17,7 @@ from . import compat, paths
 from .exchange.lowering import check_platforms
 from .exchange.record import split_routing
 
-# This dict maps each primitive, without the prefix "moe_a2a_", to its name in words.
+# Maps each primitive's name without "moe_a2a_" to the name that ``explain`` shows.
 NAMES = dict(
     route="route",
     routed_dispatch="route and dispatch",
@@ -43,17 +43,17 @@ NAMES = dict(
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One kind of call in a program."""
+    """A row of an ``Explanation``: equal calls in a program."""
 
     name: str
     """The operation in words, for example "grouped product"."""
     count: int
-    """How often a rank makes the call. If ``where`` names a loop, the number is per iteration."""
+    """Number of these calls on a rank; per iteration if ``where`` names a loop."""
     sizes: str
     """The sizes of the arrays on one rank."""
     path: str
     """The path in words: "CUDA kernel", "portable path", "lax.ragged_dot" and so on; "unknown" if
-    this process cannot know, and "error" if lowering raises an error."""
+    this process cannot know the path, and "error" if lowering raises an error."""
     why: str
     """Why the kernel does not run, why the path is unknown, or the error; "" for a kernel."""
     where: str = ""
@@ -67,7 +67,7 @@ class Explanation:
 
     calls: tuple[Call, ...]
     notes: tuple[str, ...]
-    """The devices that the paths assume, in words."""
+    """Sentences that say for which devices ``explain`` chose the paths."""
 
     def __iter__(self) -> Iterator[Call]:
         return iter(self.calls)
@@ -98,17 +98,17 @@ def explain(
 ) -> Explanation:
     """Return which path each exchange and product of a program takes, and why.
 
-    The program is traced as by ``jax.jit``, but not compiled and not run. The same functions choose
-    the paths here and when a program is lowered. Equal calls share one row with their number. Calls
-    inside ``jit``, ``shard_map``, loops, branches and derivatives are included.
-    To include the backward pass, explain ``jax.grad(loss)``.
+    The program is traced as by ``jax.jit``, but not compiled and not run. ``explain`` and the
+    compiled program use the same functions to choose paths. Equal calls are counted in one row.
+    Calls inside ``jit``, ``shard_map``, loops, branches and derivatives are included. To include
+    the backward pass, explain ``jax.grad(loss)``.
 
     Args:
       fn: a function, or a function under ``jax.jit``.
       *args: arguments of ``fn``: arrays, ``jax.ShapeDtypeStruct``, or pytrees of them.
       device: the devices to explain. None means the devices of the program's mesh, or of this
         process if the program has no mesh. A compute capability such as ``"9.0"`` means GPUs of one
-        host, which reach each other's memory; ``"cpu"`` means devices other than NVIDIA GPUs. These
+        host that access each other's memory; ``"cpu"`` means devices other than NVIDIA GPUs. These
         devices need not exist.
       **kwargs: arguments of ``fn`` by name.
 
@@ -144,15 +144,15 @@ def explain(
 
 
 class _Walk:
-    """Collects the calls of a jaxpr, in its order."""
+    """Collects the calls of a jaxpr, in the order of its equations."""
 
     def __init__(self, device: str | None, num_devices: int) -> None:
         self.device, self.num_devices = device, num_devices
         self.counts: dict[tuple[str, str, str, str, str], int] = {}
 
     def visit(self, jaxpr: Any, times: int, where: str, mesh: Any) -> None:
-        """Add the calls of a jaxpr. ``mesh`` is a pair of the mesh and the manual axes of the
-        ``shard_map`` around the jaxpr, or None."""
+        """Add the calls of a jaxpr. If a ``shard_map`` is around the jaxpr, ``mesh`` is the pair of
+        its mesh and its manual axes."""
         for eqn in jaxpr.eqns:
             params, inner_where, inner_times, inner_mesh = eqn.params, where, times, mesh
             if eqn.primitive in paths.choosers or eqn.primitive in paths.compositions:

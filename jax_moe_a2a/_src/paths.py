@@ -1,7 +1,7 @@
-"""Choose the path of each primitive. One function decides for both the lowering and ``explain``.
+"""Choose how each primitive runs. The lowering and ``explain`` call the same functions.
 
-A *chooser* of a primitive has the arguments of a lowering rule, but ``explain`` passes types in
-place of values. A chooser returns a ``Choice``. It has no side effects before lowering.
+A *chooser* of a primitive has the arguments of a lowering rule, and returns a ``Choice``. As
+operands, ``explain`` passes abstract values. Only ``Choice.lower`` emits operations.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ logger = logging.getLogger("jax_moe_a2a")
 
 
 class Choice(NamedTuple):
-    """A path of a call."""
+    """How a call of a primitive runs."""
 
     path: str
-    """The path in words; '' if the call only binds primitives in ``within``."""
+    """The path in words; '' if the call only runs the primitives of ``within``."""
     why: str
     """Why the kernel does not run, or ''."""
     lower: Callable[[], Any]
     within: Callable[..., Any] | None = None
-    """A function of the operands, which may bind primitives that choose their own paths."""
+    """A function of the operands that replaces the call. Its primitives have choosers, too."""
 
 
 class NamedGpu(NamedTuple):
@@ -43,7 +43,7 @@ class NamedGpu(NamedTuple):
 
 
 class Unknown(Exception):
-    """The reason why this process cannot tell ``explain`` the path of a call."""
+    """Raised under ``explain`` if this process cannot know a path. The text says why."""
 
 
 choosers: dict[compat.Primitive, Callable[..., Choice]] = {}
@@ -68,9 +68,8 @@ def lowering(primitive: compat.Primitive, choose: Callable[..., Choice]) -> Call
 
 @contextlib.contextmanager
 def explaining(gpu: NamedGpu | None) -> Iterator[None]:
-    """Return a context in which choosers neither wait for other processes nor announce this
-    process. With ``gpu``, choosers assume that all devices are GPUs like ``gpu`` and reach each
-    other's memory."""
+    """Return a context for ``explain``, in which choosers do not contact other processes. With
+    ``gpu``, choosers assume that all devices are such GPUs and access each other's memory."""
     token = _explained.set(gpu or True)
     try:
         yield

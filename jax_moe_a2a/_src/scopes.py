@@ -1,7 +1,7 @@
-"""Name operations after their purpose, so that profiles and compiled programs show the purpose.
+"""Give operations names that show their purpose in profiles and compiled programs.
 
-Each decorator runs a function in a ``jax.named_scope``. JAX puts the name into the names of
-derivatives, as in ``transpose(jvp(moe_router))``. The names are the same on all ranks.
+Each decorator runs a function in a ``jax.named_scope``. For derivatives, JAX extends the name of
+the scope, as in ``transpose(jvp(moe_router))``. The names are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _in_scope(name: str) -> Callable[[F], F]:
     def decorate(fn: F) -> F:
         @functools.wraps(fn)
         def in_scope(*args: jax.Array, **kwargs: Any) -> Any:
-            if compat.innermost_scope() == name:  # a caller has the same decorator
+            if compat.innermost_scope() == name:  # the caller is in this scope
                 return fn(*args, **kwargs)
             with jax.named_scope(name):
                 return fn(*args, **kwargs)
@@ -47,5 +47,5 @@ shared_expert = _in_scope("moe_shared_expert")
 
 
 def of_user(ctx: compat.Context) -> tuple[str, ...]:
-    """Return the scopes of the user's program around a primitive that is being lowered."""
+    """Return the named scopes around a lowered primitive that are not in ``NAMES``."""
     return tuple(name for name in compat.scopes_of(ctx) if name not in NAMES)

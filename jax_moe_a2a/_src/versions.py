@@ -1,5 +1,5 @@
-"""Refuse Python without the GIL, and a JAX that is too old. This module is imported first, because
-other modules import names that an old JAX lacks."""
+"""Raise an ImportError for Python without the GIL, and for an old JAX. This module is imported
+first, because other modules import names that an old JAX lacks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_jax() -> None:
 
 
 def check_gil() -> None:
-    """Raise an ImportError without the GIL, because no test has run without it."""
+    """Raise an ImportError if Python runs without the GIL, because no test covers this."""
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
         raise ImportError(
             "jax_moe_a2a needs the GIL; found free-threaded Python "

@@ -1,1 +1,1 @@
-"""Define the primitives of the exchange: checks, binding, rules of transforms, and both paths."""
+"""The exchange primitives, with argument checks, rules of JAX transformations, and both paths."""

@@ -35,9 +35,9 @@ from .recv import Recv, recv_of
 class DispatchArguments(NamedTuple):
     """The checked arguments of ``dispatch`` or ``dispatch_start``.
 
-    If the primitive applies the token format, bind the primitive with ``payload`` and ``params``,
-    and pass the results to ``recv``. If XLA applies the format before and after the primitive, use
-    ``encoded`` and ``recv_of_encoded``."""
+    To quantize inside the dispatch primitive, bind ``payload`` with ``params``, and pass the
+    results to ``recv``. To quantize before the primitive and decode after it, use ``encoded`` and
+    ``recv_of_encoded``."""
 
     source: CheckedIds | AnyRouting
     leaves: list[jax.Array]
@@ -59,7 +59,7 @@ class DispatchArguments(NamedTuple):
     def params(self) -> dict[str, Any]:
         options, num_choice_arrays = self.options, len(self.choice_arrays)
         if options.token_format is not None:
-            # A traced global scale is an operand, so the static format has the default scale.
+            # The array of scales is an operand, so the static format has the default scale.
             scaled = bool(self._token_scales)
             static = NvFp4() if scaled else options.token_format
             options = options._replace(token_format=static, has_token_scales=scaled)
@@ -70,7 +70,7 @@ class DispatchArguments(NamedTuple):
 
     @property
     def _token_scales(self) -> list[jax.Array]:
-        """Return the tokens' global scales [T] in a list if the format has an array of scales."""
+        """Return [the global scale of each token, float32 [T]], or [] if the scale is a float."""
         scale = getattr(self.options.token_format, "global_scale", None)
         if not isinstance(scale, jax.Array):
             return []
@@ -78,9 +78,9 @@ class DispatchArguments(NamedTuple):
 
     @property
     def _scales_of_choices(self) -> list[jax.Array]:
-        """Return the bits of the tokens' global scales in a list, as a choice array uint32 [T, K].
-        The kernels deliver this array with quantized rows. The list is empty if rows are decoded,
-        or if tokens have no separate global scales."""
+        """Return [the bits of the tokens' global scales as a choice array, uint32 [T, K]], so that
+        each row receives the scale of its token. Return [] if rows are decoded, or if all tokens
+        share a scale."""
         fmt, source = self.options.token_format, self.source
         if fmt is None or fmt.token_scales is None or self.options.decode:
             return []
@@ -90,7 +90,7 @@ class DispatchArguments(NamedTuple):
 
     @property
     def encoded(self) -> tuple[list[jax.Array], dict[str, Any]]:
-        """Return the payload and parameters of a dispatch that only moves values and scales."""
+        """Return payload and parameters of a dispatch of quantized leaves, which has no format."""
         if self.options.token_format is None:
             return self.payload, self.params
         return reference.encoded(self.payload, **self.params)
@@ -163,7 +163,7 @@ class CombineArguments(NamedTuple):
     treedef: jax.tree_util.PyTreeDef
     weights: jax.Array | None
     options: Options
-    addends: list[jax.Array]  # one for each leaf, or none at all
+    addends: list[jax.Array]  # one for each leaf, or empty
 
     @property
     def payload(self) -> list[jax.Array]:
@@ -258,8 +258,8 @@ def check_options(options: Options, leaves: Sequence[jax.Array], has_levels: boo
 def check_leaves(
     name: str, tree: PyTree, axis: str, size: int, *, remedy: str = ""
 ) -> tuple[list[jax.Array], jax.tree_util.PyTreeDef]:
-    """Return the leaves of ``tree`` as arrays [size, ...], and the structure of ``tree``. The error
-    about a wrong leading axis ends with ``remedy``."""
+    """Return the leaves of ``tree`` as arrays [size, ...], and the structure of ``tree``. If a leaf
+    has a wrong leading axis, the error ends with ``remedy``."""
     leaves, treedef = jax.tree.flatten(tree)
     return [_check_leaf(name, leaf, axis, size, remedy) for leaf in leaves], treedef
 
@@ -282,7 +282,7 @@ def _check_leaf(name: str, leaf: Any, axis: str, size: int, remedy: str) -> jax.
 
 
 def check_weights(name: str, weights: ArrayLike, axes: str, shape: tuple[int, ...]) -> jax.Array:
-    """Return weights as float32, or as float64 if they are float64."""
+    """Check the weights. Return them as float64 if they are float64, otherwise as float32."""
     array = jnp.asarray(weights)
     message = f"{name} must be a float array {axes}={list(shape)}; got {short(array)}"
     if not jnp.issubdtype(array.dtype, jnp.floating):
@@ -299,9 +299,8 @@ def check_wire_dtype(
     *,
     has_levels: bool,
 ) -> WireDtype:
-    """Return the wire dtype or token format for sums of ``leaves``, or raise an error. If the group
-    has two levels, the wire dtype must not have more bits than the dtype of a leaf, because each
-    host rounds its sum to the dtype of the leaf."""
+    """Return the checked argument ``wire_dtype``. With two levels, it must not have more bits than
+    the dtype of a leaf, because each host rounds its sum to the dtype of the leaf."""
     dtype = as_wire_dtype(wire_dtype)
     if isinstance(dtype, TokenFormat):
         for leaf in leaves:

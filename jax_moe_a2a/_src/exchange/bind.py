@@ -36,8 +36,8 @@ def route_ids(ids: jax.Array, options: RouteOptions) -> AnyRouting:
 def route_and_dispatch(
     checked: CheckedIds, payload: Sequence[jax.Array], **params: Any
 ) -> tuple[AnyRouting, list[jax.Array]]:
-    """Route ids and dispatch a payload in one primitive, over one level. ``DISPATCH`` defines the
-    payload, the parameters, and the results after the routing."""
+    """Route ids and dispatch a payload in one primitive, for one level. The payload, ``params`` and
+    the list of results are as for ``DISPATCH``."""
     planned, plan_options = _planned(*checked)
     params.update(group=checked.options.domain, plan_options=plan_options)
     plan, moved = bind_routed_dispatch(planned, payload, **params)
@@ -62,7 +62,7 @@ def bind_start(
     exchange: Record, payload: Sequence[jax.Array], routing: AnyRouting, **params: Any
 ) -> tuple[Sequence[jax.Array], Callable[[Sequence[jax.Array]], list[jax.Array]]]:
     """Bind the start of an exchange. Return the arrays in flight, and a function that binds the
-    done. The function maps the arrays in flight to the results of the exchange.
+    done: it maps the arrays in flight to the results of the exchange.
 
     With two levels, the start of a dispatch or the done of a combine runs the whole exchange,
     because XLA's collectives between hosts would not overlap with other work.
@@ -80,9 +80,9 @@ def bind_start(
 
 
 def _planned(ids: jax.Array, options: RouteOptions) -> tuple[jax.Array, PlanOptions]:
-    """Return the operand and the options of ``route_p``."""
+    """Return the ids and the options for ``route_p``."""
     num_local_experts = options.num_local_experts
-    if options.replicated:  # The domain is this rank only. Experts of other ranks get the id -1.
+    if options.replicated:  # Drop choices of other ranks' experts.
         local = ids - own_rank(options.group) * num_local_experts
         ids = jnp.where((local >= 0) & (local < num_local_experts), local, -1)
     may_drop = options.may_drop(*ids.shape)

@@ -1,12 +1,12 @@
-"""Define dispatch and combine.
+"""Define the primitives of dispatch and combine.
 
-The last payload operand of a dispatch with a format may be the global scales of the tokens. The
-dispatch first returns the decoded rows of all leaves if ``decode`` is set. Next, it returns values
-and scales of each leaf if ``keeps_encoded`` is set or ``decode`` is not set. Choice arrays follow.
+With ``has_token_scales``, the last payload operand of a dispatch is the tokens' global scales. A
+dispatch with a format returns decoded rows of all leaves if ``decode`` is set. Values and scales of
+each leaf follow if ``keeps_encoded`` is set or ``decode`` is not set. Choice arrays are last.
 
-With ``tail="unspecified"``, the results and tangents of a dispatch hold any values in the tail. The
-transpose, a combine, does not read the tail of the cotangents. The transpose of a combine is a
-dispatch with the ``tail`` option of the combine.
+With ``tail="unspecified"``, rows of a dispatch and their tangents have any values after the last
+group. The transpose, a combine, does not read these rows of the cotangents. The transpose of a
+combine is a dispatch with the ``tail`` option of the combine.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _dispatch_layouts(
 ) -> Layouts:
     operands: list[Layout] = [TOKEN] * num_leaves + [CHOICE] * num_choice_arrays
     operands += [TOKEN] * options.has_token_scales
-    # The scales of tokens are not a source, because a batch of leaves may share them.
+    # Scales of tokens are not in ``sources``, because ``vmap`` need not batch them with the leaves.
     has_floats = options.token_format is None or options.decode
     sources = [(leaf,) for leaf in range(num_leaves * has_floats)]
     sources += [(i // 2,) for i in range(2 * num_leaves * options.has_encoded)]
@@ -55,7 +55,8 @@ def _combine_layouts(
 def _dispatch_types(
     results: list[Any], *, num_leaves: int, options: Options, **_: object
 ) -> list[Any]:
-    """Return ``results`` with the types of values and scales in place of the types of rows."""
+    """Replace the abstract values of quantized rows in ``results`` by those of values and
+    scales."""
     fmt = options.token_format
     if fmt is None or not options.has_encoded:
         return results
@@ -110,14 +111,14 @@ def dispatch_calls(
 def combine_calls(
     call_placement: CallPlacement, payload: Sequence[jax.Array], params: dict[str, Any]
 ) -> list[KernelCall]:
-    """Return the kernel calls of a whole or split combine. Each call sums the leaves of one dtype.
-    The first call also moves the choice arrays."""
+    """Return the kernel calls of a combine or of its halves. Each call sums the leaves of one
+    dtype. The first call also moves the choice arrays."""
     num_leaves, wire = params["num_leaves"], params["options"].wire_dtype
     leaves, num_moved = payload[:num_leaves], num_leaves + params["num_choice_arrays"]
     has_addends = params["options"].num_addends > 0
     calls = []
     choice_arrays_left = list(range(num_leaves, num_moved))
-    for dtype in dict.fromkeys(aval.dtype for aval in leaves) or [None]:  # None: choice arrays only
+    for dtype in dict.fromkeys(aval.dtype for aval in leaves) or [None]:  # None without leaves
         own = [i for i in range(num_leaves) if leaves[i].dtype == dtype]
         addends = [num_moved + i for i in own if has_addends]
         results = own + choice_arrays_left
@@ -176,7 +177,7 @@ DISPATCH.transpose, COMBINE.transpose = COMBINE, DISPATCH
 
 
 def keep_arrays(keep: Sequence[bool], params: dict[str, Any]) -> dict[str, Any]:
-    """Change ``params`` so that the exchange moves only the arrays for which ``keep`` is True."""
+    """Return ``params`` for an exchange of only the arrays for which ``keep`` is True."""
     first = params["num_leaves"]  # index of the first choice array
     of_leaves, of_choices = keep[:first], keep[first : first + params["num_choice_arrays"]]
     options = params["options"] if any(of_leaves) else params["options"].unencoded
@@ -245,7 +246,7 @@ def added_tangents(d_addends: compat.Tangents) -> list[Any]:
 
 
 def cotangents_of_addends(addends: Sequence[Any], cotangents: compat.Tangents) -> list[Any]:
-    pairs = zip(addends, cotangents, strict=False)  # a choice array has no addend
+    pairs = zip(addends, cotangents, strict=False)  # choice arrays have no addends
     return [ct if ad.is_undefined_primal(x) else None for x, ct in pairs]
 
 

@@ -45,7 +45,7 @@ class InFlight:
         return f"InFlight({self._operation}, {state}, group={self._group})"
 
     def _take(self, user: str) -> Sequence[jax.Array]:
-        """Return the arrays. A second call raises an error. ``user`` names the caller."""
+        """Return the arrays. A second call raises an error, which names ``user`` as the caller."""
         if self._arrays is None:
             raise ValueError(
                 f"inflight must be used once; {user} got an InFlight that was already used. After "
@@ -62,7 +62,7 @@ class InFlight:
 
 
 def check_start(operation: str, routing: RouteOptions) -> None:
-    """Raise a ValueError if an exchange with this routing cannot be started here."""
+    """Raise a ValueError if replicated tokens or eager execution forbid a start."""
     if routing.replicated:
         raise ValueError(
             f"{operation}_start must have a routing without replicated tokens, because replicated "
@@ -86,7 +86,7 @@ def finish_exchange(inflight: InFlight, operation: str) -> Any:
 def overlap(inflight: InFlight, fn: Callable[..., T], *args: PyTree) -> tuple[InFlight, T]:
     """Run ``fn(*args)`` after the start of an exchange and before its done.
 
-    Without ``overlap``, XLA may move the work before the start or after the done. In the backward
+    Without ``overlap``, XLA may move ``fn`` before the start or after the done. In the backward
     pass, the gradient of ``fn`` also runs while the exchange of the gradient is in flight.
 
     Args:
@@ -133,7 +133,7 @@ def overlap(inflight: InFlight, fn: Callable[..., T], *args: PyTree) -> tuple[In
 
 
 def _tied(arrays: Sequence[jax.Array], tree: T) -> tuple[Sequence[jax.Array], T]:
-    """Return arrays and tree unchanged. Each returned array depends on all arrays of the call."""
+    """Return the arguments. Each returned array depends on all arrays of both arguments."""
     leaves, treedef = jax.tree.flatten(tree)
     is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
     tied = tie(*arrays, *select(is_array, leaves))

@@ -1,6 +1,6 @@
 """Lower primitives to custom calls of the CUDA kernels, or to the portable path.
 
-If ranks share a GPU, one call runs all ranks. The arrays of the call have a leading axis of ranks.
+If ranks share a GPU, one call runs all ranks, and its arrays have a leading axis of ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ READ_BY_KERNELS = ("token_slot", "slot_token", "choice_rank", "slot_rows", "row_
 
 
 class Refused(Exception):
-    """The reason why the kernels do not support a call."""
+    """Raised if the kernels do not support a call. The text says why."""
 
 
 class CallPlacement(NamedTuple):
@@ -49,7 +49,7 @@ class CallPlacement(NamedTuple):
 
 
 def _placement_of(ctx: compat.Context, params: dict[str, Any]) -> CallPlacement | str:
-    """Return where the kernels run a call, or why the call takes the portable path."""
+    """Return where the kernels run a call, or the reason for the portable path."""
     group: Group = params["group"].placed_by(compat.mesh_of_program(ctx))
     if any(0 in aval.shape for aval in (*ctx.avals_in, *ctx.avals_out)):
         return "the call has an array without elements"
@@ -85,13 +85,13 @@ def register(
     kernels: Callable[..., Any],
     unfused: Callable[..., Callable[..., Any] | None] = lambda **_: None,
 ) -> None:
-    """Register how a primitive runs: outside ``jit``, on GPUs, and on other platforms.
+    """Register how a primitive runs eagerly, and how it is lowered for GPUs and other platforms.
 
     Args:
       reference: computes the results from the operands and parameters.
       kernels: ``kernels(ctx, call_placement, *operands, **params)`` raises ``Refused``, or returns
-        a function that emits custom calls and returns their results. ``kernels`` reads only types
-        from ``ctx``.
+        a function that emits custom calls and returns their results. Before it emits calls, it
+        reads only abstract values of ``ctx``.
       unfused: ``unfused(**params)`` returns a function that replaces ``reference`` on GPUs, or
         None. The replacement binds other exchanges, which may run the kernels.
     """
@@ -112,7 +112,7 @@ def register(
         found, composition, what = _placement_of(ctx, params), unfused(**params), "portable path"
         if isinstance(found, CallPlacement):
             if found.lead and found.group.size == 1:
-                # A handler expects an axis of ranks only if several ranks share a launch.
+                # Handlers expect an axis of ranks only if a launch has several ranks.
                 return traced("", "", of_only_rank, of_only_rank)
             try:
                 return Choice(paths.KERNEL, "", kernels(ctx, found, *operands, **params))
@@ -157,20 +157,21 @@ def check_may_refuse(group: Group, primitive: compat.Primitive, why: str) -> Non
 
 
 barrier = mlir.lower_fun(lambda *arrays: lax.optimization_barrier(arrays), multiple_results=True)
-"""Lowers the identity. Each result depends on all operands."""
+"""Lowers a function that returns its operands. Each result depends on all operands."""
 
 
 def default_num_sms(num_tokens: int, half_bytes: int) -> int:
-    """Return the default number of SMs of a call with ``num_tokens`` tokens per rank. A ring half
-    has ``half_bytes``: the bytes of one rank's tokens times the number of ranks."""
+    """Return the default number of SMs of a call with ``num_tokens`` tokens per rank.
+    ``half_bytes`` is the size of a ring half: the bytes of one rank's tokens times the number of
+    ranks."""
     tuning = native.tuning
     is_few = num_tokens <= tuning("FEW_TOKENS") or half_bytes <= tuning("FEW_BYTES")
     return tuning("FEW_NUM_SMS" if is_few else "DEFAULT_NUM_SMS")
 
 
 def num_sms_of(group: Group, operation: str, num_tokens: int, half_bytes: int) -> int:
-    """Return the number of SMs of a route or a whole exchange."""
-    is_alone = group.size == 1  # only local memory limits the speed of a single rank
+    """Return the number of SMs of a route, or of an exchange that is not split."""
+    is_alone = group.size == 1  # the speed of one rank depends only on its memory
     default = ALL_SMS if is_alone else default_num_sms(num_tokens, half_bytes)
     return group.sms_of(operation) or default
 
@@ -232,7 +233,8 @@ def custom_call(
     # If a loop stores a result in a larger array, and the program also uses the result elsewhere,
     # XLA's dynamic_slice_fusion copies the call, and the exchange runs twice. A barrier prevents
     # the copy. Each result has a separate barrier, because XLA removes unused results of a shared
-    # barrier. Then XLA would not merge equal calls whose barriers have different results.
+    # barrier. Equal calls could then have barriers with different results, and XLA would not merge
+    # the calls.
     alone = [ctx.replace(avals_in=[aval], avals_out=[aval]) for aval in ctx.avals_out]
     return [out for args in zip(alone, results, strict=True) for out in barrier(*args)]
 
@@ -275,15 +277,16 @@ def lower_by_kernels(
 ) -> Callable[[], list[Any]]:
     """Return a function that emits the custom calls of an exchange and returns their results.
 
-    ``phase`` is "start", "done", or "" for a whole exchange. The calls of a done have the operands
-    of the start, because XLA must keep these arrays in place. Further operands of a done are the
-    arrays in flight. Their memory becomes the results.
+    ``phase`` is "start", "done", or "" for an exchange that is not split. The calls of a done have
+    the operands of the start, because XLA must keep these arrays in place. Further operands of a
+    done are the arrays in flight. The done writes its results into their memory.
     """
     sources, is_outward = exchange.layouts(**params).sources, exchange.is_outward
     num_results = len(sources)
 
     def divide(arrays: Sequence[Any]) -> tuple[list[Any], Sequence[Any]]:
-        """Return the operands of the exchange, and for a done its results in flight."""
+        """Return the operands of the exchange, and for a done the arrays that become its
+        results."""
         if phase != "done":
             return _inputs(arrays), []
         moved, routing = split_routing(arrays)
@@ -337,7 +340,7 @@ def lower_by_kernels(
                 results[i] = result
         if phase != "start":
             return results
-        payload = inputs[: -len(READ_BY_KERNELS)]  # The done reads the same memory.
+        payload = inputs[: -len(READ_BY_KERNELS)]  # The done reads this memory again.
         if is_outward:
             return [*payload, *results]
         return [*results, *(payload[source[0]] for source in sources)]

@@ -1,8 +1,9 @@
 """Define ``Record``, which describes an exchange primitive for the rules of JAX transforms.
 
-An exchange moves a payload from tokens to rows (outward), or from rows to tokens. For a fixed
-routing, an exchange is linear in its payload, or bilinear in rows and their weights. Dispatch and
-combine are transposes of each other. Weighted dispatch and weighted combine are transposes, too.
+An exchange moves arrays (its payload) from tokens to rows (outward), or from rows to tokens. For a
+fixed routing, an exchange is linear in its payload, or bilinear in rows and their weights. Dispatch
+and combine are transposes of each other. Weighted dispatch and weighted combine are transposes,
+too.
 
 The operands are the payload, then the arrays of a ``RoutingArrays``. The parameters are:
 
@@ -41,15 +42,15 @@ class Options(NamedTuple):
     ``_replace``, which keeps all other options."""
 
     wire_dtype: Any = None
-    """How partial sums travel: a dtype, a token format, or None for the array's dtype."""
+    """The dtype or token format of partial sums while they travel. None means the array's dtype."""
     token_format: TokenFormat | None = None
-    """How a dispatch quantizes its leaves, or None. A combine has None."""
+    """The format in which a dispatch moves its leaves, or None. It is None in a combine."""
     decode: bool = False
     tail: Tail = "zero"
     keeps_encoded: bool = False
     """True if a dispatch with ``decode`` also returns the quantized rows."""
     has_token_scales: bool = False
-    """True if an operand float32 [T] replaces the ``global_scale`` of ``token_format``."""
+    """True if the global scales are an operand, float32 [T], and not in ``token_format``."""
     num_addends: int = 0
     """Number of addends of a combine: one for each sum, or 0. Addends are the last payload
     operands. A combine adds an addend before it rounds the sum."""
@@ -73,22 +74,23 @@ class Options(NamedTuple):
 
 
 class Layouts(NamedTuple):
-    """The layouts of all payload operands and results, for the parameters of an exchange."""
+    """The layouts of the payload operands and the results of an exchange."""
 
     operands: Sequence[Layout]
     results: Sequence[Layout]
     sources: Sequence[tuple[int, ...]]
-    """The indices of the operands of each result. The result has the payload axes and the dtype of
-    its first operand. If ``vmap`` batches one operand of a result, it batches all of them."""
+    """For each result, the indices of its operands. The result has the payload axes and the dtype
+    of the first of them. If ``vmap`` batches one operand of a result, it batches all of them."""
 
 
 @dataclasses.dataclass(eq=False)
 class Record:
-    """The record of an exchange primitive.
+    """An exchange primitive, with the functions that implement it.
 
     For split exchanges, ``split.add_halves`` adds two more records, ``start`` and ``done``. Between
-    start and done, the payload is *in flight*. A payload in flight has two arrays for each result:
-    an array at the tokens and an array at the rows. All arrays at the tokens come first.
+    start and done, the payload is *in flight*. It then has two arrays for each result: one *at the
+    tokens* (axes [T, ...]) and one *at the rows* (axes [C, ...]). The arrays at the tokens come
+    first.
     """
 
     name: str
@@ -108,7 +110,7 @@ class Record:
     """Corrects the abstract values of results that do not have the type of their source."""
     primitive: Any = dataclasses.field(init=False)
     transpose: Record = dataclasses.field(init=False)
-    """The transposed exchange, if this exchange is linear in its whole payload."""
+    """The transposed exchange, if this exchange is linear in all payload arrays."""
     start: Record = dataclasses.field(init=False)
     done: Record = dataclasses.field(init=False)
 
@@ -129,7 +131,7 @@ class Record:
 
 
 def crossed_axes(group: Group, emulated: bool) -> tuple[str, ...]:
-    """Return the mesh axes over which results vary even if operands do not."""
+    """Return the mesh axes over which results vary even if operands do not vary over them."""
     return () if emulated or group.size == 1 else group.axes
 
 

@@ -14,7 +14,7 @@ from .reference import own_rank
 
 
 class SourceInfo(NamedTuple):
-    """The origin of each row as three int32 arrays [C].
+    """Source rank, token and choice of each row, int32 [C] each.
 
     All three are -1 for a row without a token. ``rank`` is 0 if tokens are replicated.
     """
@@ -30,8 +30,8 @@ class Recv:
     """The result of ``dispatch`` on a rank. It is a pytree.
 
     C is the capacity, and L the number of local experts. Rows are sorted by local expert, then
-    source rank, token and choice. Padding rows and the tail, which hold no token, are zero. With
-    ``tail="unspecified"``, the tail holds any values.
+    source rank, token and choice. Padding rows and the tail (the rows after the last expert's
+    padding) are zero. With ``tail="unspecified"``, the tail has any values.
     """
 
     rows: PyTree
@@ -43,19 +43,19 @@ class Recv:
     """[L] int32: number of rows of each local expert, padding included. ``grouped_dot`` and
     ``lax.ragged_dot`` accept this array."""
     row_offsets: jax.Array
-    """[L + 1] int32: first row of each local expert, and the end of the last expert."""
+    """[L + 1] int32: first row of each local expert, and the end of the last expert's rows."""
     expert_ids: jax.Array
     """[L] int32: global id of each local expert."""
     src_info: SourceInfo
     """Source rank, token and choice of each row."""
     num_rows: jax.Array
-    """[] int32: number of rows that hold a token."""
+    """[] int32: number of rows with a token."""
     num_dropped: jax.Array
     """[] int32: number of rows that this rank dropped because the capacity was too small."""
     num_invalid: jax.Array
     """[] int32: number of this rank's ids outside [-1, num_experts). These ids send nothing."""
     routing: AnyRouting
-    """The routing. Another ``dispatch`` or ``combine`` accepts it."""
+    """The routing of this dispatch. Pass it to other calls to route only once."""
     global_scales: jax.Array | None = None
     """[C] float32: the global scale of each row; None unless rows stay quantized and ``NvFp4`` has
     a scale for each token. ``NvFp4(global_scale=recv.global_scales)`` decodes the rows."""
@@ -64,8 +64,8 @@ class Recv:
     def row_experts(self) -> jax.Array:
         """Return the local expert of each row, [C] int32; -1 for a row without a token.
 
-        Use this array to apply a bias or a scale of each expert. Each access computes it from
-        ``row_offsets``. A batch of ``Recv`` is not supported.
+        Use this array to apply a bias or a scale of each expert. Each access computes it. A batched
+        ``Recv``, as ``vmap`` returns it, is not supported.
         """
         rows = jnp.arange(self.src_info.rank.shape[0], dtype=jnp.int32)
         ends = self.row_offsets[1:]

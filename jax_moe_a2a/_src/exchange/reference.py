@@ -1,9 +1,9 @@
-"""Define the meaning of every primitive with jnp and lax collectives, for any platform.
+"""Implement every exchange primitive with jnp and lax collectives, for any platform.
 
-The arguments of the functions down to ``done`` are the operands and parameters of their primitives.
-An exchange has three steps: a sending half on each rank, a swap between the ranks, and a receiving
-half. With ``emulated``, all arrays have a leading axis of ranks. The halves then run for all ranks
-on one device, and the swap is a transposition.
+The functions from ``route`` to ``done`` accept the operands and parameters of the primitives of the
+same names. An exchange has three steps: a sending half on each rank, a swap between the ranks, and
+a receiving half. With ``emulated``, all arrays have a leading axis of ranks. The halves then run
+for all ranks on one device, and the swap is a transposition.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..plan.plan import TAIL_ROW, PlanOptions, RoutePlan, RoutingArrays, plan_ro
 from .record import Options, Record, split_routing
 
 # A sum of few small terms is unrolled, because XLA:CPU compiles it in half the time of a loop. A
-# loop adds many or large terms, because XLA might hold all terms of an unrolled sum in memory.
+# loop adds many or large terms, because XLA might keep all terms of an unrolled sum in memory.
 MAX_UNROLLED_TERMS = 16
 MAX_UNROLLED_BYTES = 4 * 2**20
 
@@ -40,7 +40,8 @@ MAX_UNROLLED_BYTES = 4 * 2**20
 def route(
     ids: jax.Array, *, group: Group, emulated: bool, plan_options: PlanOptions
 ) -> list[jax.Array]:
-    """Route ids int32 [*lead, T, K]. Return the arrays of a ``RoutePlan`` with leading axes."""
+    """Route ids int32 [*lead, T, K]. Return the arrays of a ``RoutePlan``, also with axes
+    ``lead``."""
     num_lead = ids.ndim - 2 - int(emulated)
     plan: Callable[..., RoutePlan] = partial(plan_route, options=plan_options)
     for _ in range(num_lead):
@@ -65,9 +66,9 @@ def dispatch(
 ) -> list[jax.Array]:
     """Dispatch leaves [T, ...] and choice arrays [T, K, ...]. Return all of them as [C, ...].
 
-    With a format, return decoded rows [C, ...], or values and scales [C, ...], or all three. Global
-    scales [T] may follow the choice arrays. With ``tail="unspecified"``, the tail holds NaN or
-    extreme integers, so that tests detect code that reads the tail.
+    With a format, return decoded rows [C, ...], or values and scales [C, ...], or all three. In the
+    operands, global scales [T] may follow the choice arrays. With ``tail="unspecified"``, the tail
+    contains NaN or extreme integers, so that tests detect code that reads the tail.
     """
     params: dict[str, Any] = dict(group=group, emulated=emulated)
     if options.token_format is not None:
@@ -101,8 +102,8 @@ def encode_and_decode(
 def encoded(
     payload: Sequence[jax.Array], num_leaves: int, num_choice_arrays: int, options: Options
 ) -> tuple[list[jax.Array], dict[str, Any]]:
-    """Quantize leaves. Return the payload and parameters of a dispatch without a format that moves
-    values and scales. If rows are decoded, this dispatch also moves the tokens' global scales."""
+    """Quantize leaves. Return the payload and parameters for a dispatch of their values and scales,
+    which has no token format. If rows are decoded, it also moves the tokens' global scales."""
     leaves, rest = payload[:num_leaves], payload[num_leaves:]
     choice_arrays, token_scales = rest[:num_choice_arrays], rest[num_choice_arrays:]
     fmt = _format_of(options, token_scales)
@@ -119,8 +120,8 @@ def encoded(
 def decoded(
     moved: Sequence[jax.Array], dtypes: Sequence[DTypeLike], options: Options
 ) -> list[jax.Array]:
-    """Return the results of a dispatch with a format. ``moved`` is the results of the dispatch that
-    ``encoded`` describes, and ``dtypes`` has the dtype of each leaf."""
+    """Return the results of a dispatch with a format, from the results ``moved`` of the dispatch of
+    the ``encoded`` payload. ``dtypes`` has the dtype of each leaf."""
     if not options.decode:
         return list(moved)
     first = 2 * len(dtypes)
@@ -168,7 +169,7 @@ def weighted_combine(
     options: Options,
     **params: object,
 ) -> list[jax.Array]:
-    """Combine the sum of weights_i * rows_i, for rows_1..n [C, *W, ...] and weights_1..n [C, *W].
+    """Combine the array sum_i weights_i * rows_i, with rows_i [C, *W, ...] and weights_i [C, *W].
     Return [T, *W, ...]. An addend [T, *W, ...] may follow the weights."""
     del num_choice_arrays
     payload, routing = split_routing(operands)
@@ -187,9 +188,9 @@ def weighted_dispatch(
     emulated: bool,
     **params: object,
 ) -> list[jax.Array]:
-    """Dispatch g [T, *W, ...] to G [C, *W, ...]. First return the products weights_i * G for
-    weights_1..n [C, *W], in the dtype of g. Then return the dot products <rows_i, G> [C, *W] for
-    rows_1..m [C, *W, ...], in the accumulation dtype."""
+    """Dispatch g [T, *W, ...] to G [C, *W, ...]. Return weights_i * G for each weights_i [C, *W],
+    in the dtype of g. After these products, return the dot product <rows_i, G> [C, *W] for each
+    rows_i [C, *W, ...], in the accumulation dtype."""
     del num_choice_arrays
     (g, *payload), routing = split_routing(operands)
     params.update(num_leaves=1, num_choice_arrays=0, emulated=emulated)
@@ -197,7 +198,7 @@ def weighted_dispatch(
     num_axes = int(emulated) + 1 + num_weight_axes
     acc_dtype = accumulation_dtype(moved.dtype)
     wide = moved.astype(acc_dtype)
-    is_row = routing.row_rank >= 0  # rows without a token may hold NaN
+    is_row = routing.row_rank >= 0  # rows without a token may be NaN
 
     def scaled(weights: jax.Array) -> jax.Array:
         product = expand_like(weights.astype(acc_dtype), wide) * wide
@@ -219,7 +220,7 @@ def routed_dispatch(
     plan_options: PlanOptions,
     **params: Any,
 ) -> list[jax.Array]:
-    """Route the ids, int32 [T, K], and dispatch the payload. Return the results of a ``RoutePlan``,
+    """Route the ids, int32 [T, K], and dispatch the payload. Return the arrays of a ``RoutePlan``,
     then the results of ``dispatch``."""
     results = route(ids, group=group, emulated=emulated, plan_options=plan_options)
     plan = RoutePlan.of_results(results)
@@ -227,9 +228,9 @@ def routed_dispatch(
     return [*plan.results, *moved]
 
 
-# Split phases. A dispatch moves data in its start, and a combine moves data in its done. The other
-# half is the identity. Therefore a start transposes to the done of the transposed exchange. While a
-# payload is in flight, only the arrays at the rows hold data of the exchange.
+# Split exchanges. A dispatch moves data in its start, and a combine moves data in its done. The
+# other half moves nothing. Therefore the transpose of a start is the done of the transposed
+# exchange. Of the arrays in flight, only the arrays at the rows contain data of the exchange.
 
 
 def start(exchange: Record, *operands: jax.Array, **params: Any) -> list[jax.Array]:
@@ -264,19 +265,19 @@ def own_rank(group: Group) -> jax.Array:
 
 
 def expand_like(x: jax.Array, like: jax.Array) -> jax.Array:
-    """Append axes of size one to ``x`` until it has the rank of ``like``."""
+    """Append axes of size one to ``x`` until it has as many axes as ``like``."""
     return x.reshape(x.shape + (1,) * (like.ndim - x.ndim))
 
 
 def take_rows(x: jax.Array, index: jax.Array, otherwise: jax.Array | None = None) -> jax.Array:
-    """Return ``x[index]`` along the leading axis. A negative index returns zeros, or the entry of
-    ``otherwise`` at the position of the index."""
+    """Return ``x[index]`` along the leading axis. Where ``index`` is negative, return zeros, or the
+    entry of ``otherwise``, which has the shape of ``index``."""
     taken = take_any_rows(x, index)
     filler = np.zeros((), x.dtype) if otherwise is None else expand_like(otherwise, taken)
     rows = jnp.where(expand_like(index >= 0, taken), taken, filler)
     if x.dtype not in (jnp.uint8, jnp.uint16):
         return rows
-    # ``x`` may hold the bits of 8-bit or 16-bit floats. XLA:CPU selects these floats in float32.
+    # ``x`` may contain the bits of 8-bit or 16-bit floats. XLA:CPU selects these floats in float32.
     # The conversion makes NaNs canonical, and loses subnormals on CPUs with AVX512_BF16. XLA:CPU
     # converts even if the program selects integers and bitcasts the result to floats. Adding zero
     # to the integers prevents the conversion, because XLA does not know that the term is zero. The
@@ -293,8 +294,8 @@ def take_any_rows(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def send_tokens(x: jax.Array, routing: RoutingArrays) -> jax.Array:
-    """Place tokens [T, ...] into slots [R, T, ...]. Unused slots hold arbitrary tokens, because no
-    rank reads these slots, and XLA:CPU would compile a mask once for each rank."""
+    """Place tokens [T, ...] into slots [R, T, ...]. Unused slots contain arbitrary tokens, which no
+    rank reads. XLA:CPU would compile code to clear them once for each rank."""
     return take_any_rows(x, routing.slot_token)
 
 
@@ -336,8 +337,8 @@ def send_sums(
     acc_dtype: jnp.dtype,
     wire_dtype: jnp.dtype | None,
 ) -> jax.Array:
-    """Sum the rows of each slot in the order of k, in ``acc_dtype``. ``pairs`` has rows [C, ...]
-    and weights [C, *W] or None. Return partial sums [R, T, ...], rounded to ``wire_dtype``."""
+    """Sum the rows of each slot in the order of k, in ``acc_dtype``. A pair has rows [C, ...], and
+    weights [C, *W] or None. Return partial sums [R, T, ...], rounded to ``wire_dtype``."""
     num_ranks, num_tokens, _ = routing.slot_rows.shape
     zeros = _zeros_like_rows((num_ranks, num_tokens), pairs[0][0], 1, acc_dtype)
     given = (x for pair in pairs for x in pair if x is not None)
@@ -352,8 +353,8 @@ def send_sums(
             terms.append(term)
         return terms
 
-    # XLA forms different multiply-adds inside and outside a loop. Weighted sums always use a loop,
-    # because their bits must not depend on their size.
+    # Inside a loop, XLA fuses other multiplications with additions than outside of a loop. Weighted
+    # sums always use a loop, because the size of the arrays must not change their bits.
     is_weighted = any(weights is not None for _, weights in pairs)
     indices = jnp.moveaxis(routing.slot_rows, 2, 0)
     return _sum_in_order(terms, indices, zeros, may_unroll=not is_weighted).astype(wire_dtype)
@@ -366,9 +367,9 @@ def _sum_in_order(
     *,
     may_unroll: bool = True,
 ) -> jax.Array:
-    """Sum the arrays ``terms(indices[i])`` for i = 0 to N - 1, in this order. ``terms`` maps an
-    index [...] to arrays with the shape of ``zeros``, [..., *P]. ``terms`` also maps ``indices``,
-    int32 [N, ...], to arrays [N, ..., *P]."""
+    """Add the arrays ``terms(indices[i])`` to ``zeros``, for i = 0 to N - 1 in this order.
+    ``indices`` is int32 [N, ...], and ``zeros`` is [..., *P]. ``terms`` maps an index array [...]
+    to a list of arrays [..., *P]."""
     num_indices = len(indices)
     if num_indices == 0:  # a loop of length 0 would still trace its body, which reads an index
         return zeros
@@ -376,8 +377,8 @@ def _sum_in_order(
     if may_unroll and num_indices * zeros.nbytes <= MAX_UNROLLED_BYTES:
         sums, found = zeros, terms(indices)
         if num_indices > 1:
-            # Add 0.0, because the sum of negative zeros must be a positive zero. No index has the
-            # smallest value. XLA does not know this, and therefore keeps the addition.
+            # Add 0.0, because the sum of negative zeros must be a positive zero. No index is the
+            # smallest int32. XLA does not know this, and therefore keeps the addition.
             never = indices[0] == np.iinfo(np.int32).min
             sums += expand_like(never.astype(zeros.dtype), zeros)
         for i in range(num_indices):
@@ -411,8 +412,8 @@ def receive_sums(
     acc_dtype: jnp.dtype,
     dtype: DTypeLike,
 ) -> jax.Array:
-    """Sum the partial sums [R, T, ...] of each token over the ranks where the token has a slot, in
-    rank order. Then add the addends [T, ...]. Return [T, ...]."""
+    """Sum each token's partial sums [R, T, ...], in the order of the ranks on which the token has a
+    slot. Then add the addends [T, ...]. Return [T, ...]."""
     num_ranks, num_tokens = returned.shape[:2]
     total = _zeros_like_rows((num_tokens,), returned, 2, acc_dtype)
     total, _ = compat.align_varying([total, returned], ())
@@ -432,7 +433,7 @@ def send_row_choices(x: jax.Array, routing: RoutingArrays) -> jax.Array:
 
 
 def receive_choices(returned: jax.Array, routing: RoutingArrays) -> jax.Array:
-    """Return a choice array [T, K, ...] from the slots [R, T, K, ...] that ranks returned."""
+    """Return a choice array [T, K, ...] from the slots [R, T, K, ...] that the ranks sent back."""
     _, num_tokens, top_k = returned.shape[:3]
     rank = jnp.maximum(routing.choice_rank, 0)
     slot = rank * num_tokens + jnp.take_along_axis(routing.token_slot, rank, axis=1)
@@ -447,8 +448,8 @@ def _move(
 
     Floats of fewer than 32 bits travel as integers, for three reasons. XLA:CPU converts these
     floats to more bits in selects and collectives, which changes signalling NaNs to quiet NaNs.
-    NCCL does not support all of these dtypes. A row without a token is zero bytes, but
-    float8_e8m0fnu has no zero.
+    NCCL does not support all of these dtypes. All bytes of a row without a token are zero, but
+    float8_e8m0fnu has no number zero.
     """
     bits = _as_integers(x)
     moved = _exchange(send, receive, bits, **kwargs)
@@ -502,8 +503,8 @@ def _exchange(
     group: Group,
     emulated: bool,
 ) -> jax.Array:
-    """Run ``send``, send entry r of its result [R, ...] to rank r, and run ``receive``. The arrays
-    ``received_with`` are more arguments of ``receive``."""
+    """Run ``send``, and send entry r of its result [R, ...] to rank r. Return what ``receive``
+    computes from the received entries [R, ...], the routing and ``received_with``."""
     if emulated:
         sent = jax.tree.map(lambda part: jnp.swapaxes(part, 0, 1), jax.vmap(send)(x, routing))
         return jax.vmap(receive)(sent, routing, *received_with)

@@ -31,15 +31,16 @@ from .rules import is_own_axis, move_or_broadcast
 route_p = compat.Primitive("moe_a2a_route")
 routed_dispatch_p = compat.Primitive("moe_a2a_routed_dispatch")
 
-# This primitive returns its operand, the ids. Without it, JAX may reuse a lowered program on other
-# devices. With it, JAX lowers the program again for each device assignment. Therefore it is bound
+# A primitive that returns its operand, the ids. JAX lowers a program with this primitive again for
+# each list of devices. Otherwise, JAX may reuse the lowered program on other devices. It is bound
 # only if the program decides the devices of the group. The other primitives do not have this
 # effect, because an exported program may have no devices.
 on_own_devices_p = compat.Primitive("on_own_devices")
 
 
 def _for_own_devices(ids: jax.Array, group: Group) -> jax.Array:
-    """Return ids. If the group uses the devices of ``jax.set_mesh``, mark the program."""
+    """Return ``ids``, through ``on_own_devices_p`` if the group uses the mesh of
+    ``jax.set_mesh``."""
     takes_devices = group.placed_on(compat.mesh_in_context()) is not group
     return on_own_devices_p.bind(ids) if takes_devices else ids
 
@@ -90,7 +91,8 @@ def _split_params(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any
 
 
 def _route_and_dispatch(ids: jax.Array, *payload: jax.Array, **params: object) -> list[Any]:
-    """Bind a routed dispatch as two primitives. The plan has a checkpoint name."""
+    """Bind a route and a dispatch in place of a routed dispatch. The plan gets a checkpoint
+    name."""
     route_params, dispatch_params = _split_params(params)
     plan = compat.checkpoint_name(bind_route(ids, **route_params), ROUTING_CHECKPOINT_NAME)
     return [*plan.results, *DISPATCH.bind(payload, plan.arrays, **dispatch_params)]
@@ -117,7 +119,7 @@ def _routed_abstract(ids: Any, *payload: compat.Aval, **params: object) -> list[
     return [*plan.results, *rules.abstract(DISPATCH, *payload, *plan.arrays, **dispatch_params)]
 
 
-# Derivatives. A routing holds integers and has no derivative.
+# Derivatives. A routing contains only integers, so it has no derivative.
 
 
 def _route_jvp(primals: compat.Primals, tangents: compat.Tangents, **params: Any) -> tuple:
@@ -162,7 +164,7 @@ def _route_batch(
 def _routed_batch(
     axis_data: Any, args: Sequence[jax.Array], dims: Sequence[int | None], **params: Any
 ) -> tuple[list[Any], list[Any]]:
-    """Batch the primitive over the group's axis. Over other axes, batch a route and a dispatch."""
+    """Batch the primitive over the group's axis. Over other axes, bind a route and a dispatch."""
     (ids, *payload), (ids_dim, *payload_dims) = args, dims
     if is_own_axis(axis_data, params["group"], params["emulated"]):
         size = axis_data.size
@@ -245,8 +247,9 @@ def _call(
     attributes: dict[str, Any],
     scratch: Sequence[Any] = (),
 ) -> Callable[[], list[Any]]:
-    """Return a function that emits a call. The call has the operands ids, rank of this device, and
-    payload. The function drops the last results of the call, which have the types ``scratch``."""
+    """Return a function that emits a call and returns its results, except the last ones, whose
+    types are ``scratch``. The operands of the call are the ids, the rank of this device, and the
+    payload."""
     (ids, *payload), (ids_aval, *payload_avals) = operands, ctx.avals_in
     ranks = (call_placement.group.size,) * call_placement.lead
     rank_aval = compat.result_aval(ids_aval, ranks, jnp.dtype(jnp.int32))
@@ -272,7 +275,7 @@ def _call(
 
 
 def route_chunks(num_tokens: int) -> tuple[int, int]:
-    """Return the number of tokens that share a flag of the route, and the number of flags."""
+    """Return the number of tokens in a chunk of the route kernel, and the number of chunks."""
     names = ("ROUTE_LEAST_TOKENS", "ROUTE_MOST_TOKENS", "ROUTE_CHUNKS")
     tokens_per_chunk, most, num_chunks = map(native.tuning, names)
     while tokens_per_chunk < min(most, num_tokens / num_chunks):

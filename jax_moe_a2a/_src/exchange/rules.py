@@ -53,7 +53,8 @@ def abstract(
 
 
 def move_or_broadcast(x: jax.Array, dim: int | None, to: int, size: int) -> Any:
-    """Move the batch axis of ``x`` to axis ``to``. If ``dim`` is None, add an axis there."""
+    """Move the batch axis ``dim`` of ``x`` to axis ``to``. If ``dim`` is None, repeat ``x`` along a
+    new axis ``to``."""
     if dim is not None:
         return jnp.moveaxis(x, dim, to)
     return jnp.broadcast_to(jnp.expand_dims(x, to), (*x.shape[:to], size, *x.shape[to:]))
@@ -81,11 +82,12 @@ def batch(
     emulated: bool,
     **params: Any,
 ) -> tuple[list[Any], list[Any]]:
-    """Bind one exchange for the whole batch.
+    """Bind one exchange for all elements of a batch.
 
-    If ``vmap`` is over the group's axis, the primitive is bound with ``emulated``. If the batch
-    shares the routing, the batch becomes the first axis after the rows, so each row is larger. If
-    the routing is batched, the batch is merged into the tokens and rows of one larger routing.
+    If ``vmap`` is over the group's axis, the primitive is bound with ``emulated``. If the routing
+    has no batch axis, the batch becomes the first axis after the tokens or rows, so each row is
+    larger. If the routing is batched, the batch is merged into the tokens and rows of one larger
+    routing.
     """
     size = axis_data.size
     bind: Callable[..., list[Any]] = partial(exchange.bind, group=group, **params)
@@ -100,7 +102,7 @@ def batch(
     payload, routing = split_routing(args)
     payload_dims, routing_dims = split_routing(dims)
 
-    # If the global scales of tokens are batched, the batch is also merged into the tokens.
+    # If the tokens' global scales are batched, the batch is merged as for a batched routing.
     own_scales = params["options"].has_token_scales and payload_dims[-1] is not None
     if all(dim is None for dim in routing_dims) and not own_scales:
         batched = [dim is not None for dim in payload_dims]

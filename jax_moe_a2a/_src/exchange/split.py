@@ -1,8 +1,9 @@
-"""Define start and done, the halves of a split exchange, and the tie, which orders other work.
+"""Define the primitives of split exchanges: start, done, and the tie, which orders other work.
 
-A start transposes to the done of the transposed exchange, and a done to the start. Therefore the
-gradient of work between the halves also runs between two halves. Both halves must move the same
-arrays. Therefore a derivative moves all arrays that can have tangents, even zero tangents.
+The transpose of a start is the done of the transposed exchange, and the transpose of a done is its
+start. Therefore the gradient of work between start and done also runs between a start and a done.
+A start and its done must move the same arrays. Therefore a derivative moves all arrays that can
+have tangents, even zero tangents.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ tie_p = compat.Primitive("moe_a2a_tie")
 
 
 def tie(*arrays: jax.Array) -> list[Any]:
-    """Return the arrays. Each returned array depends on all operands."""
+    """Return the arrays, so that each returned array depends on all operands."""
     return tie_p.bind(*arrays)
 
 
@@ -105,8 +106,9 @@ def _have_tangents(arrays: Sequence[Any]) -> list[bool]:
     return [carries_tangent(aval_of(x).dtype) for x in arrays]
 
 
-# ``lax.optimization_barrier`` cannot replace the tie. Unused arrays are removed from it, and its
-# derivatives may turn missing tangents into zeros. They would create a done without a start.
+# ``lax.optimization_barrier`` cannot replace the tie. JAX removes unused arrays from a barrier, and
+# its derivatives may replace missing tangents by zeros. Such zeros would create a done without a
+# start.
 
 
 def _tie_those_with_tangents(tangents: compat.Tangents) -> list[Any]:
@@ -136,8 +138,8 @@ ad.primitive_jvps[tie_p] = lambda primals, tangents: (
 ad.primitive_transposes[tie_p] = _tie_transpose
 batching.primitive_batchers[tie_p] = lambda args, dims: (tie(*args), dims)
 compat.register_dce_rule(tie_p, _tie_dce)
-# No policy may save a tie, because a tie may return arrays in flight. The backward pass would then
-# finish the exchange a second time.
+# A policy of ``jax.checkpoint`` must not save the results of a tie. They may be arrays in flight,
+# with which the backward pass would finish the exchange a second time.
 compat.never_save(tie_p)
 
 for _whole in (DISPATCH, COMBINE):

@@ -1,13 +1,14 @@
 """Define exchanges over hosts in two levels: one exchange over each of the group's two axes.
 
-A token first travels to each of its hosts once, to the rank of equal local index (level ``hosts``).
-This rank sends the token to the ranks of its own host (level ``ranks``). A combine first sums rows
-within each host, and then sends the sums back. Both levels are ordinary exchanges.
+A token first travels once to each host that has experts of the token. It goes to the rank with the
+same index on that host (level ``hosts``). This rank sends it to other ranks of the host (level
+``ranks``). A combine first sums rows within each host, and then sends the sums back. Both levels
+are ordinary exchanges.
 
-There are H hosts with N ranks each. Rank ``h * N + n`` is rank n of host h. A rank that receives
-token t of host h gives it the number ``t * H + h``, and calls it a *relayed* token. The route
-within a host counts rows by choice, then relayed token, then rank. Therefore it drops the same rows
-as the route of a group of one level.
+There are H hosts with N ranks each. Rank ``h * N + n`` is rank n of host h. After the first
+exchange, token t of host h is the *relayed* token ``t * H + h``. The route within a host reserves
+rows by choice, then relayed token, then rank. Therefore it drops the same rows as the route of a
+group of one level.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def plan_levels(ids: jax.Array, group: Group, options: PlanOptions) -> dict[str,
     host = own_rank(hosts)
     per_host = options.num_local_experts * ranks.size
 
-    # Each rank receives the ids of the ranks with its local index on all hosts, [T, H, K].
+    # Receive the ids [T, H, K] of the ranks that have the same index as this rank on their hosts.
     everywhere = jnp.arange(hosts.size, dtype=jnp.int32)
     everywhere = jnp.broadcast_to(everywhere, (num_tokens, hosts.size, hosts.size))
     params: dict[str, Any] = dict(num_leaves=1, num_choice_arrays=0, options=Options())
@@ -45,8 +46,8 @@ def plan_levels(ids: jax.Array, group: Group, options: PlanOptions) -> dict[str,
     is_valid = (gathered >= 0) & (gathered < per_host * hosts.size)
     to_host = jnp.where(is_valid, quotient(gathered, per_host), -1)
 
-    # As with one level, the rows of an expert must be sorted by source host, then by relaying rank.
-    # Therefore each local expert becomes H experts, one for each source host.
+    # As with one level, an expert's rows must be sorted by source host, then by the source rank's
+    # index on it. Therefore each local expert becomes H experts, one for each source host.
     source = lax.broadcasted_iota(jnp.int32, gathered.shape, 1)
     local = (gathered - host * per_host) * hosts.size + source
     relayed = jnp.where(to_host == host, local, -1).reshape(num_tokens * hosts.size, top_k)
@@ -67,7 +68,7 @@ def plan_levels(ids: jax.Array, group: Group, options: PlanOptions) -> dict[str,
 
 
 def _hosts_of_tokens(to_host: jax.Array, num_hosts: int) -> jax.Array:
-    """Return the distinct hosts of each token, [T, H, min(K, H)], from the hosts of its choices."""
+    """Return each token's distinct hosts [T, H, min(K, H)], from its choices' hosts [T, H, K]."""
     hosts = jnp.arange(num_hosts, dtype=jnp.int32)[None, None, None, :]
     goes_to = (to_host[..., None] == hosts).any(axis=2)
     # ``wanted`` counts the hosts of a token up to each host. Choice k is the first host whose count
@@ -79,9 +80,9 @@ def _hosts_of_tokens(to_host: jax.Array, num_hosts: int) -> jax.Array:
 
 
 def _between_hosts(choices: jax.Array, host: jax.Array) -> RoutingArrays:
-    """Return the routing between hosts. ``choices`` has the distinct hosts [T, H, K] of each token,
-    for all ranks with this local index. Token t of host h uses slot t on every host, and becomes
-    row t * H + h."""
+    """Return the routing between hosts. ``choices`` [T, H, K] has the distinct hosts of the tokens
+    of all ranks with this local index. Token t of host h uses slot t on every host, and becomes row
+    t * H + h."""
     num_hosts = choices.shape[1]
     own = lax.dynamic_index_in_dim(choices, host, axis=1, keepdims=False)
     hosts = jnp.arange(num_hosts, dtype=jnp.int32)
@@ -112,7 +113,7 @@ def bind(
     num_leaves: int,
     **params: Any,
 ) -> list[Any]:
-    """Bind an exchange over both levels. The level between hosts adds the addends."""
+    """Bind an exchange over both levels. Only the exchange between hosts adds the addends."""
     hosts, ranks = routing.group.levels
     between, within = dict(params, group=hosts), dict(params, group=ranks, num_leaves=num_leaves)
     if exchange.is_outward:

@@ -1,9 +1,9 @@
 """Define the weighted combine and its transpose, the weighted dispatch.
 
-The payload of a weighted combine is all rows, then the weights of these rows, then perhaps an
-addend. The payload of a weighted dispatch is the array to dispatch, then rows (the leaves), then
-weights (the choice arrays). ``num_weight_axes`` is the number of axes of a weight after the axis of
-rows.
+The payload of a weighted combine is arrays of rows, as many arrays of weights, and possibly an
+addend. The payload of a weighted dispatch is the array to dispatch, then arrays of rows (the
+leaves), then arrays of weights (the choice arrays). An array of weights has ``num_weight_axes``
+axes after the axis of rows.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ WEIGHTED_DISPATCH = Record(
     reference=_whole_reference,
     layouts=_dispatch_layouts,
     kernel_calls=_dispatch_calls,
-    # On a single rank, XLA fuses the whole reference, which is faster (docs/history/speed.md).
+    # On a single rank, XLA fuses all of the reference, which is faster (docs/history/speed.md).
     unfused=lambda group, **_: _whole_reference if group.size == 1 else _dispatch_and_weigh,
     result_types=_dispatch_types,
 )
@@ -121,7 +121,7 @@ def _combine_jvp(
 ) -> tuple[list[Any], list[Any]]:
     payload, routing = split_routing(primals)
     out = WEIGHTED_COMBINE.bind(payload, routing, num_leaves=num_leaves, options=options, **params)
-    end = 2 * num_leaves  # number of rows and weights
+    end = 2 * num_leaves  # number of arrays of rows and weights
     rows, weights = payload[:num_leaves], payload[num_leaves:end]
     d_rows, d_weights = tangents[:num_leaves], tangents[num_leaves:end]
     d_addends = tangents[end : len(payload)]
@@ -157,8 +157,8 @@ def _combine_transpose(
 
 
 # Derivatives of the weighted dispatch s_j = w_j G, d_i = <r_i, G>, with G = D(g):
-#   jvp: the jvp of the unfused form, which moves G and dG once each. Tangents never use the fused
-#   form, so the fused form needs no transpose.
+#   jvp: the jvp of the unfused form, which dispatches g and dg once each. Tangents never use the
+#   fused form, so it needs no transpose.
 
 
 def _dispatch_jvp(
@@ -181,8 +181,8 @@ def _dispatch_jvp(
 def _dispatch_batch(
     axis_data: Any, args: Sequence[Any], dims: Sequence[int | None], **params: Any
 ) -> tuple[list[Any], list[Any]]:
-    """Batch a weighted dispatch. If the batch shares the routing, batch the unfused form, because
-    no kernel supports batched rows with an unbatched ``g``."""
+    """Batch a weighted dispatch. If the routing is not batched, batch the unfused form, because no
+    kernel supports batched rows with an unbatched ``g``."""
     _, routing_dims = split_routing(dims)
     if (
         all(dim is None for dim in dims)

@@ -1,1 +1,1 @@
-"""Define the token formats: narrow values with a scale for each group."""
+"""Token formats: values of 4 or 8 bits, with a scale for each group."""

@@ -2,9 +2,10 @@
 
 docs/formats.md has the definition, and the kernels compute the same bits. Float operations differ
 between backends. XLA:CPU flushes subnormals inside ``jit``. XLA:GPU divides inexactly, and fuses a
-multiplication with an addition. Every backend may omit a conversion to a short float and back.
-Therefore floats are only multiplied and compared, and integer operations compute everything else.
-Each product is exact or rounded once. If a flush would change a result, no product is subnormal.
+multiplication with an addition. Every backend may omit a conversion to a float of fewer bits and
+back. Therefore floats are only multiplied and compared, and integer operations compute everything
+else. Each product is exact or rounded once. Products are never subnormal where a flush would change
+a result.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ INFINITY = 0xFF << 23
 # Codes of float8_e4m3fn.
 E4M3_MAX = 0x7E  # 448
 E4M3_NAN = 0x7F
-E4M3_MAX_EXPONENT = 8  # 2**8 is the largest power of two
-# With this exponent, the scale times 2**-9 (the smallest value) is still a normal float32.
+E4M3_MAX_EXPONENT = 8  # 2**8 is the largest E4M3 power of two
+# 2**-117 times 2**-9, the smallest float8_e4m3fn, is still a normal float32.
 MIN_SCALE_EXPONENT = -117
 
-# 6 is the largest float4_e2m1fn. Multiply by 1/6, because XLA may change a division by 6 to this.
+# 6 is the largest float4_e2m1fn. Multiply by 1/6, because XLA may do so for a division by 6.
 ONE_SIXTH = np.float32(1 / 6)
-# In this range, the global scale and its inverse are normal float32 numbers. The smallest value
-# times the smallest group scale times the global scale (2**-10 times it) is normal, too.
+# In this range, the global scale and its inverse are normal float32 numbers. So is the smallest
+# decoded number: the global scale times 2**-10 (smallest value times smallest scale).
 GLOBAL_SCALE_EXPONENTS = (-116, 116)
 
 
@@ -47,8 +48,8 @@ class Quantized(NamedTuple):
     """Tokens or rows in a token format. It is a pytree."""
 
     values: jax.Array
-    """[..., H] float8_e4m3fn, or [..., H / 2] uint8. A uint8 holds two float4_e2m1fn values, with
-    the first value in the low half."""
+    """[..., H] float8_e4m3fn, or [..., H / 2] uint8. A uint8 contains two float4_e2m1fn values,
+    with the first value in the low 4 bits."""
     scales: jax.Array
     """[..., H / group_size] in the dtype of the format."""
 
@@ -87,9 +88,9 @@ class TokenFormat:
 
     A format is a pytree. If ``global_scale`` is an array, this array is its only leaf.
 
-    If a group holds an infinity or a NaN, all of its elements decode to NaN. A group of zeros has a
-    scale of zero bytes, and decodes to zeros. Rows without a token also consist of zero bytes.
-    ``docs/formats.md`` defines each format and names its sources.
+    If a group contains an infinity or a NaN, all of its elements decode to NaN. A group of zeros
+    has a scale of zero bytes, and decodes to zeros. Rows without a token also consist of zero
+    bytes. ``docs/formats.md`` defines each format and names its sources.
     """
 
     group_size: ClassVar[int]
@@ -118,7 +119,7 @@ class TokenFormat:
         return None
 
     def check_numbers(self, x: jax.Array, name: str = "x") -> None:
-        """Raise an error if ``encode`` does not accept ``x``. The error calls it ``name``."""
+        """Raise an error if ``encode`` does not accept ``x``. The error calls ``x`` by ``name``."""
         if x.dtype not in DTYPES:
             raise TypeError(f"{name} must be {ANY_DTYPE} to be quantized; got {short(x)}")
         if x.ndim < 1 or x.shape[-1] % self.group_size:
@@ -152,15 +153,15 @@ class TokenFormat:
         out = jnp.where(is_finite, out, jnp.asarray(np.nan, dtype))
         return _merge(out)
 
-    # Formats override the following members. Elements of groups have the shape
-    # [..., H / group_size, group_size]. Scales of groups have the shape [..., H / group_size, 1].
+    # Formats override the following members. In these, elements have the shape [..., H /
+    # group_size, group_size], and scales have the shape [..., H / group_size, 1].
 
     value_dtype: ClassVar[Any] = jnp.float8_e4m3fn
     scale_dtype: ClassVar[Any]
     values_per_item: ClassVar[int] = 1
 
     def _encode_groups(self, magnitude: jax.Array, sign: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return codes (uint8) and scales of groups, from the results of ``_float32_bits``."""
+        """Return codes (uint8) and scales, from the results of ``_float32_bits``."""
         raise NotImplementedError
 
     def _to_values(self, codes: jax.Array) -> jax.Array:
@@ -178,7 +179,7 @@ class TokenFormat:
         return product, is_finite
 
     def _check(self, quantized: Quantized) -> tuple[jax.Array, jax.Array]:
-        """Return values and scales of this format as float32 groups."""
+        """Check ``quantized``, and return its values and scales in groups, as float32."""
         if not isinstance(quantized, Quantized):
             raise TypeError(f"quantized must be a Quantized; got {type(quantized).__name__}")
         values, scales = map(jnp.asarray, quantized)
@@ -202,7 +203,7 @@ class TokenFormat:
 
 
 class _PowerOfTwoScales(TokenFormat):
-    """float8_e4m3fn values with powers of two as scales: only the values are rounded."""
+    """float8_e4m3fn values with powers of two as scales, so only the values are rounded."""
 
     def _scale_exponent(self, largest: jax.Array) -> jax.Array:
         """Return the exponent of the scale, int32, from the largest magnitude of a group."""
@@ -213,7 +214,8 @@ class _PowerOfTwoScales(TokenFormat):
         raise NotImplementedError
 
     def encode_blocks(self, x: jax.Array, axes: int | tuple[int, ...]) -> Quantized:
-        """Quantize blocks, which extend over ``axes``. In the scales, these axes have size one."""
+        """Quantize with one scale for all elements along ``axes``. In the scales, ``axes`` have
+        size one."""
         codes, scales = self._encode_groups(*_float32_bits(x), axes)
         return Quantized(self._to_values(codes), scales)
 
@@ -267,7 +269,7 @@ class MxFp8(_PowerOfTwoScales):
         return lax.bitcast_convert_type(exponent.astype(jnp.uint8), jnp.float8_e8m0fnu)
 
     def _from_scales(self, scales: jax.Array) -> jax.Array:
-        # 255 means NaN. The shift makes it infinity. Scales that are not finite decode to NaN.
+        # The byte 255 means NaN. The shift makes it infinity, which also decodes to NaN.
         bits = lax.bitcast_convert_type(scales, jnp.uint8).astype(jnp.uint32)
         return lax.bitcast_convert_type(bits << 23, jnp.float32)
 
@@ -276,16 +278,16 @@ class MxFp8(_PowerOfTwoScales):
 class NvFp4(TokenFormat):
     """float4_e2m1fn values in groups of 16 with float8_e4m3fn scales, and a global scale.
 
-    ``x`` is approximately value * scale * global_scale. Values travel and arrive as uint8, two per
-    byte, with the first in the low half. ``unpack`` converts them to float4_e2m1fn.
+    ``x`` is approximately value * scale * global_scale. Values are stored as uint8, two per byte,
+    with the first in the low 4 bits. ``unpack`` converts them to float4_e2m1fn.
 
     Attributes:
       global_scale: a float from 2**-116 to 2**116, or a float32 array. An array may be traced, and
         is clipped to this range. An array [] must be equal on all ranks. An array [T] has one scale
-        for each of the tokens [T, ..., H]. The scale then travels with the token. The full range of
-        the format is used if the scale is the largest magnitude of the tensor, or of the token,
-        divided by 2688 (6 * 448). If a scale is negative, infinite or NaN, all numbers with this
-        scale decode to NaN.
+        for each of the tokens [T, ..., H]. It travels with the token. The full range of the format
+        is used if the scale is the largest magnitude of the tensor, or of the token, divided by
+        2688 (6 * 448). If a scale is negative, infinite or NaN, all numbers with this scale decode
+        to NaN.
     """
 
     global_scale: float | jax.Array = 1.0
@@ -333,7 +335,8 @@ class NvFp4(TokenFormat):
         return groups
 
     def _check_token_scales(self, x: jax.Array, remedy: str = "") -> None:
-        """Raise a ValueError unless the scales of tokens match ``x``, which is tokens or values."""
+        """Raise a ValueError unless the scales of tokens match ``x``: the tokens or their
+        values."""
         scales = self.token_scales
         if scales is not None and scales.shape != x.shape[:-1][: scales.ndim]:
             raise ValueError(
@@ -343,7 +346,7 @@ class NvFp4(TokenFormat):
 
     def _global_scale_bits(self, num_axes: int) -> tuple[jax.Array, jax.Array]:
         """Return the bits of the clipped global scale, and whether the scale is valid. If tokens
-        have separate scales, both results have ``num_axes`` axes, and new axes have size one."""
+        have separate scales, append axes of size one up to ``num_axes`` axes."""
         scale = jnp.asarray(self.global_scale, jnp.float32)
         if scale.ndim:
             scale = scale.reshape(scale.shape + (1,) * (num_axes - scale.ndim))
@@ -386,7 +389,7 @@ WireDtype: TypeAlias = np.dtype | TokenFormat | None  # None means the dtype of 
 
 
 def as_wire_dtype(wire_dtype: Any) -> WireDtype:
-    """Return the argument ``wire_dtype`` as a ``WireDtype``, or raise a TypeError."""
+    """Check the argument ``wire_dtype``, and convert the name of a dtype to the dtype."""
     if wire_dtype is None:
         return None
     if isinstance(wire_dtype, TokenFormat):
@@ -409,7 +412,7 @@ def as_wire_dtype(wire_dtype: Any) -> WireDtype:
 
 
 def paired(parts: Sequence[jax.Array]) -> list[Quantized]:
-    """Return each pair of values and scales in a list where values and scales alternate."""
+    """Return [values, scales, values, scales, ...] as a list of ``Quantized``."""
     return [Quantized(*pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
 
 
@@ -435,19 +438,20 @@ def _float32_bits(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _exponent(magnitude: jax.Array) -> jax.Array:
-    """Return the exponent of a normal float32, int32, from its bits without the sign."""
+    """Return the exponent, int32, of a normal float32. ``magnitude`` is its bits without the
+    sign."""
     return (magnitude >> 23).astype(jnp.int32) - 127
 
 
 def _e4m3_codes(magnitude: jax.Array, exponent: Any) -> jax.Array:
     """Return magnitude / 2**exponent as codes (uint32) of float8_e4m3fn. The result is rounded to
-    nearest, ties to even, and is at most 448. A magnitude is the bits of a float32. Subnormal
-    magnitudes count as zero."""
+    nearest, ties to even, and is at most 448. ``magnitude`` is the bits of a float32, whose
+    subnormals are treated as zero."""
     scaled = _exponent(magnitude) - exponent
     is_normal = magnitude >= MIN_NORMAL
     significand = jnp.where(is_normal, magnitude & (MIN_NORMAL - 1) | MIN_NORMAL, 0)
-    # Keep the leading bit of the significand and three more bits. Below 2**-6, keep fewer bits,
-    # because results are multiples of 2**-9. If 25 bits are dropped, the result is 0.
+    # Keep the leading bit of the significand and three more bits. For results below 2**-6, which
+    # are multiples of 2**-9, keep fewer bits. If 25 bits are dropped, the result is 0.
     dropped = jnp.clip(14 - scaled, 20, 25).astype(jnp.uint32)
     is_odd = significand >> dropped & 1
     rounded = (significand + (1 << (dropped - 1)) - 1 + is_odd) >> dropped
@@ -459,7 +463,8 @@ def _e4m3_codes(magnitude: jax.Array, exponent: Any) -> jax.Array:
 def _e2m1_codes(y: jax.Array, scale: jax.Array) -> jax.Array:
     """Return y / scale, for y >= 0, as codes (uint32) of float4_e2m1fn. The result is rounded to
     nearest, ties to even, and is at most 6. If the scale is 0, the result is 0. To avoid a
-    division, compare y with the scale times each midpoint of two values. The product is exact."""
+    division, compare y with the scale times the midpoint of each two neighboring values. These
+    products are exact."""
     codes = jnp.zeros(y.shape, jnp.uint32)
     for i, middle in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
         bound = scale * np.float32(middle)

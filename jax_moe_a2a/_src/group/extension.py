@@ -1,4 +1,4 @@
-"""Find the compiled extension, which contains the CUDA kernels.
+"""Find and load the compiled extension, which contains the CUDA kernels.
 
 A build from source installs the extension into this package. Wheels with kernels are separate
 distributions, one for each major version of CUDA. The extras ``cuda12`` and ``cuda13`` install
@@ -58,7 +58,7 @@ def other_installation() -> Path | None:
 
 
 def why_missing() -> str:
-    """Return why there is no extension. Name the folders that could contain it."""
+    """Return why there is no extension, with the folders that could contain it."""
     if not is_clone():
         return f"jax_moe_a2a in {FOLDER} was built without CUDA kernels"
     other = other_installation()
@@ -88,7 +88,7 @@ def _find() -> ModuleSpec | None:
     folders = [str(FOLDER)]
     if is_clone():
         folders += [str(Path(entry, IMPORTED_AS)) for entry in sys.path]
-    # An editable installation has a separate finder.
+    # Editable installations add their own finder.
     found = (finder.find_spec(NAME, folders) for finder in sys.meta_path)
     return next(filter(None, found), None)
 
@@ -109,8 +109,8 @@ def _find_wheel() -> ModuleSpec | None:
 
 
 def _check_sources(module: ModuleType, file: Path) -> None:
-    """Check that an extension was built from this clone's sources. Otherwise, raise an error if it
-    belongs to another installation, and warn if it belongs to this package."""
+    """Check that an extension was built from this clone's sources. If not, raise an error for an
+    extension of another installation, and warn for an extension of this package."""
     if getattr(module, "sources", "") == sources_digest():
         return
     if file.parent.resolve() == FOLDER or not (file.parent / "__init__.py").exists():

@@ -1,7 +1,7 @@
-"""Define ``Group``, the value that names the ranks of an exchange.
+"""Define ``Group``, which says which devices are the ranks of an exchange.
 
-The methods of ``Group`` choose a path, and open, report and close workspaces. This module has all
-state that a process keeps for groups.
+The methods of ``Group`` choose a path, and open, report and close workspaces. ``_of_programs`` is
+the only state of this module.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ class Group(GroupValue):
     """The ranks that exchange tokens, along one or several mesh axes.
 
     A group is a value: it is frozen, hashable, and equal to any group with the same content. It
-    holds no experts, sizes or dtypes, so different layers can share a group. Making, comparing and
-    printing a group contacts no other process and no device.
+    does not depend on experts, tokens or dtypes, so different layers can share a group. Making,
+    comparing and printing a group contacts no other process and no device.
 
     If a group has GPUs of several processes, each process announces itself to all other processes
     before its first exchange of the group: when it lowers the program, or uses ``path`` or
-    ``reserve``. These calls may wait for the other processes, so make the calls in all processes
-    (``docs/processes.md``).
+    ``reserve``. At these points, a process may wait for the other processes, so all of them must do
+    the same (``docs/processes.md``).
 
     Args:
-      mesh: the concrete or abstract mesh that has the axes ``axis_name``. Each index of the other
-        axes of the mesh is an independent domain. With an abstract mesh or None, the program
-        decides the devices. Inside ``jax.shard_map``, the group uses the devices of the mesh of
-        ``jax.shard_map`` or ``jax.set_mesh``. Inside ``jax.vmap`` over the group's axis, all ranks
-        share one device.
+      mesh: the concrete or abstract mesh that has the axes ``axis_name``. For each index of the
+        mesh's other axes, the ranks form an independent *domain*. With an abstract mesh or None,
+        the program decides the devices. Inside ``jax.shard_map``, the group uses the devices of the
+        mesh of ``jax.shard_map`` or ``jax.set_mesh``. Inside ``jax.vmap`` over the group's axis,
+        all ranks share one device.
       axis_name: an axis name, or a tuple of axis names. Ranks are numbered row-major in this order.
         ``jax.vmap`` over the group needs a single axis.
       size: number of ranks. Without a mesh, ``size`` is required. With a mesh, ``size`` must equal
@@ -49,16 +49,16 @@ class Group(GroupValue):
         mapping lacks an operation, the package chooses the number. It chooses fewer SMs for split
         exchanges. A launch never uses more SMs than the GPU has. An exchange of several ranks
         leaves one SM free.
-      timeout: seconds that a kernel waits for a peer, or a process for another process, before an
-        error is raised. The maximum is 1e9.
-      first_timeout: seconds to wait for a peer that has made no exchange since the workspace was
-        opened, or for a process that has not announced itself yet. This peer may still be compiling
+      timeout: seconds that a kernel waits for another rank, or a process for another process,
+        before an error is raised. The maximum is 1e9.
+      first_timeout: seconds to wait for a rank that has made no exchange since the workspace was
+        opened, or for a process that has not announced itself yet. This rank may still be compiling
         its program. The maximum is 1e9. A value below ``timeout`` means ``timeout``.
-      on_failure: what executions do after an exchange of the group has failed. With ``"raise"``,
-        the next execution in each process raises the error. With ``"nan"``, executions do not
-        raise, and all float results of exchanges are NaN, so that other collectives of the program
-        still end in all processes. ``check`` reports the failure in both cases. See "When an
-        exchange fails" in ``docs/troubleshooting.md``.
+      on_failure: what executions of programs do after an exchange of the group has failed. With
+        ``"raise"``, the next execution in each process raises the error. With ``"nan"``, executions
+        do not raise, and all float results of exchanges are NaN, so that other collectives of the
+        program still end in all processes. ``check`` reports the failure in both cases. See "When
+        an exchange fails" in ``docs/troubleshooting.md``.
       implementation: ``"portable"`` selects the portable path. ``"cuda"`` selects the CUDA kernels,
         and raises an error if they cannot run. With two levels, they must run within each host.
         None selects the kernels if they can run, otherwise the portable path. Inside ``jax.vmap``
@@ -67,10 +67,10 @@ class Group(GroupValue):
       cuda_graphs: True if XLA may capture the calls in CUDA graphs, False if not, None to let the
         package choose.
       two_level: True to exchange in two levels: a token travels to each host once, and each host
-        sums rows before it sends the sum back. Two levels need a mesh, and two axes as
-        ``axis_name``: at most 32 hosts, then the ranks of a host. Rows and their order do not
-        change. None means True if the mesh has devices, the first axis is over 2 to 32 hosts, and
-        the second axis is over at least two ranks of each host. Otherwise None means False.
+        sums rows before it sends the sum back. Two levels need a mesh, and as ``axis_name`` an axis
+        of at most 32 hosts and an axis of the ranks of a host. Rows and their order do not change.
+        None means True if the mesh has devices, the first axis is over 2 to 32 hosts, and the
+        second axis is over at least two ranks of each host. Otherwise None means False.
 
     Example:
       Eight devices form two domains of four ranks:
@@ -119,8 +119,9 @@ class Group(GroupValue):
         """Return why the kernels do not run on the group's devices, or ''.
 
         If the devices belong to several processes, the property waits for all of these processes.
-        For ``explain``, it raises ``Unknown`` instead. If a group over two mesh axes could run the
-        kernels within each host, the returned text says so, and a Python warning repeats the text.
+        For ``explain``, it raises ``Unknown`` instead. If the kernels could run within each host of
+        a group with two axes, the returned text recommends this, and a Python warning repeats the
+        text.
         """
         if self.two_level:
             between, within = (level._why_portable for level in self.levels)
@@ -129,7 +130,7 @@ class Group(GroupValue):
             reasons = {"within": within, "between": between}
             return "; ".join(f"{where} hosts: {why}" for where, why in reasons.items() if why)
         group = self.placed_on(compat.mesh_in_context())
-        announce(group)  # even if this process knows the answer, because another process may wait
+        announce(group)  # always, because another process may wait for the notice
         if why := _why_no_workspace(group):
             return why
         if paths.named_gpu():
@@ -159,9 +160,9 @@ class Group(GroupValue):
 
     @property
     def topology(self) -> native.Topology:
-        """Return the devices of the group's workspace, and the size of the group. A group without
-        devices uses the mesh of ``jax.set_mesh``. If that mesh is not set, all ranks share the
-        default GPU."""
+        """Return a ``Topology``: the devices of the group's workspace, and the size of the group. A
+        group without devices uses the mesh of ``jax.set_mesh``. If no mesh is set, all ranks share
+        the default GPU."""
         placed = self.placed_on(compat.mesh_in_context())
         if isinstance(placed.mesh, Mesh):
             announce(placed)
@@ -171,7 +172,7 @@ class Group(GroupValue):
         return native.on_one_gpu(gpu.id, self.size)
 
     def placed_by(self, program_mesh: Mesh | None) -> Self:
-        """Return the result of ``placed_on`` for a program that is being lowered. After this call,
+        """Return ``placed_on(program_mesh)``, for a program that is being lowered. After this call,
         ``memory``, ``check`` and ``close`` include the devices of the program."""
         placed = self.placed_on(program_mesh)
         if placed is not self and not paths.is_explaining():
@@ -180,11 +181,11 @@ class Group(GroupValue):
         return placed
 
     def reserve(self, *, split: bool = False, **sizes: Any) -> MemoryEstimate:
-        """Open or grow the workspace before a program needs it, and return the estimate.
+        """Open or grow the workspace before a program needs it, and return its estimated memory.
 
         The call is optional, because loading a program also opens the workspace. Call ``reserve``
         to find a lack of memory early, or to load kernels outside ``jit``. The workspace never
-        shrinks or moves, so existing programs stay valid. The portable path needs no workspace.
+        shrinks or moves, so compiled programs stay valid. The portable path needs no workspace.
 
         Args:
           split: True for split exchanges (``dispatch_start`` and so on). If the group has one
@@ -223,12 +224,12 @@ class Group(GroupValue):
 
         Devices are in the order of domains and ranks. The workspaces for split exchanges and for
         replicated tokens have separate entries. The workspace for replicated tokens has no landing
-        zones. If programs of other processes grow the workspace, the reported size is updated with
-        the next program of this process.
+        zones. If a program of another process grows the workspace, the reported size changes only
+        with this process's next program.
 
         Returns:
-          One ``DeviceMemory`` per mapping. The tuple is empty on the portable path and while the
-          workspace is closed.
+          One ``DeviceMemory`` per device and workspace. The tuple is empty on the portable path and
+          while the workspace is closed.
         """
         found = []
         for of_devices, own_devices in _all_places(self):
@@ -249,13 +250,13 @@ class Group(GroupValue):
         group until ``close``. Call ``check`` after the last step, or if numbers look wrong.
 
         ``check`` does not wait for running programs, so wait for results first
-        (``jax.block_until_ready``). ``check`` reads one word of each device. If the failure of
-        another process has stopped ranks of this process, ``check`` reports this failure.
+        (``jax.block_until_ready``). ``check`` reads one word of each device. If a failure in
+        another process has stopped this process's ranks, ``check`` reports that failure.
 
         Raises:
           RuntimeError: if an exchange has failed, or if the CUDA runtime reports an error. For an
-            exchange, the message names the operation, the phase, the ranks, and the value that was
-            found.
+            exchange, the message names the operation, the phase, the ranks, and the unexpected
+            value.
         """
         for place in _all_places(self):
             if not (failure := native.failure(place.topology)):
@@ -272,7 +273,7 @@ class Group(GroupValue):
 
         The next use opens the workspace again. Call ``close`` to continue after a failure. All
         groups over the same devices in the same order share one workspace. With several processes,
-        each process frees the memory of its own devices. The workspace opens again only after all
+        each process frees the memory of its devices only. The workspace opens again only after all
         processes have called ``close``.
 
         Args:
@@ -288,13 +289,13 @@ class Group(GroupValue):
             timeout = max(2 * self.timeout, LEAST_CLOSE_SECONDS)
         check_seconds("timeout", timeout)
         topologies = [place.topology for place in _all_places(self)]
-        for each in topologies:  # If a wait raises an error, no workspace has been closed yet.
+        for each in topologies:  # If this raises an error, all workspaces stay open.
             native.wait(each, timeout)
         for each in topologies:
             native.close(each, timeout)
 
 
-# The copies of each group without devices. A copy has the devices of a program that was lowered.
+# Maps a group without devices to its copies, which have the devices of lowered programs.
 _of_programs: dict[Group, dict[Group, None]] = {}
 
 

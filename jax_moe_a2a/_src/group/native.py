@@ -1,7 +1,7 @@
 """Wrap the compiled extension, if it exists, for the rest of the package.
 
-Only this module uses the extension, which ``extension.py`` finds. Functions that report what is
-available also work without the extension.
+Only this module uses the extension, which ``extension.py`` finds. Functions that say what is
+available, such as ``has_kernels``, also work without the extension.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .. import compat, paths
 from ..paths import Choice
 from . import extension
 
-_native: Any = extension.load()  # None: the portable path is complete without it
+_native: Any = extension.load()  # if None, only the portable path runs
 
 
 class Topology(NamedTuple):
@@ -48,7 +48,7 @@ WORKSPACE_KINDS = (WHOLE, SPLIT)
 
 
 def has_kernels() -> bool:
-    """Return True if the extension, which contains the CUDA kernels, was found."""
+    """Return True if the extension, which contains the CUDA kernels, is installed."""
     return _native is not None
 
 
@@ -79,13 +79,13 @@ def has_grouped_gemm() -> bool:
 
 
 def why_not_grouped_gemm(dtype: DTypeLike, num_rows: int, num_groups: int, k: int, n: int) -> str:
-    """Return why the kernel of grouped products does not support this product, or ''."""
+    """Return why the kernel of grouped products does not support these sizes, or ''."""
     why, _ = _native.why_not_grouped_gemm(jnp.dtype(dtype).name, num_rows, num_groups, k, n)
     return why
 
 
 def why_not_fp8_gemm(num_rows: int, num_groups: int, k: int, n: int) -> str:
-    """Return why the kernel of grouped products in FP8 does not support this product, or ''."""
+    """Return why the kernel of grouped products in FP8 does not support these sizes, or ''."""
     why, _ = _native.why_not_fp8_gemm(num_rows, num_groups, k, n)
     return why
 
@@ -105,7 +105,7 @@ def library_scratch(num_groups: int) -> int:
 @functools.cache
 def register_targets() -> None:
     """Register all kernels with XLA, once, when a call of a kernel is first lowered."""
-    for name, registration in _native.state_types().items():  # before the targets that use them
+    for name, registration in _native.state_types().items():  # first, because targets use them
         jax.ffi.register_ffi_type(name, registration, platform="CUDA")
     for name, stages in _native.targets().items():
         jax.ffi.register_ffi_target(name, stages, platform="CUDA")
@@ -123,7 +123,7 @@ def choose_kernel(
     what: str = "not fused",
 ) -> Choice:
     """Choose the function ``kernel`` if ``why`` is ''. Otherwise choose ``composition``, which
-    binds other primitives. ``what`` is the name of this choice in reports."""
+    binds other primitives. ``explain`` then shows ``what`` as the path."""
     if why:
         assert composition is not None
         lower = functools.partial(compat.lower_fun, ctx, composition, operands, params)
@@ -144,7 +144,7 @@ def call_product(
     aliases: dict[int, int] | None = None,
     **attributes: int | float,
 ) -> list[jax.Array]:
-    """Call a kernel that runs without other ranks (``cuda/calls/products.h``)."""
+    """Call a kernel that does not use other ranks (``cuda/calls/products.h``)."""
     arrays = ([(type_name(x.dtype), list(x.shape)) for x in each] for each in (operands, results))
     if why := _native.why_not_product(target, attributes, *arrays):
         raise malformed(target, why)
@@ -155,7 +155,7 @@ def call_product(
 
 
 def attribute(value: object) -> Any:
-    """Convert the value of an attribute to the type that handlers read."""
+    """Convert an attribute of a custom call to the type that its handler reads."""
     if isinstance(value, int) and not isinstance(value, bool):
         return np.int64(value)
     return np.float32(value) if isinstance(value, float) else value
@@ -176,7 +176,7 @@ TUNING: dict[str, int] = dict(_native.tuning) if _native is not None else {}
 
 
 def tuning(name: str) -> int:
-    """Return a number of ``TUNING``; 0 without the extension. Call it when a program is lowered."""
+    """Return a number of ``TUNING``; 0 without the extension. Call it at each lowering."""
     return TUNING.get(name, 0)
 
 
@@ -259,7 +259,7 @@ def why_no_exchange(gpus: Iterable[Any]) -> str:
 
 
 def default_gpu() -> jax.Device | None:
-    """Return the GPU of programs without a placement: JAX's default device, or the first GPU."""
+    """Return the GPU for programs without devices: JAX's default device, or the first GPU."""
     gpus = local_gpus()
     default = getattr(jax.config, "jax_default_device", None)  # jax 0.10 has no type for it
     return default if default in gpus else next(iter(gpus), None)
@@ -290,7 +290,7 @@ def why_unreachable(topology: Topology) -> str:
 
 
 def why_no_gpus() -> str:
-    """Return why other processes cannot use these GPUs, such as "has no CUDA kernels"; or ''."""
+    """Return why this process's GPUs cannot exchange with other processes' GPUs, or ''."""
     if not has_kernels():
         return "has no CUDA kernels"
     own = tuple(device.id for device in local_gpus())
@@ -299,7 +299,7 @@ def why_no_gpus() -> str:
 
 
 def failure(topology: Topology) -> str:
-    """Return the first failure of this topology that this process knows, or ''."""
+    """Return the first failure of an exchange over this topology in this process, or ''."""
     if not has_kernels():
         return ""
     for kind in WORKSPACE_KINDS:

@@ -1,8 +1,8 @@
 """Exchange the information that processes need to map each other's workspaces.
 
 Each process publishes a notice through JAX's coordination service (``announce`` in ``group.py``).
-The notice names a socket. Other processes ask at this socket for the memory of the process's
-devices (``cuda/runtime/handoff.h``).
+The notice contains the name of a socket. Through this socket, other processes map the memory of the
+process's devices (``cuda/runtime/handoff.h``).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Notice:
     """The data that a process publishes about itself."""
 
     host: str
-    """A name of the host. Processes with equal names can map each other's memory."""
+    """Identifies the host. Processes with an equal ``host`` can map each other's memory."""
     why_portable: str
     """The reason why the process cannot run the kernels, or ''."""
     version: int
@@ -37,8 +37,8 @@ class Notice:
     package: str = ""
     """Version of the installed package."""
     build: str = ""
-    """Architectures of the kernels, and a digest of the package's Python sources. Both values
-    decide which calls a program makes."""
+    """Architectures of the kernels, and a digest of the package's Python sources. Both affect which
+    kernels a program calls."""
     socket: str = ""
     secret: str = ""
     pid: int = 0
@@ -51,7 +51,7 @@ def publish() -> None:
     """Publish the notice of this process, once in a job, and start to answer memory requests."""
     notice = _own_notice()
     if not notice.why_portable:
-        native.introduce_devices()  # before another process asks for their memory
+        native.introduce_devices()  # before other processes ask for memory
         name, secret = native.listen()
         notice = dataclasses.replace(
             notice,
@@ -64,7 +64,7 @@ def publish() -> None:
 
 
 def ranks_of_a_host(domains: Sequence[Sequence[jax.Device]], timeout: float) -> int:
-    """Return the number of consecutive ranks of a domain on each host; 0 if hosts differ."""
+    """Return how many consecutive ranks of a domain are on each host; 0 if hosts differ in this."""
     hosts = [[_notice_of(d.process_index, timeout).host for d in domain] for domain in domains]
     runs = {len(list(run)) for of_domain in hosts for _, run in itertools.groupby(of_domain)}
     return runs.pop() if len(runs) == 1 else 0
@@ -74,7 +74,7 @@ def why_not_together(domains: Sequence[Sequence[jax.Device]], timeout: float) ->
     """Return why the processes of a mesh cannot run the kernels together, or ''. The result is
     equal in all processes. ``domains`` has the devices of each domain. Raise a RuntimeError if a
     process publishes no notice within ``timeout`` seconds."""
-    # Check all processes of the mesh, because they run one program even in different domains.
+    # Check all domains together, because all processes of the mesh run the same program.
     members = sorted({device.process_index for domain in domains for device in domain})
     everyone = {index: _notice_of(index, timeout) for index in members}
     for index, notice in everyone.items():
@@ -108,7 +108,7 @@ def _why_different(notices: dict[int, Notice]) -> str:
 
 def meet(indices: Iterable[int], timeout: float) -> None:
     """Register other processes of this host with the extension. If a process has ended, read its
-    notice again, because the process may have been restarted."""
+    notice again, because a restarted process publishes a new one."""
     for index in set(indices) - {jax.process_index()}:
         if native.has_ended(index):
             _notices().pop(index, None)
@@ -125,7 +125,7 @@ def _notice_of(index: int, timeout: float) -> Notice:
     notices = _notices()
     if index in notices:
         return notices[index]
-    publish()  # The other process may wait for the notice of this process.
+    publish()  # The other process may wait for this process's notice.
     text = compat.coordination_get(KEY.format(index), timeout)
     if text is None:
         raise RuntimeError(
@@ -187,7 +187,7 @@ def _host() -> str:
 
 
 def _namespace(kind: str) -> str:
-    """Return the name of this process's Linux namespace, such as "net"; '' if it is unknown."""
+    """Return the name of this process's Linux namespace of a kind, such as "net"; '' if unknown."""
     try:
         return os.readlink(f"/proc/self/ns/{kind}")
     except OSError:

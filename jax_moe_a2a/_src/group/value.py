@@ -1,6 +1,6 @@
 """Define the value of a group: its mesh, axes and options, and properties that depend only on them.
 
-This module uses no kernels, no other process and no backend of JAX. ``Group`` may use them.
+Code in this module never uses kernels, other processes or JAX backends. ``Group`` may use them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, Mesh
 from ..checks import check_bool, check_int
 from ..plan.capacity import MAX_TOP_K
 
-MOST_SECONDS = 1e9  # the longest timeout, 31 years
+MOST_SECONDS = 1e9  # the longest timeout (31 years)
 OPERATIONS = ("route", "dispatch", "combine")
 
 
@@ -109,7 +109,7 @@ class GroupValue:
 
     @property
     def patience(self) -> float:
-        """Return the seconds to wait for a peer that has made no exchange yet."""
+        """Return the seconds to wait for a rank that has made no exchange yet."""
         return max(self.timeout, self.first_timeout)
 
     def sms_of(self, operation: str) -> int | None:
@@ -119,8 +119,8 @@ class GroupValue:
         return self.num_sms
 
     def placed_on(self, mesh: Mesh | None) -> Self:
-        """Return the group with the devices of ``mesh``. Return the group unchanged if it already
-        has devices, or if the mesh does not have the axes of the group."""
+        """Return the group with the devices of ``mesh``. If the group already has devices, or the
+        mesh does not have the axes of the group, return the group unchanged."""
         if isinstance(self.mesh, Mesh) or mesh is None:
             return self
         sizes = [mesh.shape.get(axis) for axis in self.axes]
@@ -136,7 +136,7 @@ class GroupValue:
     @functools.cached_property
     def levels(self) -> tuple[Self, ...]:
         """Return the group of each level, in the order in which tokens travel. With one level,
-        return only this group. With two levels, the first group has the ranks of equal local index
+        return only this group. With two levels, the first group has the ranks with the same index
         on all hosts. The second group has the ranks of a host."""
         if not self.two_level:
             return (self,)
@@ -145,13 +145,14 @@ class GroupValue:
             self._with(axis_name=axis, size=self.mesh.shape[axis], two_level=False)
             for axis in self.axes
         )
-        if self.implementation == "cuda":  # "cuda" requires the kernels only within a host
+        if self.implementation == "cuda":  # between hosts, kernels are optional
             hosts = hosts._with(implementation=None)
         return hosts, ranks
 
     def divided_by_hosts(self, mesh: Mesh | None) -> tuple[Mesh, Self] | None:
-        """Divide the group's only axis into hosts and the ranks of a host. Return the divided mesh,
-        and a group of two levels without devices. If the axis cannot be divided, return None."""
+        """Divide the group's only axis into an axis of hosts and an axis of a host's ranks. Return
+        the new mesh, and a group of two levels without devices. If this is not possible, return
+        None."""
         if mesh is None or len(self.axes) > 1:
             return None
         hosts = hosts_of(mesh, self.axes)
@@ -222,7 +223,7 @@ def _check_num_sms(num_sms: Any) -> int | tuple[tuple[str, int], ...] | None:
     """Return the argument ``num_sms`` as a value that can be hashed."""
     if num_sms is None:
         return None
-    if not isinstance(num_sms, Mapping | tuple):  # a tuple is the field ``num_sms`` of a group
+    if not isinstance(num_sms, Mapping | tuple):  # the field ``num_sms`` may be a tuple
         return check_int("num_sms", num_sms, least=1)
     budgets = dict(num_sms)
     if unknown := budgets.keys() - OPERATIONS:
@@ -268,11 +269,11 @@ def _check_two_level(
 
 
 def hosts_of(mesh: Mesh, axes: tuple[str, ...]) -> np.ndarray:
-    """Return the number of each device's host, [domains, sizes of the axes...]; -1 if unknown.
+    """Return the index of each device's host, [domains, sizes of the axes...]; -1 if unknown.
 
-    The number is JAX's partition index (slice index in older versions). By default, each host is
-    one partition. The program can choose other partitions in ``jax.distributed.initialize``. If
-    NVLink connects several hosts, they are one partition.
+    The index is JAX's partition index (slice index in older versions). By default, each host is one
+    partition. The program can choose other partitions in ``jax.distributed.initialize``. If NVLink
+    connects several hosts, they are one partition.
     """
     hosts = [
         getattr(device, "partition_index", getattr(device, "slice_index", None))

@@ -1,1 +1,1 @@
-"""Compute from ids the destination of each token and the number of rows, and estimate memory."""
+"""Compute destinations of tokens and numbers of rows from expert ids, and estimate memory."""

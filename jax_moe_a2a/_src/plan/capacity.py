@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..checks import check_int
 
-MAX_TOP_K = 32  # the lanes of a warp hold the choices of one token
+MAX_TOP_K = 32  # each lane of a warp has one choice of a token
 
 
 class Sizes(NamedTuple):
@@ -22,14 +22,14 @@ class Sizes(NamedTuple):
     replicated: bool
 
     def rows(self, factor: float | None = None) -> int:
-        """Return the rows for ``factor`` times the balanced load, or for the worst case (None)."""
+        """Return the rows for ``factor`` times the balanced load. None means the worst case."""
         leasts = dict(num_tokens=0, top_k=0, group_size=1, num_experts=1, alignment=1)
         num_tokens, top_k, group_size, num_experts, alignment = (
             check_int(name, getattr(self, name), least=least) for name, least in leasts.items()
         )
         num_rows = (1 if self.replicated else group_size) * num_tokens * top_k
         if factor is not None:
-            # Use decimal arithmetic, so that 1.1 times 10 rows is 11 rows and not 12.
+            # Multiply as decimals. The float product 1.1 * 10 would be rounded up to 12.
             share = Fraction(str(factor)) / group_size
             num_rows = min(num_rows, math.ceil(share * num_rows))
         # Add the largest possible padding, and round up to the alignment.

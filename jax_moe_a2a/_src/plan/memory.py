@@ -35,12 +35,12 @@ class MemoryEstimate:
     worst_case_capacity: int
     """The smallest capacity that never drops a row."""
     collective_bytes: int = 0
-    """With two levels: bytes of the buffers of XLA's collective between hosts. The buffers are in
-    XLA's memory pool during an exchange."""
+    """With two levels: bytes of the buffers of XLA's collective between hosts. They are in XLA's
+    memory pool during an exchange."""
     levels: tuple[MemoryEstimate, ...] = ()
     """With two levels: the estimates of the exchange between hosts and of the exchange within a
-    host. The rows between hosts are relayed tokens. If the kernels do not run between hosts, the
-    ``workspace_bytes`` of this level are not needed."""
+    host. The exchange between hosts returns relayed tokens as rows. If the kernels do not run
+    between hosts, the first level's ``workspace_bytes`` are not needed."""
 
     @property
     def half_bytes(self) -> int:
@@ -63,7 +63,7 @@ class MemoryEstimate:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceMemory:
-    """The memory that a group has mapped on one of its devices, in bytes."""
+    """The memory that a group's workspace has mapped on a device, in bytes."""
 
     device: jax.Device
     header_bytes: int
@@ -154,7 +154,7 @@ def memory_estimate(
     )
     has_token_scales = fmt is not None and fmt.token_scales is not None
     token_bytes = sum(row_bytes) + has_token_scales * WEIGHT_BYTES
-    # If the kernels do not decode rows, a token's global scale lands once for each choice.
+    # If the kernels do not decode rows, they send a token's global scale once for each choice.
     row_bytes.append(has_token_scales * top_k * WEIGHT_BYTES)
 
     def of_exchange(
@@ -167,10 +167,10 @@ def memory_estimate(
         weights: int = top_k,
         num_ids: int = num_tokens * top_k,
     ) -> MemoryEstimate:
-        """Return the estimate of one level. ``weights`` is the number of weights that travel with a
-        token, and ``num_ids`` the number of ids in the routing."""
+        """Return the estimate of one level. ``weights`` weights travel with each token, and the
+        routing contains ``num_ids`` ids."""
         shapes = plan_shapes(num_tokens, num_choices, num_ranks, num_local_experts, capacity)
-        # In a dispatch, rows and weights land. In a combine, sums and gradients of weights land.
+        # A dispatch sends rows and weights. A combine sends sums and gradients of weights.
         zones = (
             sum(_array_bytes(num_tokens, b) for b in (*rows, weights * WEIGHT_BYTES))
             for rows in (row_bytes, sum_bytes)
@@ -193,7 +193,7 @@ def memory_estimate(
     between = of_exchange(num_tokens, hosts, most_hosts, 1, relayed, weights=weights)
     in_host = relayed, ranks_of_host, top_k, num_local_experts, capacity
     within = of_exchange(*in_host, num_ids=0)
-    # Like a landing zone, a buffer holds rows and weights, or sums and the gradient of the weights.
+    # A buffer of XLA's collective also contains rows and weights, or sums and weights' gradients.
     buffer_bytes = max(token_bytes, sum(sum_bytes)) + weights * WEIGHT_BYTES
     return dataclasses.replace(
         within,
@@ -206,7 +206,7 @@ def memory_estimate(
 
 
 def _row_bytes(hidden: int, dtype: DTypeLike, fmt: TokenFormat | None) -> list[int]:
-    """Return the bytes of a row's values, and with a format also the bytes of its scales."""
+    """Return the bytes of a row: [values], or [values, scales] with a token format."""
     if fmt is None:
         return [hidden * jnp.dtype(dtype).itemsize]
     token = jax.ShapeDtypeStruct((1, hidden), dtype)

@@ -13,7 +13,7 @@ from ..checks import check_bool, check_factor, check_int
 from ..formats.formats import TokenFormat, as_wire_dtype
 from .capacity import Sizes
 
-KEEP_ALL = ". Omit {} to drop no row"  # some libraries use -1 to drop no row
+KEEP_ALL = ". Omit {} to drop no row"  # in some libraries, -1 has this effect
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -21,8 +21,9 @@ class Exchange:
     """The options of an exchange: how tokens travel to their experts and back.
 
     Functions that exchange tokens have an argument ``exchange``, and None stands for
-    ``Exchange()``. ``route`` reads only the first four options. If you pass a ``Routing`` in place
-    of ids, omit these four options, or pass equal values. ``dataclasses.replace`` changes options.
+    ``Exchange()``. ``route`` reads only ``capacity``, ``capacity_factor``, ``alignment`` and
+    ``replicated``. With a ``Routing`` in place of ids, omit these options, or pass equal values.
+    ``dataclasses.replace`` changes options.
 
     An ``Exchange`` is a pytree, so it may be an argument of a function under ``jax.jit``. Its only
     leaf is ``token_format.global_scale`` if that is an array. All other options are static. Without
@@ -34,23 +35,23 @@ class Exchange:
       capacity_factor: capacity as a multiple of the balanced load, in place of ``capacity``. The
         load is balanced if every rank receives the same number of rows: ``num_tokens * top_k``, or
         with replicated tokens ``num_tokens * top_k / group.size``. Padding for ``alignment`` is
-        added to the multiple. The result is at most the worst case. In GShard (arXiv:2006.16668),
-        Switch and MaxText, the factor limits the rows of each expert. The load of an expert varies
-        more than the load of a rank. Therefore a smaller factor is sufficient in this package.
+        added. The capacity is at most the worst case. In GShard (arXiv:2006.16668), Switch and
+        MaxText, the factor limits the rows of each expert. The load of an expert varies more than
+        the load of a rank. Therefore a smaller factor is sufficient in this package.
       alignment: the rows of each local expert start at a multiple of this number. None means 1.
-      replicated: True if all ranks hold the same tokens, ids and weights (tensor parallelism). Then
-        no token travels, and each rank keeps the rows of its own experts. ``lax.psum`` of the
-        result of ``combine`` or ``moe_mlp`` completes the sum. None means False. In ``moe``, which
-        adds the sums itself, None means that the number of tokens decides. Use True for inference
-        with few tokens.
+      replicated: True if all ranks have the same tokens, ids and weights (tensor parallelism). Then
+        no token travels, and each rank makes the rows of its experts. Apply ``lax.psum`` to the
+        result of ``combine`` or ``moe_mlp`` to complete the sums. None means False. ``moe`` applies
+        ``lax.psum`` itself, and None there means that the number of tokens decides. Use True for
+        inference with few tokens.
       wire_dtype: dtype or token format of partial sums while they travel, as in ``combine``. It
         applies to the sums of a layer's result and of the gradient of the tokens. None means the
         dtype of each array.
       token_format: the format in which tokens travel to their experts: ``BlockwiseFp8()``,
         ``MxFp8()`` or ``NvFp4(...)``. None sends tokens unchanged; layers whose products are in FP8
         then use ``BlockwiseFp8``. Tokens must be bfloat16, float16 or float32 [T, ..., H], and H a
-        multiple of the format's group size. Products in FP8 directly read rows in ``BlockwiseFp8``.
-        Layers decode all other rows. The gradient is the same as without a format.
+        multiple of the format's group size. Products in FP8 read rows in ``BlockwiseFp8`` directly.
+        Layers decode rows in other formats. The gradient is the same as without a format.
       num_chunks: for layers only: number of chunks into which each rank's tokens are divided. The
         chunks run one after the other, each under ``jax.checkpoint``. None means 1. Only one chunk
         at a time needs memory for its rows, so a worst-case capacity needs about ``1/num_chunks``
@@ -116,8 +117,8 @@ class Exchange:
     def rows_per_rank(
         self, num_tokens: int, top_k: int, *, group_size: int, num_experts: int
     ) -> int:
-        """Return the number of rows that each rank reserves. ``capacity`` or ``capacity_factor``
-        decides it. The default is the worst case: all tokens choose only experts of one rank.
+        """Return the capacity: the number of rows that each rank reserves. Without ``capacity`` and
+        ``capacity_factor``, this is the worst case: all tokens choose only experts of one rank.
 
         Args:
           num_tokens: number of tokens of each rank, or of each chunk with ``num_chunks``.
@@ -139,7 +140,7 @@ def without_capacity(exchange: Exchange) -> Exchange:
 
 
 def check_exchange(exchange: Any, *, has_chunks: bool = False) -> Exchange:
-    """Return the argument ``exchange``, or the default for None. Only layers have chunks."""
+    """Return the checked argument ``exchange``. Only layers accept ``num_chunks``."""
     if exchange is None:
         return Exchange()
     if not isinstance(exchange, Exchange):

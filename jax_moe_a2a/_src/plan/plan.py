@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-# These arguments exclude negative indices. Otherwise JAX adds three operations to each access.
+# Promise that no index is negative. Otherwise JAX adds three operations to each access.
 _IN_BOUNDS: dict[str, Any] = dict(mode="promise_in_bounds", wrap_negative_indices=False)
 _DROP: dict[str, Any] = dict(mode="drop", wrap_negative_indices=False)
-TAIL_ROW = -2  # ``row_slot`` of the rows in the tail; kTailRow in cuda/params.h
+TAIL_ROW = -2  # ``row_slot`` of rows after all padding; kTailRow in cuda/params.h
 
 
 class RoutingArrays(NamedTuple):
@@ -48,7 +48,7 @@ class RoutePlan(NamedTuple):
         return [*self.arrays, *self[1:]]
 
     def named(self) -> dict[str, Any]:
-        """Return the arrays by their names in a ``Routing``."""
+        """Return a dict with the arrays. Its keys are the names of the fields of ``Routing``."""
         return {**self.arrays._asdict(), **dict(zip(self._fields[1:], self[1:], strict=True))}
 
 
@@ -96,7 +96,7 @@ def plan_route(all_ids: jax.Array, rank: jax.Array, options: PlanOptions) -> Rou
     num_ranks, num_tokens, top_k = all_ids.shape
     int32 = jnp.int32
 
-    # Invalid ids are removed before any prefix sum, because all ranks must count the same choices.
+    # Remove invalid ids before any prefix sum, because all ranks must count the same choices.
     valid = (all_ids >= 0) & (all_ids < num_ranks * num_local_experts)
     choice_rank = jnp.where(valid, quotient(all_ids, num_local_experts), -1)
 
@@ -148,16 +148,16 @@ def plan_route(all_ids: jax.Array, rank: jax.Array, options: PlanOptions) -> Rou
 
 
 class Slots(NamedTuple):
-    """The slots of tokens on the ranks that receive them."""
+    """The slots of tokens on the ranks that receive the tokens."""
 
     token_slot: jax.Array
-    """[T, R]: slot of each token of this rank on each rank, or -1."""
+    """[T, R]: as in ``Routing``."""
     slot_token: jax.Array
-    """[R, T]: token of this rank in each slot of each rank, or -1."""
+    """[R, T]: as in ``Routing``."""
     here: jax.Array
-    """[R, T, 1]: slot of each rank's tokens on this rank, or -1."""
+    """[R, T, 1]: entry [r, t] is the slot of rank r's token t on this rank, or -1."""
     token_here: jax.Array
-    """[R, T, 1]: token in each slot of each source rank on this rank, or -1."""
+    """[R, T, 1]: entry [r, s] is rank r's token in slot s on this rank, or -1."""
 
 
 def number_slots(choice_rank: jax.Array, rank: jax.Array) -> Slots:
@@ -169,8 +169,8 @@ def number_slots(choice_rank: jax.Array, rank: jax.Array) -> Slots:
     # [2R, T]: the first R rows say which tokens this rank sends to each rank. The other R rows say
     # which tokens this rank receives from each rank.
     goes = jnp.concatenate([own == ranks, choice_rank == rank]).any(axis=2)
-    # The sort puts tokens that travel first. XLA:CPU compiles a sort faster than a prefix sum or a
-    # scatter.
+    # Sort the tokens so that those that travel come first. XLA:CPU compiles a sort faster than a
+    # prefix sum or a scatter.
     token = lax.broadcasted_iota(jnp.int32, goes.shape, 1)
     token_of = lax.sort(jnp.where(goes, token, token + num_tokens), dimension=1)
     is_used = token_of < num_tokens
@@ -197,17 +197,17 @@ def rows_of_slots(slots: Slots, is_here: jax.Array, row: jax.Array) -> jax.Array
 
 
 def values_by_row(row: jax.Array, num_rows: int, values: jax.Array) -> jax.Array:
-    """Return the value of each row's choice, int32 [num_rows], or -1 for a row without a choice.
-    ``row``, int32 [R, T, K], is the row of each choice, or ``num_rows`` without a row."""
+    """Return an array int32 [num_rows]: for each row, the entry of ``values`` for the row's choice,
+    or -1 without a choice. ``row``, int32 [R, T, K], is each choice's row, or ``num_rows``."""
     values = jnp.broadcast_to(values, row.shape).ravel()
     return jnp.full(num_rows, -1, jnp.int32).at[row.ravel()].set(values, **_DROP)
 
 
 def has_room(group: jax.Array, options: PlanOptions) -> jax.Array:
-    """Return which choices for this rank fit, bool [R, T, K]. Choices reserve rows in the order of
-    k, then token, then source rank (docs/protocol.md, section 17). The first choice of a block of
-    ``alignment`` rows reserves the block. ``group``, int32 [R, T, K], is the group of each choice.
-    For a choice of another rank's expert, it is the number of groups."""
+    """Return which choices for this rank fit into its capacity, bool [R, T, K]. Choices reserve
+    rows in the order of k, then token, then source rank (docs/protocol.md, section 17). The first
+    choice of a block of ``alignment`` rows reserves the block. ``group``, int32 [R, T, K], is the
+    group of each choice, or the number of groups for a choice of another rank's expert."""
     if group.size == 0:
         return jnp.zeros(group.shape, bool)
     alignment, num_groups = options.alignment, options.num_local_experts // options.parts
@@ -229,9 +229,10 @@ def count_and_number(group: jax.Array, num_groups: int) -> tuple[jax.Array, jax.
 
 def sort_by_group(group: jax.Array, num_groups: int) -> tuple[jax.Array, jax.Array]:
     """Sort elements by group, in a stable order. ``group``, int32 [N], is ``num_groups`` for an
-    element without a group. Return the first position of each group, int32 [num_groups + 1], where
-    elements without a group are the last group. Also return the position of each element, [N]."""
-    # A mark for each group is sorted before its elements. It shows the group's first position.
+    element without a group. Return the first position of each group, int32 [num_groups + 1].
+    Elements without a group form the last group. Also return the position of each element, [N]."""
+    # Sort one mark per group with the elements. The mark precedes the group's elements, so its
+    # position leads to the group's first position.
     marks = jnp.arange(num_groups + 1, dtype=jnp.int32)
     keys = jnp.concatenate([marks, group])
     order = lax.sort((keys, lax.iota(jnp.int32, keys.size)), num_keys=1)[1]
@@ -240,7 +241,7 @@ def sort_by_group(group: jax.Array, num_groups: int) -> tuple[jax.Array, jax.Arr
 
 
 def inverse_permutation(order: jax.Array) -> jax.Array:
-    """Return the position of each number in ``order``, a permutation of 0 to N - 1 [..., N]."""
+    """Return the position of each number 0 to N - 1 in the permutation ``order`` [..., N]."""
     place = lax.broadcasted_iota(jnp.int32, order.shape, order.ndim - 1)
     return lax.sort((order, place), num_keys=1, is_stable=False)[1]
 

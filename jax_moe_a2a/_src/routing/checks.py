@@ -20,7 +20,7 @@ from ..plan.options import Exchange, without_capacity
 from .two_level import AnyRouting
 from .types import RouteOptions
 
-# This number limits the memory of arrays with an entry for each local expert.
+# Some arrays have an entry for each local expert. This number limits their memory.
 MAX_LOCAL_EXPERTS = 2**20
 INT32_MAX = int(np.iinfo(np.int32).max)
 
@@ -29,7 +29,7 @@ GroupOrAxes: TypeAlias = Group | str | tuple[str, ...]
 
 
 class RouteArguments(NamedTuple):
-    """The keyword arguments of ``dispatch`` for the route. An omitted argument is None."""
+    """The keyword arguments that ``dispatch`` and ``route`` share. An omitted argument is None."""
 
     group: GroupOrAxes | None
     num_experts: int | None
@@ -119,7 +119,7 @@ def check_ids(name: str, value: ArrayLike) -> jax.Array | np.ndarray:
 
 
 def _check_repeated(given: RouteArguments, routing: AnyRouting) -> None:
-    """Raise an error if an argument differs from the same option of the routing."""
+    """Raise an error if an argument is not None and differs from the same field of the routing."""
     arguments = {**vars(given.exchange), "group": given.group, "num_experts": given.num_experts}
     for field in dataclasses.fields(RouteOptions):
         name, value, own = field.name, arguments[field.name], getattr(routing, field.name)
@@ -159,8 +159,8 @@ def axes_of(group: object, argument: str = "group") -> tuple[str, ...]:
 
 def check_scope(group: object) -> Group:
     """Return a ``Group`` unchanged. For names of axes, return the group over these axes. Raise an
-    error if the axes or the mesh do not match the axes or the mesh in scope. Also raise an error if
-    the group requires the CUDA kernels and they cannot run."""
+    error if the group does not match the axes or the mesh in scope. Also raise an error if the
+    group requires the CUDA kernels and they cannot run."""
     axes = axes_of(group)
     if not isinstance(group, Group):
         return Group(axis_name=axes, size=math.prod(_sizes_in_scope(axes, repr(group))))

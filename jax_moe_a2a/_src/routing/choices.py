@@ -1,4 +1,4 @@
-"""Define the experts and router weights that tokens have chosen."""
+"""Define ``RouterChoices``: the experts of each token, and their weights."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 
 class RouterChoices(NamedTuple):
-    """The choices of tokens. Each token has K choices, and tokens may have any leading axes.
+    """The K chosen experts of each token. The arrays may have any leading axes.
 
-    A ``TopK`` returns choices. ``moe`` accepts choices in place of a router, and ``moe_mlp``
-    accepts the choices of one rank.
+    A ``TopK`` router returns ``RouterChoices``. ``moe`` accepts them in place of a router, and
+    ``moe_mlp`` accepts those of one rank.
     """
 
     ids: Any

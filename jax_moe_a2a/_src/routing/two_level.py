@@ -18,12 +18,12 @@ class TwoLevelRouting(RoutedRows):
 
     In the shapes, T is the number of tokens per rank, K the number of choices of a token, H the
     number of hosts, C the capacity, and L the number of experts per rank. All arrays are int32. The
-    capacity limits only rows. Relayed tokens are never dropped.
+    capacity limits only rows. Between hosts, no token is dropped.
     """
 
     hosts: RoutingArrays
-    """Routing of the exchange between hosts, with T tokens and min(K, H) choices per token. Its
-    H * T rows are relayed tokens."""
+    """Routing of the exchange between hosts, with T tokens and min(K, H) choices per token. Its H *
+    T rows are called relayed tokens."""
     ranks: RoutingArrays
     """Routing of the exchange within the host, with H * T relayed tokens, K choices, and C rows."""
 

@@ -38,11 +38,12 @@ class RouteOptions:
     alignment: int = dataclasses.field(metadata=STATIC)
     """The rows of each local expert start at a multiple of this number."""
     replicated: bool = dataclasses.field(metadata=STATIC)
-    """True if all ranks hold the same tokens."""
+    """True if all ranks have the same tokens."""
 
     @property
     def domain(self) -> Group:
-        """Return the group that exchanges tokens: a group of one rank if tokens are replicated."""
+        """Return the group over which tokens travel: a group of one rank if tokens are
+        replicated."""
         return self.group.single_rank if self.replicated else self.group
 
     @property
@@ -61,7 +62,7 @@ class RouteOptions:
         return Sizes(num_tokens, top_k, self.group.size, *own)
 
     def may_drop(self, num_tokens: int, top_k: int) -> bool:
-        """Return True if the capacity is too small for some ids of these sizes."""
+        """Return True if some ids [num_tokens, top_k] need more rows than the capacity."""
         return self.capacity < self.sizes(num_tokens, top_k).rows()
 
 
@@ -73,14 +74,13 @@ class RoutedRows(RouteOptions):
     """
 
     row_rank: jax.Array
-    """[C]: source rank of a row, or -1 if the row holds no token."""
+    """[C]: source rank of a row, or -1 if the row has no token."""
     row_token: jax.Array
-    """[C]: index of a row's token at its source rank, or -1 if the row holds no token."""
+    """[C]: index of a row's token at its source rank, or -1 if the row has no token."""
     group_sizes: jax.Array
-    """[L]: number of rows of each local expert, with padding. Rows beyond the capacity are not
-    counted."""
+    """[L]: number of rows of each local expert, with padding but without dropped rows."""
     num_rows: jax.Array
-    """[]: number of rows that hold a token."""
+    """[]: number of rows with a token."""
     num_dropped: jax.Array
     """[]: number of rows that this rank dropped because the capacity was too small."""
     num_invalid: jax.Array
@@ -123,9 +123,9 @@ class Routing(RoutedRows):
     """The destinations of this rank's tokens and the sources of its rows, as a pytree.
 
     In the shapes, T is the number of tokens per rank, K the number of choices of a token, R the
-    number of ranks, C the capacity, and L the number of experts per rank. All arrays are int32. If
-    a rank has any expert of a token, the token uses one *slot* in the landing zone of this rank.
-    There, the token has one *row* for each of its choices of this rank's experts.
+    number of ranks, C the capacity, and L the number of experts per rank. All arrays are int32. A
+    token uses one *slot* in the receive buffer of each rank that has experts of the token. On that
+    rank, each of the token's choices among the rank's experts becomes one *row*.
 
     Do not change the arrays of a routing: ``dispatch`` and ``combine`` check their dtypes and
     shapes, but not their values. To leave choices out, set their ids to -1 before ``route``.
@@ -134,18 +134,18 @@ class Routing(RoutedRows):
     """
 
     token_slot: jax.Array
-    """[T, R]: slot of each token of this rank on each rank, or -1 without a slot there."""
+    """[T, R]: entry [t, r] is the slot of this rank's token t on rank r, or -1 without a slot."""
     slot_token: jax.Array
-    """[R, T]: token of this rank in each slot on each rank; -1 for an empty slot."""
+    """[R, T]: entry [r, s] is this rank's token in slot s on rank r, or -1 for an empty slot."""
     choice_rank: jax.Array
     """[T, K]: rank of a choice; -1 if its id sends nothing."""
     slot_rows: jax.Array
-    """[R, T, K]: rows of the choices of the token in each slot of each source rank. -1 means that
-    the choice is not for this rank. -2 means that the choice was dropped."""
+    """[R, T, K]: entry [r, s, k] is the row of choice k of the token in slot s from rank r. -1
+    means that the choice is not for this rank. -2 means that the choice was dropped."""
     row_slot: jax.Array
-    """[C]: slot of a row's token. -1 means padding, and -2 means a row of the tail."""
+    """[C]: slot of a row's token. -1 means padding, and -2 means a row after all padding."""
     row_k: jax.Array
-    """[C]: index of a row's choice, or -1 if the row holds no token."""
+    """[C]: index of a row's choice, or -1 if the row has no token."""
 
     @property
     def arrays(self) -> RoutingArrays:
@@ -184,7 +184,8 @@ def check_arrays(
 def check_int32(
     what: str, arrays: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], reason: str
 ) -> None:
-    """Raise a TypeError unless every array is int32 and has its shape. ``reason`` explains it."""
+    """Raise a TypeError unless each array is int32 with its shape in ``shapes``. ``reason`` is for
+    the error."""
     for name, shape in shapes.items():
         if arrays[name].dtype != jnp.int32 or arrays[name].shape != shape:
             expected = ",".join(map(str, shape))
