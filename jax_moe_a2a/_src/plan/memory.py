@@ -71,7 +71,7 @@ class DeviceMemory:
     half_bytes: int
     """Bytes of a ring half, for the largest exchange that was reserved or compiled until now."""
     ring_depth: int
-    """Number of ring halves. Each exchange between two ranks uses one of them."""
+    """Number of ring halves, which exchanges use in turn."""
     mapped_bytes: int
     """Bytes of the header and of ``ring_depth`` ring halves, rounded up to the driver's pages. This
     memory is outside XLA's pool."""
