@@ -24,7 +24,9 @@ from ..grouped.weights import QuantizedExperts
 @dataclasses.dataclass(frozen=True, eq=False)
 class LoRA:
     """A low-rank adapter of weights W of ``Experts``: the layer uses ``W + scale * a b`` in place
-of W. ``a`` and ``b`` have the dtype of the tokens. For a shared expert, they have no axis E.
+    of W.
+
+    ``a`` and ``b`` have the dtype of the tokens. For a shared expert, they have no axis E.
     """
 
     a: Any
