@@ -53,10 +53,10 @@ def grouped_dot(
         most C. If sizes are traced, the call ignores rows of groups after row C, and treats a
         negative size as 0. Outside ``jax.jit``, the call checks the sizes, so it waits until the
         device has computed them.
-      tail: the content of the result after the last group. ``"zero"`` writes zeros.
-        ``"unspecified"`` leaves any values, including NaN, in the result and in the gradient of
-        ``rows``, and saves the time to write zeros. Use it if all functions that read the result
-        ignore these rows, as ``combine`` and ``grouped_dot`` do.
+      tail: the values of the result after the last group. With ``"zero"``, they are zeros. With
+        ``"unspecified"``, they and the gradient of ``rows`` there may be anything, including NaN,
+        which saves the time to write zeros. Use it if all functions that read the result ignore
+        these rows, as ``combine`` and ``grouped_dot`` do.
       num_sms: the largest number of multiprocessors (SMs) that the kernel may use, or None for all.
         Other work can then run on the other SMs. Other implementations ignore ``num_sms``.
       preferred_element_type: dtype of the product of quantized arrays: bfloat16 or float32. None

@@ -32,7 +32,7 @@ Activation: TypeAlias = Callable[[jax.Array], jax.Array]
 Names: TypeAlias = str | tuple[str, ...] | None  # an entry of a ``PartitionSpec``
 WEIGHTS = "w_in", "w_out"  # the fields that may be ``QuantizedExperts``
 BIASES = "b_in", "b_out"
-ADAPTERS = {"lora_in": "w_in", "lora_out": "w_out"}  # the field of an adapter: the field of its weights
+ADAPTERS = {"lora_in": "w_in", "lora_out": "w_out"}  # adapter: weights
 
 
 @jax.tree_util.register_dataclass
