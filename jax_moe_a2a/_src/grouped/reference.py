@@ -1,4 +1,5 @@
-"""Compute grouped products with jnp and lax. This code defines the primitives, and is the fallback.
+"""Compute grouped products with jnp and lax. These functions define the results of the primitives,
+and run if there is no kernel.
 
 ``primitives.py`` describes the operands.
 """
