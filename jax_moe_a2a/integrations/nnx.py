@@ -38,8 +38,7 @@ class MoE(nnx.Module):
     is off. Call the module under ``jax.set_mesh``, or pass a ``Group`` with a mesh of Auto axes.
 
     Args:
-      config: sizes, router and activation, a ``MoEConfig``. It also has the dtypes of the
-        parameters.
+      config: sizes, router and activation, a ``MoEConfig``. It also sets the parameters' dtypes.
       axes: as in ``moe``. ``moe_partition_specs`` returns the placements of the parameters for
         these axes.
       select_bias: True to choose experts with the variable ``select_bias``, which starts at 0.

@@ -127,8 +127,9 @@ def from_state_dict(
 ) -> dict[str, Any]:
     """Return the parameters of one block of a model, as arguments of ``ma.moe``.
 
-    A block may have one tensor for all experts, as in transformers 5, or a tensor for each expert,
-    as in transformers 4 and in published files. Values are copied bit for bit.
+    docs/integrations/transformers.md lists the supported models. A block may have one tensor for
+    all experts, as in transformers 5, or a tensor for each expert, as in transformers 4 and in
+    published files. Values are copied bit for bit.
 
     Files in FP8 like those of DeepSeek-V3 have a tensor ``weight_scale_inv`` with a scale for each
     block of 128 x 128 weights. For such files, the returned experts are in FP8. MXFP4 weights of
@@ -195,7 +196,7 @@ def to_state_dict(
 ) -> dict[str, np.ndarray]:
     """Return the tensors of one block by name, in the format of transformers.
 
-    This is the inverse of ``from_state_dict``: it returns the same names, bits and dtypes.
+    This is the inverse of ``from_state_dict``: names, bits and dtypes are the same.
 
     Args:
       params: parameters with numpy or JAX arrays, as ``from_state_dict`` returns them.
@@ -255,7 +256,7 @@ def to_torch(state_dict: Mapping[str, np.ndarray]) -> dict[str, Any]:
 def moe_config(config: Config) -> ma.MoEConfig:
     """Return sizes, router and activation of a model's block, for example for the Flax modules.
 
-    Mixtral and MiniMax-M2 can add noise to tokens in training. This noise is not included.
+    The noise that Mixtral and MiniMax-M2 can add to tokens in training is not supported.
 
     Args:
       config: as in ``from_state_dict``.

@@ -1,4 +1,4 @@
-"""Define ``Axes``, which says which mesh axes divide the arrays of a layer."""
+"""Define ``Axes``, the mesh axes of a layer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..routing.checks import GroupOrAxes, axes_of
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """The mesh axes of a layer, with a field for each dimension that mesh axes divide.
+    """The mesh axes of a layer: each field says which axes divide one dimension.
 
     If only ``experts`` is needed, pass its value in place of an ``Axes``. Devices repeat the work
     along mesh axes that no field names.
@@ -26,8 +26,8 @@ class Axes:
     """Name of the axis over which the I columns of each expert are divided, or None."""
     fsdp: str | tuple[str, ...] | None = None
     """Name or names of axes that divide the H axis of stored weights, usually the axes of ``data``.
-    Each call of ``moe`` then gathers the weights, and divides the sum of their gradients again.
-    With None, each device stores the whole H axis."""
+    Each call of ``moe`` then gathers the weights, and scatters their gradients. With None, each
+    device stores the whole H axis."""
 
     def __post_init__(self) -> None:
         axes_of(self.experts, "axes")

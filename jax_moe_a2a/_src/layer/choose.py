@@ -88,7 +88,7 @@ def choose(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the ids [..., K] of the experts with the highest keys [..., E], from high to low, and
     their weights [..., K]. ``weighing`` computes the weights from the values [..., E] of these
-    experts. Keys have no gradient. The mask [...] is False for tokens that choose no expert."""
+    experts. Keys have no gradient. ``mask`` [...] is False for tokens that choose no expert."""
     operands = (lax.stop_gradient(keys), values, *([] if mask is None else [mask]))
     ids, weights, _ = bind(choose_p, *operands, k=k, groups=groups, weighing=weighing)
     return ids, weights
@@ -105,8 +105,8 @@ def best(keys: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
 
 
 def at(values: jax.Array, ids: jax.Array) -> jax.Array:
-    """Return the values of the ids [..., K], with 0 for ids outside [0, E). A gather is not used,
-    because over Explicit axes it needs a sharding, and its transpose is a scatter."""
+    """Return the values of the ids [..., K], with 0 for ids outside [0, E). Use a sum, because over
+    Explicit axes a gather needs a sharding, and its transpose is a scatter."""
     chosen = one_hot(ids, values.shape[-1])
     return jnp.where(chosen, values[..., None, :], 0).sum(axis=-1)
 
@@ -118,12 +118,11 @@ def one_hot(ids: jax.Array, num: int) -> jax.Array:
 
 
 def _only_best_groups(keys: jax.Array, groups: Groups) -> jax.Array:
-    """Return the keys, with minus infinity for experts outside the token's ``top_groups``
-    groups."""
+    """Return the keys, with minus infinity outside the token's ``top_groups`` groups."""
     num_groups, top_groups, top_in_group = groups
     grouped = keys.reshape(*keys.shape[:-1], num_groups, keys.shape[-1] // num_groups)
     highest = best(grouped, top_in_group)[0]
-    # Add the keys from high to low, because the kernel adds them in this order.
+    # Add the keys from high to low, as the kernel does.
     values = functools.reduce(operator.add, (highest[..., i] for i in range(top_in_group)))
     is_best = one_hot(best(values, top_groups)[1], num_groups).any(axis=-2)
     return jnp.where(is_best[..., None], grouped, -jnp.inf).reshape(keys.shape)

@@ -45,8 +45,7 @@ class LayerWeights(NamedTuple):
 
 
 def check_one_global_scale(fmt: TokenFormat | None, reason: str, remedy: str) -> None:
-    """Raise an error if the token format has a global scale for each token. The message quotes
-    ``reason``."""
+    """Raise an error, with ``reason``, if the token format has a global scale for each token."""
     scales = None if fmt is None else fmt.token_scales
     if scales is not None:
         raise ValueError(
@@ -101,8 +100,8 @@ def in_chunks(
         result, found = layer(tokens._replace(**chunk), own, totals)
         return found, result
 
-    # A chunk returns totals that vary over the mesh axes of the tokens. The first totals must vary
-    # over the same axes, because the type of a carry must not change.
+    # A chunk returns totals that vary over the mesh axes of the tokens. The first totals must do
+    # the same, because the type of a carry must not change.
     axes = frozenset().union(*map(compat.varying_axes, divided.values()))
     totals = jax.tree.map(lambda total: compat.align_varying([total], axes)[0], totals)
     # ``prevent_cse`` is not needed, because XLA does not merge the forward loop and the backward

@@ -52,8 +52,8 @@ def fetch_experts(w: PyTree, placement: Placement, *, group: GroupOrAxes) -> PyT
       group: the ranks, as in ``route``. A group of two levels is not supported.
 
     Returns:
-      A pytree like ``w`` of arrays [S, ...]: for each of this rank's S spare slots, the weights of
-      its expert, or zeros if the slot is empty.
+      Arrays [S, ...] like ``w``: for each of this rank's S spare slots, the weights of its expert,
+      or zeros if it is empty.
 
     Raises:
       TypeError: if an argument has the wrong type or dtype, or the arrays of the placement have

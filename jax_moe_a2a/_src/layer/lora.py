@@ -38,7 +38,7 @@ class LoRA:
     """A number above 0, called alpha / r in the paper."""
 
     def replace(self, **fields: Any) -> LoRA:
-        """Return a copy of the adapter with some fields replaced."""
+        """Return a copy with some fields replaced."""
         return dataclasses.replace(self, **fields)
 
 
@@ -76,8 +76,8 @@ def merge(w: Any, lora: LoRA | None, num_lead: int) -> jax.Array:
 
 
 def check_lora(name: str, lora: Any, w: Any, num_lead: int, x: Any) -> LoRA:
-    """Return the adapter with JAX arrays. Raise an error if its shapes do not fit w, or its dtype
-    is not the dtype of the tokens x."""
+    """Return the adapter with JAX arrays. Raise an error if it does not fit w, or has not the dtype
+    of the tokens x."""
     if not isinstance(lora, LoRA):
         raise TypeError(f"{name} must be a LoRA or None; got {type(lora).__name__}")
     check_factor(f"the scale of {name}", lora.scale)

@@ -24,7 +24,7 @@ from .weights import Activation, Experts, Names, check_type, specs_of
 
 def shortest(spec: P) -> P:
     """Return a ``PartitionSpec`` without None at its end. Results of XLA over Auto axes have such
-    specs. Equal placements with different specs would make JAX compile a function again."""
+    specs. For an equal placement with another spec, JAX would compile a function again."""
     entries = list(spec)
     while entries and entries[-1] is None:
         entries.pop()
@@ -120,9 +120,8 @@ class MoEConfig:
     router_dtype: DTypeLike = jnp.float32
     """dtype of the router."""
     initializer: Callable[..., jax.Array] | None = None
-    """A function ``(key, shape, dtype)`` that returns a random matrix [inputs, outputs]. It is
-    called for the router and for each matrix of each expert. None means
-    ``jax.nn.initializers.lecun_normal()``."""
+    """A function ``(key, shape, dtype)`` that returns a random matrix [inputs, outputs], for the
+    router and for each matrix of each expert. None means ``jax.nn.initializers.lecun_normal()``."""
 
     def __post_init__(self) -> None:
         sizes = ["hidden", "expert_hidden", "num_experts"]

@@ -1,1 +1,1 @@
-"""Place replicas of experts on ranks, and choose a replica for each choice of a token."""
+"""Place replicas of experts on ranks, and choose which replica a token uses."""

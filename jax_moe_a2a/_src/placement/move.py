@@ -1,4 +1,4 @@
-"""Define ``move_experts``, which moves weights of experts to the slots of a placement, and back."""
+"""Move the weights of experts to the slots of a placement, and back."""
 
 from __future__ import annotations
 
@@ -98,8 +98,7 @@ def _moved(x: Any, index: Any) -> Any:
 
 @scopes.placement
 def _take(x: jax.Array, index: jax.Array, num_parts: int) -> jax.Array:
-    """Return the same as ``_moved``. Each step gathers one index of each shard, because each device
-    receives all data of a step."""
+    """Gather one index of each shard in a step, because each device receives all data of a step."""
     sharding = jax.typeof(x).sharding
     spec = sharding if any(axis is not None for axis in sharding.spec) else None
     take = lambda index: x.at[index].get(mode="fill", fill_value=0, out_sharding=spec)
