@@ -1,7 +1,7 @@
 """Train a layer with four ways to balance its router, and compare the load of the experts.
 
     python examples/balance.py                 # trains four times and prints a table
-    python examples/balance.py --out load.png  # and draws the load of each step
+    python examples/balance.py --out load.png  # also plots the load
 
 Tokens belong to domains of different sizes, and the router at first prefers experts with low ids.
 The program trains the layer four times: without balancing, with a loss, and with biases by the sign

@@ -1,10 +1,10 @@
 """Train a mixture-of-experts language model on the source text of Python's standard library.
 
-    python examples/train_moe.py                              # trains, plots, writes text
-    python examples/train_moe.py --mesh 2,4 --checkpoint DIR  # data: 2, ep: 4; saves
-    python examples/train_moe.py --mesh 4,2 --checkpoint DIR  # continues with another mesh
-    python examples/train_moe.py --experts fp8                # products of experts in FP8
-    python examples/train_moe.py --geometry qwen3-30b --layers 8 --sequences 32 --micro-batches 4
+    python examples/train_moe.py # trains, plots, generates text python examples/train_moe.py --mesh
+    2,4 --checkpoint DIR # data: 2, ep: 4; saves python examples/train_moe.py --mesh 4,2
+    --checkpoint DIR # continues with another mesh python examples/train_moe.py --experts fp8 #
+    products of experts in FP8 python examples/train_moe.py --geometry qwen3-30b --layers 8
+    --sequences 32 --micro-batches 4
 
 The model is a decoder-only transformer that reads bytes; its feed-forward layers are mixtures of
 experts (`ma.moe`). All arrays are global. The mesh has the axes "data" and "ep". Tokens are divided

@@ -201,7 +201,7 @@ def _check_config(layer: _RoutedMoE) -> None:
     own = "call disable() to use MaxText's own implementation"
     for name, expected in _REQUIRED.items():
         value = getattr(layer.config, name, expected)
-        if (value or expected) and value != expected:  # False, "" and None count as equal
+        if (value or expected) and value != expected:  # False, "" and None are equal here
             raise ValueError(
                 f"{name} must be {expected!r} {_ENABLED}; got {name}={value!r}. "
                 f"{_REMEDIES.get(name, '')}Set it to {expected!r}, or {own}"
@@ -240,7 +240,7 @@ def _axes_of(layer: _RoutedMoE, batch_size: int) -> _Axes:
             f"mesh_axes must have the axis {layer._expert_parallelism_name!r} {_ENABLED}; got "
             f"{tuple(layer.mesh.shape)}. Without expert parallelism, its size is 1"
         )
-    # As in MaxText, a batch of one sequence counts as decoding.
+    # As in MaxText, treat a batch of one sequence as decoding.
     batch = "activation_batch" if batch_size > 1 else "decode_batch_moe"
     spec = layer._logical_to_mesh_axes((batch, "activation_norm_length", None)) or P()
     first, second, *_ = (*tuple(spec), None, None)

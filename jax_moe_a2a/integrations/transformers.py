@@ -262,7 +262,8 @@ def moe_config(config: Config) -> ma.MoEConfig:
       config: as in ``from_state_dict``.
 
     Raises:
-      ValueError: if the model or its activation is unknown, or the configuration lacks a field.
+      ValueError: if the model or its activation is unknown, or if the configuration has not all
+        fields.
     """
     family = _family_of(config)
     shared_width = math.prod(_field(config, name, default=0) for name in family.shared_width)
@@ -506,7 +507,7 @@ def _remedy(names: set[str], state_dict: Mapping[str, object]) -> str:
 
 
 def _known_prefixes(state_dict: Mapping[str, object]) -> str:
-    """Return an advice to pass a prefix, with prefixes of the first blocks in the state dict."""
+    """Return the end of an error message that says which prefixes the state dict has."""
     found = (re.match(r"(.*?)\.?\bexperts\.", name) for name in state_dict)
     prefixes = list(dict.fromkeys(match[1] for match in found if match))
     if not prefixes:

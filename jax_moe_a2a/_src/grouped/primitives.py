@@ -144,8 +144,8 @@ def _outer_abstract(
 
 # Derivatives of o_g = r_g w_g and of the outer product u_g = x_g^T y_g, for rows of group g:
 #   jvp: both are bilinear: do_g = dr_g w_g + r_g dw_g.
-#   transpose of the dot: ct(r_g) = ct_g w_g^T, the transposed dot; ct(w_g) = r_g^T ct_g, the outer.
-#   transpose of the outer: ct(x_g) = y_g ct_g^T and ct(y_g) = x_g ct_g, both dots.
+#   transpose of o_g: ct(r_g) = ct_g w_g^T (grouped_dot_p), ct(w_g) = r_g^T ct_g (grouped_outer_p).
+#   transpose of u_g: ct(x_g) = y_g ct_g^T and ct(y_g) = x_g ct_g (both grouped_dot_p).
 
 
 def bilinear_jvp(

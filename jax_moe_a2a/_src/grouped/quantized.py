@@ -5,8 +5,8 @@ weights, [*B, L, N, K] and [*B, L, N / 128 rounded up, K / 128]; and sizes [*B, 
 scales of spare weights may be two more operands. ``primitives.py`` describes the leading axes
 ``B``. Parameters are ``dtype`` of the result, ``tail`` and ``num_sms``.
 
-docs/fp8.md defines the arithmetic. The primitive has no derivatives, because a float8 array cannot
-hold a gradient.
+docs/fp8.md defines the arithmetic. The primitive has no derivatives, because float8 is too
+imprecise for gradients.
 """
 
 from __future__ import annotations

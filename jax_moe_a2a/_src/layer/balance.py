@@ -290,7 +290,7 @@ def update_select_bias(
 def quantile_select_bias(
     bias: ArrayLike, histogram: ArrayLike, k: int, *, axis_name: AxisNames = None
 ) -> jax.Array:
-    """Return the ``select_bias`` that would have given each expert an equal load.
+    """Return the ``select_bias`` with which all experts would have had equal loads.
 
     The method is quantile balancing (Su, https://kexue.fm/archives/11619), as in Kimi K3 (technical
     report, section 2.3.3, equations 13 and 14, and appendix D), Megatron-LM, TransformerEngine and

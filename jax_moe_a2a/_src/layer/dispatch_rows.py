@@ -47,7 +47,7 @@ def dispatch_in_fp8(arguments: DispatchArguments) -> Recv:
         return bind(DISPATCH, tangents[0], primals[1], **params)
 
     moved = [BlockwiseFp8().decode(recv.rows, x.dtype), *[recv.weights] * len(weights)]
-    # Under ``vmap``, ids may be a NumPy array, which custom_jvp refuses (jax 0.10.2).
+    # Under ``vmap``, ids may be a NumPy array, which custom_jvp does not accept (jax 0.10.2).
     routing = jax.tree.map(fixed, recv.routing)
     floats, *found = with_tangent(moved, tangent_of, [x, *weights], routing)
     rows = RowsInFp8(recv.rows, floats)

@@ -1,9 +1,9 @@
 """Copy the weights of experts from their home ranks to the spare slots that have replicas.
 
-An expert's weights are cut into pieces of equal size. One dispatch sends the pieces as tokens, and
-the spare slots receive them as experts. All ranks know the placement, so each rank computes its
-routing without communication. The transpose is a combine, which adds the gradients of replicas on
-the home rank.
+An expert's weights are cut into pieces of equal size. One dispatch sends the pieces like tokens, to
+the spare slots in place of experts. All ranks know the placement, so each rank computes its routing
+without communication. The transpose is a combine, which adds the gradients of replicas on the home
+rank.
 """
 
 from __future__ import annotations

@@ -62,8 +62,8 @@ def choose_form(weights: Experts, activation: Activation, tail: Tail) -> Form:
     if known is not None and known.width(intermediate) != width:
         known = None
     in_training = weights.is_trained_in_fp8
-    # Kernels that apply an activation do not write rows after the last group. Such rows may hold
-    # NaN, for which jax_debug_nans would raise an error.
+    # Kernels that apply an activation do not write rows after the last group. Such rows may be NaN,
+    # for which jax_debug_nans would raise an error.
     fused = None if tail != "unspecified" else known
     if known is None:
         why = (

@@ -35,7 +35,7 @@ class ExpertLoad:
     """[..., R]: number of rows that each rank dropped because its capacity was too small."""
     wanted_per_expert: jax.Array
     """[..., E]: number of choices of each expert on all ranks, including dropped choices. Update a
-    router's bias with this array, because ``rows_per_expert`` lacks dropped rows."""
+    router's bias with this array, because ``rows_per_expert`` does not include dropped rows."""
     invalid_per_rank: jax.Array
     """[..., R]: number of ids outside [-1, E) of each rank's tokens. They are sent to no expert. If
     all ranks have the same tokens, only rank 0 counts these ids."""

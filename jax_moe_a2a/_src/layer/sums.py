@@ -21,7 +21,7 @@ DIGITS = 24  # number of bits of a float32 mantissa
 
 
 def exact_in_float32(most: int) -> bool:
-    """Return True if float32 holds every integer from 0 to ``most`` exactly."""
+    """Return True if float32 can represent every integer from 0 to ``most``."""
     return most <= 2**DIGITS
 
 

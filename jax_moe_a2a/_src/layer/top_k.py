@@ -133,7 +133,7 @@ class TopK:
           select_bias: floats [E], or None. The bias affects which experts are chosen, but not their
             weights. It has no gradient: ``update_select_bias`` adjusts it.
           mask: booleans [...], False for tokens that choose no expert, such as padding; or None.
-            The logits of masked tokens may hold any value, and have zero gradients.
+            The logits of masked tokens may have any values, and their gradients are zero.
 
         Returns:
           A ``RouterChoices`` with ids [..., K] (highest first), weights [..., K] and scores [...,

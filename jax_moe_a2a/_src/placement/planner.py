@@ -33,10 +33,10 @@ def plan_placement(
     """Plan which experts get replicas, on which ranks, and how many rows each replica should
     receive.
 
-    Each step takes the rank with the most rows, and the rank with the fewest rows that has an empty
-    spare slot. This slot gets a replica of the first rank's largest expert, with at most the rows
-    that the second rank lacks. Steps repeat until all ranks have the mean load, or no replica
-    helps.
+    Each step finds the rank with the most rows, and among ranks with an empty spare slot, the one
+    with the fewest rows. This slot gets a replica of the first rank's largest expert, with at most
+    as many rows as the second rank has below the mean. Steps repeat until all ranks have the mean
+    load, or no replica helps.
 
     With ``home=False``, the plan first moves experts: each expert, from the largest to the
     smallest, moves to the rank that has the fewest rows so far and room. With ``spare=0``, there
