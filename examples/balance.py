@@ -34,8 +34,8 @@ OPTIMIZER = optax.adam(3e-3)
 
 def draw_tokens(key: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return tokens [tokens, hidden], and the outputs that the layer should learn. Each domain has
-    another center and target function. Domain i is chosen with a probability proportional to 1 / (i
-    + 1)."""
+    a different center and target function. Domain i is chosen with a probability proportional to 1
+    / (i + 1)."""
     of_domains, of_step, noise = jax.random.split(key, 3)
     centers, turns = jax.random.normal(jax.random.key(1), (2, DOMAINS, HIDDEN))
     domain = jax.random.categorical(of_step, -jnp.log1p(jnp.arange(DOMAINS)), shape=(TOKENS,))

@@ -124,7 +124,7 @@ MODELS = [
 
 
 def weights_of(block: torch.nn.Module, pick: Callable, config: Any) -> Weights:
-    """Return `pick` of the block's tensors, in the layout of `expert_parallel_block`.
+    """Apply `pick` to the block's tensors, and convert the results to arguments of `ma.moe`.
 
     Args:
       block: a PyTorch block.

@@ -5,7 +5,7 @@ is the input of the activation, and ct_h is the cotangent of h (see below). The 
 ``ct_pre = weights * act'(pre) * ct_h``, ``h = weights * act(pre)``, and ``ct_weights = <ct_h,
 act(pre)>``. The others are the values [*B, C, I'] and scales [*B, C, I' / 128] of ct_pre in
 ``BlockwiseFp8``. ``primitives.py`` describes the axes B and rows without a token. The derivatives
-are the derivatives of ``gradients``. The values and scales in FP8 have none.
+are the derivatives of ``gradients``. The values and scales in FP8 have no derivatives.
 """
 
 from __future__ import annotations

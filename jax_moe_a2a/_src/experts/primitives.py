@@ -86,7 +86,7 @@ for _primitive in (experts_p, dot_act_p, act_dot_tangent_p, act_dot_grad_p):
     _primitive.multiple_results = True
 
 # ``bias_of_rows`` computes a grouped product with matrices [BIAS_ROWS, N]. The bias is the first
-# row, and all other rows are zero. The kernel needs a multiple of 8.
+# row, and all other rows are zero. For the kernel, BIAS_ROWS must be a multiple of 8.
 BIAS_ROWS = 8
 
 
@@ -194,7 +194,7 @@ def _bind_dot_act(o: ExpertOperands, **params: object) -> list[jax.Array]:
 
 
 def _bind_dot_bias(h: jax.Array, o: ExpertOperands) -> jax.Array:
-    """Bind ``dot_bias_p``. Without a bias, bind a grouped product."""
+    """Bind ``dot_bias_p``. If there is no bias, bind a grouped product."""
     if o.b_out is None:
         return _dot(h, o.w_out, o.sizes)
     operands = Product(h, o.w_out, o.b_out, o.weights, o.sizes)
@@ -539,7 +539,7 @@ def _jvp_of(fn: Callable[..., Any], primals: compat.Primals, tangents: compat.Ta
 def _grad_transpose(
     cts: compat.Tangents, *operands: Any, tree: jax.tree_util.PyTreeDef, **params: object
 ) -> list[Any]:
-    """Transpose with respect to ct. ``act_dot_tangent_p`` computes the result."""
+    """Return the cotangent of ``ct``, which ``act_dot_tangent_p`` computes."""
     ct_pre, _, ct_weights = (None if is_zero(c) else c for c in cts)
     ct, pre, weights, w_out, sizes = tree.unflatten(operands)
     found: Any = ad.Zero(ct.aval)

@@ -7,7 +7,7 @@ the rows are quantized, and I = P. The results of rows with the weight 0 are exa
 the last group are unspecified. For the leading axes ``B`` and the parameter ``num_sms``, see
 ``primitives.py``.
 
-The primitive has no derivatives, because float8 is too imprecise for gradients.
+The primitive has no derivatives, because gradients of float8 arrays would be float8.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def grouped_dot(
 ) -> jax.Array:
     """Multiply the rows of each group by the weights of that group.
 
-    The result is the result of ``lax.ragged_dot``. On Hopper GPUs (compute capability 9.0), a
+    The result is the same as of ``lax.ragged_dot``. On Hopper GPUs (compute capability 9.0), a
     kernel of this package computes it in bfloat16 and float16. On GPUs of compute capability 10.x,
     cuBLASLt 13.3 to 13.6 computes it. In all other cases, ``lax.ragged_dot`` computes it.
     ``explain`` reports which implementation a program uses. All JAX transformations work, with
@@ -54,8 +54,8 @@ def grouped_dot(
         negative size as 0. Outside ``jax.jit``, the call checks the sizes, so it waits until the
         device has computed them.
       tail: the values of the result after the last group. With ``"zero"``, they are zeros. With
-        ``"unspecified"``, they and the gradient of ``rows`` there may be anything, including NaN,
-        which saves the time to write zeros. Use it if all functions that read the result ignore
+        ``"unspecified"``, they may be anything, including NaN, also in the gradient of ``rows``.
+        This saves the time to write zeros. Use it if all functions that read the result ignore
         these rows, as ``combine`` and ``grouped_dot`` do.
       num_sms: the largest number of multiprocessors (SMs) that the kernel may use, or None for all.
         Other work can then run on the other SMs. Other implementations ignore ``num_sms``.

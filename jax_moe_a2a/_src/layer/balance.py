@@ -41,9 +41,9 @@ def load_balancing_loss(
     the ids of a router without ``select_bias`` for that loss.
 
     In transformers, ``load_balancing_loss_func`` of Mixtral, Qwen3-MoE and GPT-OSS divides the
-    choices of all layers by the number of tokens. It is therefore ``top_k`` times this loss, if
-    scores and ids have an axis of layers. Switch in transformers returns the mean of this loss over
-    sequences.
+    choices of all layers by the number of tokens. Its result is therefore ``top_k`` times this
+    loss, if scores and ids have an axis of layers. Switch in transformers returns the mean of this
+    loss over sequences.
 
     Tokens without a valid id are ignored. If all scores of a token are 0, the loss uses equal
     scores. ``f`` includes choices that a capacity drops. The loss has three variants:

@@ -127,7 +127,7 @@ def _keeps_all_but_fetched(primitive: compat.Primitive, *_: object, **__: object
 
 
 def _only(rows: Rows, is_kept: jax.Array) -> Rows:
-    """Return the rows. Where ``is_kept`` is False, they have no token, no gradient and the weight
+    """Return the rows. Rows that ``is_kept`` excludes have no token, no gradient and the weight
     0."""
     floats = _with_gradients_of(floats_of(rows.rows), is_kept)
     in_fp8 = isinstance(rows.rows, RowsInFp8)

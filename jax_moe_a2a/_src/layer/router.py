@@ -125,8 +125,9 @@ def map_arrays(router: Any, per_token: Callable[[Any], Any], whole: Callable[[An
 
 
 def num_outputs(router: Any, tokens: Any) -> int | None:
-    """Return the number of columns of the kernel if they are the experts, or None. Raise an error
-    if ``router`` is not a ``RouterLike``, or if its kernel does not fit the tokens [..., H]."""
+    """Return the number of columns of the kernel if ``choose`` is a ``TopK``, else None. Raise an
+    error if ``router`` is not a ``RouterLike``, or if its kernel does not fit the tokens [...,
+    H]."""
     own = router.router if isinstance(router, Replay) else router
     if isinstance(own, RouterChoices):
         return None

@@ -74,7 +74,8 @@ def _replicas(
 
     Each expert has a list of places. The list contains each slot as often as the slot should still
     receive rows, after all ranks have sent rows to their own slots. Each remaining row of this rank
-    goes to the slot at one place. The places of a rank's rows are spread evenly over the list.
+    is sent to the slot at one place in the list. The places of a rank's rows are spread evenly over
+    the list.
     """
     num_experts, most = placement.expert_slots.shape
     if most == 1:
