@@ -1,19 +1,19 @@
-"""Balance a skewed router in four ways, and compare the load of its experts.
+"""Train a layer with four ways to balance its router, and compare the load of the experts.
 
-    python examples/balance.py                 # trains four times, prints a table
-    python examples/balance.py --out load.png  # and draws the load of each step
+    python examples/balance.py                 # trains four times and prints a table
+    python examples/balance.py --out load.png  # also plots the load
 
-Tokens belong to domains of different sizes, and the router at first prefers the first experts. The
-program trains the layer four times: without balancing, with a loss, with the sign rule of
-DeepSeek-V3, and with quantiles. It takes less than a minute on all GPUs of a host, or on 8 virtual
-CPU devices without GPUs. docs/recipes.md shows the figure.
+Tokens belong to domains of different sizes, and the router at first prefers experts with low ids.
+The program trains the layer four times: without balancing, with a loss, and with biases by the sign
+rule of DeepSeek-V3 or by quantiles. It uses all GPUs of a host, or else 8 virtual CPU devices, for
+less than a minute. docs/recipes.md shows the figure.
 """
 
 import argparse
 import os
 from functools import partial
 
-# JAX reads this variable when it starts. It affects only the CPU.
+# JAX reads XLA_FLAGS when it starts. This flag affects only the CPU.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import jax
@@ -33,8 +33,9 @@ OPTIMIZER = optax.adam(3e-3)
 
 
 def draw_tokens(key: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return tokens [tokens, hidden], and the targets of the layer. Each domain has its own center
-    and target function. The share of domain i is proportional to 1 / (i + 1)."""
+    """Return tokens [tokens, hidden], and the outputs that the layer should learn. Each domain has
+    a different center and target function. Domain i is chosen with a probability proportional to 1
+    / (i + 1)."""
     of_domains, of_step, noise = jax.random.split(key, 3)
     centers, turns = jax.random.normal(jax.random.key(1), (2, DOMAINS, HIDDEN))
     domain = jax.random.categorical(of_step, -jnp.log1p(jnp.arange(DOMAINS)), shape=(TOKENS,))
@@ -43,7 +44,7 @@ def draw_tokens(key: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def balance(method: jax.Array, stats: ma.MoEStatistics, bias: jax.Array) -> jax.Array:
-    """Return the next bias of the router."""
+    """Return the next ``select_bias`` of the router."""
     by_sign = ma.update_select_bias(bias, stats.load.wanted_per_expert, rate=BIAS_RATE)
     histogram = CHOOSE.bias_histogram(stats.logits, select_bias=bias)
     by_quantile = ma.quantile_select_bias(bias, histogram, CHOOSE.k)
@@ -52,7 +53,7 @@ def balance(method: jax.Array, stats: ma.MoEStatistics, bias: jax.Array) -> jax.
 
 @partial(jax.jit, static_argnames="steps")
 def train(method: jax.Array, steps: int) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Return the loss of each step without the auxiliary loss, and the layer's statistics."""
+    """Return the loss (without the auxiliary loss) and the layer's statistics for each step."""
     config = ma.MoEConfig(HIDDEN, EXPERT_HIDDEN, NUM_EXPERTS, CHOOSE)
     params = ma.init_moe(jax.random.key(0), config, "ep")
     skew = jnp.linspace(2, -2, NUM_EXPERTS)
@@ -77,7 +78,7 @@ def train(method: jax.Array, steps: int) -> tuple[jax.Array, dict[str, jax.Array
 
 
 def draw(path: str, ratios: dict[str, np.ndarray]) -> None:
-    """Draw the load of the busiest expert in each step."""
+    """Plot the largest load of an expert in each step, relative to the mean load."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")

@@ -2,13 +2,13 @@
 
     python examples/flax_nnx_moe.py
 
-Sequences are divided over the mesh axes "data" and "ep", and experts over "ep". Runs on all GPUs of
-a host, or on 8 virtual CPU devices without GPUs.
+Sequences are divided over the mesh axes "data" and "ep", and experts over "ep". The program uses
+all GPUs of a host, or else 8 virtual CPU devices.
 """
 
 import os
 
-# JAX reads this variable when it starts. It affects only the CPU.
+# JAX reads XLA_FLAGS when it starts. This flag affects only the CPU.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import jax
@@ -39,7 +39,7 @@ class Block(nnx.Module):
         return x + y, stats
 
 
-# %% A mesh of all devices. nnx.Embed needs Auto axes. Each parameter is created on its devices.
+# %% Make a mesh (nnx.Embed needs Auto axes), and create parameters on the devices that store them.
 
 shape = (2, jax.device_count() // 2) if jax.device_count() % 2 == 0 else (1, jax.device_count())
 jax.set_mesh(jax.make_mesh(shape, ("data", "ep"), axis_types=(AxisType.Auto,) * 2))
@@ -66,7 +66,7 @@ def train_step(model, optimizer, ids):
     return results
 
 
-# %% Train on sequences with a pattern: each number is the previous number plus 3.
+# %% Train on sequences in which each number is the previous number plus 3.
 
 first = jax.random.randint(jax.random.key(1), (BATCH, 1), 0, VOCAB)
 ids = jax.device_put((first + 3 * jnp.arange(LENGTH + 1)) % VOCAB, P(("data", "ep")))

@@ -1,14 +1,14 @@
-"""Compare expert-parallel blocks with the originals in Hugging Face transformers.
+"""Compare expert-parallel blocks with the blocks of Hugging Face transformers.
 
     python examples/hf_moe_block.py
 
-For each supported family of models, the program builds a PyTorch block with small random weights,
-converts the weights, and runs the block with tokens and experts split over ranks. It compares the
-output, and the gradients of tokens and of every weight, with PyTorch's. Read
-`expert_parallel_block` first.
+For each supported model family, the program builds a small PyTorch block with random weights. It
+converts the weights, and applies the block with tokens and experts split over ranks. It compares
+the output, and the gradients of tokens and weights, with PyTorch. Read `expert_parallel_block`
+first.
 
-Runs on all GPUs of a host, or on 8 virtual CPU devices without GPUs. PyTorch runs on the CPU.
-Tested with transformers 5.24. In 5.5, the groups of DeepSeek-V2 raise an error.
+JAX uses all GPUs of a host, or else 8 virtual CPU devices, and PyTorch uses the CPU. Tested with
+transformers 5.24. With 5.5, DeepSeek-V2 with groups raises an error.
 """
 
 import importlib
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-# JAX reads this variable when it starts. It affects only the CPU.
+# JAX reads XLA_FLAGS when it starts. This flag affects only the CPU.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 try:
@@ -40,11 +40,11 @@ from jax_moe_a2a.integrations import transformers as hf
 
 SEQUENCES, LENGTH, HIDDEN, EXPERT_HIDDEN = 4, 64, 64, 96
 
-# Differences are relative to the largest value of the original's array. float32 rounds at 6e-8, so
-# sums of a few hundred numbers in another order differ by a few times 1e-7. The tolerance is more
-# than ten times as large. A mistake in a router, such as a missing renormalisation, causes a
-# difference of 1e-2 or more. Rounding changes no choice of experts, because even the scores of the
-# closest choice differ by 2e-5.
+# Differences are divided by the largest absolute value of PyTorch's array. float32 rounds at 6e-8,
+# so sums of a few hundred numbers in another order differ by a few times 1e-7. The tolerance is
+# more than ten times as large. A mistake in a router, such as a missing renormalisation, causes a
+# difference of 1e-2 or more. Rounding changes no choice of experts: the score of a chosen expert is
+# higher than the next score by 2e-5 or more.
 TOLERANCE = 1e-5
 
 Weights = dict[str, Any]
@@ -58,10 +58,10 @@ def expert_parallel_block(x: jax.Array, weights: Weights) -> jax.Array:
       weights: the result of `hf.from_state_dict`: a router, experts, and perhaps a shared expert.
 
     Returns:
-      float32 [tokens, hidden]: the weighted sum of the outputs of each token's experts, plus the
+      float32 [tokens, hidden]: for each token, the weighted sum of its experts' outputs, plus the
       output of a shared expert.
     """
-    # The default capacity drops no row, like the original.
+    # The default capacity drops no row. The blocks of transformers also drop none.
     y, _ = ma.moe(x, **weights, axes="ep")
     return y
 
@@ -71,8 +71,8 @@ def expert_parallel_block(x: jax.Array, weights: Weights) -> jax.Array:
 
 class Model(NamedTuple):
     name: str
-    block: str  # its class in transformers
-    fields: dict[str, Any]  # fields of the configuration, besides the sizes of all models
+    block: str  # the class of the block in transformers
+    fields: dict[str, Any]  # fields of the configuration, in addition to `sizes`
     kind: str = ""  # the model type in transformers, if it differs from the name
 
     def config_and_block(self) -> tuple[Any, torch.nn.Module]:
@@ -80,7 +80,8 @@ class Model(NamedTuple):
         module = importlib.import_module(
             f"transformers.models.{kind.removesuffix('_text')}.modeling_{kind.removesuffix('_text')}"
         )
-        # Version 5 has several ways to run experts, and a block outside of a model must select one.
+        # transformers 5 has several ways to run experts, and a block outside of a model must select
+        # one.
         sizes = dict(hidden_size=HIDDEN, hidden_act="silu", experts_implementation="eager")
         config = transformers.AutoConfig.for_model(kind, **sizes, **self.fields)
         return config, getattr(module, self.block)(config).eval()
@@ -123,10 +124,10 @@ MODELS = [
 
 
 def weights_of(block: torch.nn.Module, pick: Callable, config: Any) -> Weights:
-    """Return the block's weights for `expert_parallel_block`, or their gradients.
+    """Apply `pick` to the block's tensors, and convert the results to arguments of `ma.moe`.
 
     Args:
-      block: the original.
+      block: a PyTorch block.
       pick: a function that is applied to each tensor of the block, for example to get its gradient.
       config: the model's configuration.
     """
@@ -135,14 +136,14 @@ def weights_of(block: torch.nn.Module, pick: Callable, config: Any) -> Weights:
 
 
 def random_block(model: Model) -> tuple[Any, torch.nn.Module]:
-    """Return a configuration, and the original with random weights, because transformers
-    initializes weights only in whole models."""
+    """Return a configuration, and a PyTorch block with random weights. transformers initializes
+    weights only in complete models."""
     config, block = model.config_and_block()
     generator = torch.Generator().manual_seed(0)
-    # Draw the router before the experts (reverse order of names), because the experts' tensors
-    # differ between versions of transformers. The router is then equal in all versions.
+    # The tensors of experts differ between versions of transformers. Generate the router before the
+    # experts (reverse order of names), so that it is equal in all versions.
     for name, values in sorted(block.state_dict().items(), reverse=True):
-        # This bias changes some choices. The other weights keep activations at the same size.
+        # A bias of this size changes some choices. Other weights keep activations of similar size.
         std = 0.1 if name.endswith("bias") else values.shape[-1] ** -0.5
         values.normal_(std=std, generator=generator)
     return config, block
@@ -154,18 +155,19 @@ def random_block(model: Model) -> tuple[Any, torch.nn.Module]:
 def original(
     block: torch.nn.Module, config: Any, x: np.ndarray, dy: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Run the block and its backward pass in PyTorch, for tokens x and the output gradient dy.
+    """Run the block and its backward pass in PyTorch, for tokens x and the gradient dy of the
+    output.
 
-    x and dy are float32 [tokens, hidden]. Returns `output` and `tokens`, the gradient of x, both
-    [tokens, hidden], and the gradient of each weight by name.
+    x and dy are float32 [tokens, hidden]. The result is a dict: `output` [tokens, hidden], `tokens`
+    (the gradient of x), and the gradient of each weight with its name as key.
     """
     tokens = torch.tensor(x).requires_grad_()
     y = block(tokens.reshape(SEQUENCES, LENGTH, HIDDEN))
-    y = y[0] if isinstance(y, tuple) else y  # some versions return the router's logits as well
+    y = y[0] if isinstance(y, tuple) else y  # some versions also return logits
     y.backward(torch.tensor(dy).reshape(y.shape))
 
     def gradient(p: torch.Tensor) -> torch.Tensor:
-        # p.grad is None if the output does not depend on p (the bias, or an expert without tokens).
+        # p.grad is None if the output does not depend on p (a bias, or an expert without tokens).
         return torch.zeros_like(p) if p.grad is None else p.grad
 
     return {
@@ -176,7 +178,7 @@ def original(
 
 
 def by_name(weights: Weights) -> dict[str, Any]:
-    """Return each array of the weights, or of their gradients, by name."""
+    """Return a dict of the arrays in `weights`, with keys such as `experts.w_in`."""
     leaves = jax.tree.leaves_with_path(weights)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
@@ -184,7 +186,7 @@ def by_name(weights: Weights) -> dict[str, Any]:
 def expert_parallel(
     weights: Weights, x: np.ndarray, dy: np.ndarray, mesh: jax.sharding.Mesh
 ) -> dict[str, np.ndarray]:
-    """Return the same results as `original`, computed by `expert_parallel_block` on all ranks."""
+    """Return the results that `original` returns, but compute them with `expert_parallel_block`."""
 
     @jax.jit
     def output_and_gradients(x: jax.Array, weights: Weights, dy: jax.Array) -> dict:
@@ -193,25 +195,25 @@ def expert_parallel(
         return {"output": y, "tokens": dx, **by_name(dweights)}
 
     specs = P("ep"), ma.moe_partition_specs(weights, "ep"), P("ep")
-    with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):  # otherwise GPUs use TF32
+    with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):  # GPUs otherwise use TF32
         args = jax.device_put((x, weights, dy), jax.tree.map(partial(NamedSharding, mesh), specs))
         return jax.device_get(output_and_gradients(*args))
 
 
 def differences(model: Model, mesh: jax.sharding.Mesh) -> dict[str, float]:
-    """Return the largest difference from the original, relative to its largest value, for the
-    output and for the gradients of tokens, router, experts and shared expert."""
+    """Return the largest relative difference from PyTorch for the output, and for the gradients of
+    tokens, router, experts and shared expert."""
     rng = np.random.default_rng(0)
     x, dy = rng.standard_normal((2, SEQUENCES * LENGTH, HIDDEN), np.float32)
     config, block = random_block(model)
-    if model.name == "kimi_k2":  # the block of DeepSeek-V3 under another name
+    if model.name == "kimi_k2":  # tests the model type kimi_k2
         config = config.to_dict() | dict(model_type="kimi_k2")
     theirs = original(block, config, x, dy)
     weights = weights_of(block, torch.Tensor.detach, config)
     ours = expert_parallel(weights, x, dy, mesh)
     found: dict[str, float] = {}
     for name, value in theirs.items():
-        # A bias that only affects choices has a zero gradient in both blocks.
+        # A bias that only affects choices has a zero gradient in JAX and PyTorch.
         difference = float(abs(ours[name] - value).max() / (abs(value).max() or 1))
         kind = name.partition(".")[0]
         found[kind] = float(np.max([difference, found.get(kind, 0.0)]))  # keeps a NaN
@@ -220,7 +222,7 @@ def differences(model: Model, mesh: jax.sharding.Mesh) -> dict[str, float]:
 
 def main() -> int:
     devices = jax.devices()
-    ranks = max(n for n in (1, 2, 4, 8) if n <= len(devices))  # each divides the number of experts
+    ranks = max(n for n in (1, 2, 4, 8) if n <= len(devices))  # divides the number of experts
     mesh = jax.make_mesh((ranks,), ("ep",), devices=devices[:ranks])
     print(
         f"transformers {transformers.__version__}, torch {torch.__version__}, jax "
@@ -235,7 +237,7 @@ def main() -> int:
         row = differences(model, mesh)
         print(f"{model.name:16}", *(f"{row[k]:8.1e}" if k in row else f"{'-':>8}" for k in kinds))
         found += row.values()
-    worst = np.max(found)  # NaN if a difference is NaN, which is a failure
+    worst = np.max(found)  # NaN if a difference is NaN, so that the check fails
     agree = worst <= TOLERANCE
     print(f"check: {'ok' if agree else 'FAILED'}: at most {worst:.1e} (tolerance {TOLERANCE:.0e})")
     return 0 if agree else 1

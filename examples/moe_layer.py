@@ -1,14 +1,14 @@
-"""Run one mixture-of-experts layer with its gradient, and compare it with a dense layer.
+"""Compare the output and gradients of a mixture-of-experts layer with a computation on one device.
 
     python examples/moe_layer.py
 
-Runs on all GPUs of a host, or on 8 virtual CPU devices without GPUs.
+The program uses all GPUs of a host, or else 8 virtual CPU devices.
 """
 
 import os
 from typing import Any
 
-# JAX reads this variable when it starts. It affects only the CPU.
+# JAX reads XLA_FLAGS when it starts. This flag affects only the CPU.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import jax
@@ -19,13 +19,13 @@ import jax_moe_a2a as ma
 NUM_EXPERTS, TOP_K, HIDDEN, EXPERT_HIDDEN, TOKENS = 16, 4, 64, 128, 512
 
 mesh = jax.make_mesh((jax.device_count(),), ("ep",))
-Params = dict[str, Any]  # a router, and experts
+Params = dict[str, Any]  # keys: router, experts
 
 
 def moe(params: Params, x: jax.Array) -> tuple[jax.Array, ma.ExpertLoad]:
-    """Apply the layer to the tokens of all ranks, x [tokens, hidden], under jax.set_mesh.
+    """Apply the layer to the tokens x [tokens, hidden] of all ranks, under jax.set_mesh.
 
-    Each rank has room for twice the rows of a balanced load. The load says if rows were dropped.
+    Each rank has room for twice the rows of a balanced load. The load counts dropped rows.
     """
     y, stats = ma.moe(x, **params, axes="ep", exchange=ma.Exchange(capacity_factor=2.0))
     return y, stats.load
@@ -41,7 +41,7 @@ def dense_moe(params: Params, x: jax.Array) -> tuple[jax.Array, None]:
 
 
 def value_and_grads(layer, params: Params, x: jax.Array) -> tuple[dict, ma.ExpertLoad | None]:
-    """Return the output and all gradients by name, and the load."""
+    """Return a dict with the output and all gradients, and the load."""
 
     def loss(params, x):
         y, load = layer(params, x)

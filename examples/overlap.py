@@ -1,14 +1,14 @@
-"""Compute during an exchange: a shared expert while tokens travel, or while results return.
+"""Compute a shared expert while tokens travel to their experts, or while results travel back.
 
     python examples/overlap.py
 
-Runs on all GPUs of a host, or on 8 virtual CPU devices without GPUs. On CPUs the program is the
-same, but nothing overlaps. docs/overlap.md says when overlap pays.
+The program uses all GPUs of a host, or else 8 virtual CPU devices. On CPUs, the computation does
+not overlap with the exchange. docs/overlap.md says when overlap saves time.
 """
 
 import os
 
-# JAX reads this variable when it starts. It affects only the CPU.
+# JAX reads XLA_FLAGS when it starts. This flag affects only the CPU.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import jax
@@ -24,7 +24,7 @@ group = ma.Group(mesh, "ep")
 
 
 def start(x: jax.Array, router: jax.Array) -> ma.InFlight:
-    """Start to send tokens to their experts; x [tokens, hidden] are the tokens of this rank."""
+    """Start to send this rank's tokens x [tokens, hidden] to their experts."""
     logits, topk_ids = jax.lax.top_k(x @ router, TOP_K)
     topk_weights = jax.nn.softmax(logits)
     return ma.dispatch_start(x, topk_ids, topk_weights, group=group, num_experts=NUM_EXPERTS)
@@ -37,12 +37,12 @@ def experts(recv: ma.Recv, w_in: jax.Array, w_out: jax.Array) -> jax.Array:
 
 
 def shared_expert(x: jax.Array, s_in: jax.Array, s_out: jax.Array) -> jax.Array:
-    """Apply the shared expert to all tokens, on their own rank."""
+    """Apply the shared expert to this rank's tokens."""
     return jax.nn.gelu(x @ s_in) @ s_out
 
 
 def whole(x, router, w_in, w_out, s_in, s_out):
-    """Compute the layer with no work during the exchanges, as the reference."""
+    """Compute the layer without overlap, for comparison."""
     recv = ma.dispatch_done(start(x, router))
     return ma.combine(experts(recv, w_in, w_out), recv) + shared_expert(x, s_in, s_out)
 
@@ -74,7 +74,7 @@ def main() -> None:
         (HIDDEN, EXPERT_HIDDEN),
         (EXPERT_HIDDEN, HIDDEN),
     )
-    # Tokens and experts are split over the ranks; the router and the shared expert are replicated.
+    # Tokens and experts are split over the ranks. Each rank has the router and the shared expert.
     specs = (P("ep"), P(), P("ep"), P("ep"), P(), P())
     args = [
         jax.device_put(

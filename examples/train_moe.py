@@ -1,31 +1,31 @@
-"""Train a mixture-of-experts language model on Python's own source text: a program to copy.
+"""Train a mixture-of-experts language model on the source text of Python's standard library.
 
-    python examples/train_moe.py                              # train, draw curves, write Python
-    python examples/train_moe.py --mesh 2,4 --checkpoint DIR  # 2 data x 4 expert ranks; saves
-    python examples/train_moe.py --mesh 4,2 --checkpoint DIR  # continues on another mesh
-    python examples/train_moe.py --experts fp8                # products of experts in FP8
-    python examples/train_moe.py --geometry qwen3-30b --layers 8 --sequences 32 --micro-batches 4
+    python examples/train_moe.py # trains, plots, generates text python examples/train_moe.py --mesh
+    2,4 --checkpoint DIR # data: 2, ep: 4; saves python examples/train_moe.py --mesh 4,2
+    --checkpoint DIR # continues with another mesh python examples/train_moe.py --experts fp8 #
+    products of experts in FP8 python examples/train_moe.py --geometry qwen3-30b --layers 8
+    --sequences 32 --micro-batches 4
 
 The model is a decoder-only transformer that reads bytes; its feed-forward layers are mixtures of
-experts (`ma.moe`). All arrays are global. A mesh has the axes "data" and "ep": tokens are divided
-over both, and experts over "ep". Weights are stored divided over "data", and gathered before use
-(FSDP).
+experts (`ma.moe`). All arrays are global. The mesh has the axes "data" and "ep". Tokens are divided
+over both axes, and experts over "ep". Stored weights are also divided over "data", and are gathered
+before use (FSDP).
 
-A training step has the parts that large runs use. Parameters (*masters*) and the optimizer's state
-are float32. Layers compute with a bfloat16 copy of the parameters, except in the router. Gradients
-of micro-batches are added in float32. One `lax.scan` runs all layers. The backward pass computes
-each layer again, except for the routing and the rows that `--remat` keeps. Experts are balanced by
-a loss, or by biases that follow their load (`--balance bias`). The data of a step depends only on
-the seed and the step, so an interrupted run continues with the same losses.
+Parameters (*masters*) and the optimizer's state are float32. Layers compute with a bfloat16 copy of
+the parameters, except in the router. Gradients of micro-batches are added in float32. One
+`lax.scan` runs all layers. The backward pass computes each layer again, except for the arrays that
+`--remat` selects: the routing and the rows. A loss balances the experts, or with `--balance bias`,
+biases of the router. The text of a step depends only on the seed and the step, so an interrupted
+run continues with the losses of an uninterrupted run.
 
-The command uses all GPUs of a host, or 8 virtual CPU devices without GPUs. Several processes can
-train one model:
+The program uses all GPUs of a host, or else 8 virtual CPU devices. Several processes can train one
+model together:
 
     srun python examples/train_moe.py --distributed    # SLURM, Open MPI: JAX finds the processes
     python examples/train_moe.py --coordinator localhost:1234 --num-processes 2 --process-id 0 &
     python examples/train_moe.py --coordinator localhost:1234 --num-processes 2 --process-id 1
 
-Without a launcher, JAX_LOCAL_DEVICE_IDS=0,1 selects the GPUs of a process, and
+If you start the processes yourself, JAX_LOCAL_DEVICE_IDS=0,1 selects the GPUs of a process, and
 XLA_FLAGS=--xla_force_host_platform_device_count=4 sets its number of CPU devices. Only process 0
 prints.
 """
@@ -43,8 +43,8 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# JAX reads this variable when it starts, so it is set before the import. It affects only the CPU.
-# If XLA_FLAGS already has a number, that number comes later and takes precedence.
+# JAX reads XLA_FLAGS when it starts, so set it before the import. This flag affects only the CPU.
+# If XLA_FLAGS already has this flag, that value comes later and overrides the 8.
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.environ.get(
     "XLA_FLAGS", ""
 )
@@ -60,7 +60,7 @@ from jax.sharding import PartitionSpec as P
 import jax_moe_a2a as ma
 
 VOCABULARY = 256  # bytes
-BATCH = P(("data", "ep"))  # the first axis of tokens is divided over all devices
+BATCH = P(("data", "ep"))  # divides the first axis over all devices
 BALANCE_LOSS, Z_LOSS, BIAS_RATE = 0.05, 1e-4, 1e-2
 
 Params = dict[str, Any]
@@ -78,7 +78,7 @@ class Geometry:
     experts: int
     top_k: int
     expert_hidden: int
-    length: int  # tokens of a sequence
+    length: int  # number of tokens in a sequence
 
 
 GEOMETRIES = {
@@ -92,7 +92,7 @@ GEOMETRIES = {
 
 
 def init(key: jax.Array, g: Geometry) -> Params:
-    """Draw parameters in float32. Parameters of layers have a leading axis of layers."""
+    """Return random parameters in float32. Those of the layers have a leading axis of layers."""
 
     def matrix(key: jax.Array, *shape: int) -> jax.Array:
         return jax.random.normal(key, shape) / shape[-2] ** 0.5
@@ -115,13 +115,13 @@ def init(key: jax.Array, g: Geometry) -> Params:
         "embed": matrix(embed, VOCABULARY, g.hidden),
         "layers": jax.vmap(layer)(jax.random.split(layers, g.layers)),
         "norm": jnp.ones(g.hidden),
-        "unembed": matrix(unembed, g.hidden, VOCABULARY) / 10,  # at first, bytes are equally likely
+        "unembed": matrix(unembed, g.hidden, VOCABULARY) / 10,  # small logits: no byte is preferred
     }
 
 
 def specs_of(params: Params) -> Params:
-    """Return the placement of parameters: experts are divided over "ep", and one more axis over
-    "data"."""
+    """Return a `PartitionSpec` for each parameter: "ep" divides the experts, and "data" divides one
+    axis of each matrix."""
     moe = jax.eval_shape(lambda moe: jax.tree.map(lambda w: w[0], moe), params["layers"]["moe"])
     of_layer = ma.moe_partition_specs(moe, ma.Axes("ep", fsdp="data"))
     specs = jax.tree.map(lambda array: P(None, "data") if array.ndim == 3 else P(), params)
@@ -156,7 +156,7 @@ def attention(x: jax.Array, layer: Params, g: Geometry) -> jax.Array:
 
 
 def dense_moe(x: jax.Array, params: Params) -> tuple:
-    """Apply every expert to every token: the reference of `ma.moe`, without an exchange."""
+    """Apply every expert to every token, without an exchange, to compare with `ma.moe`."""
     tokens = x.reshape(-1, x.shape[-1])
     router = params["router"]
     logits = tokens.astype(jnp.float32) @ router.kernel
@@ -175,22 +175,23 @@ def dense_moe(x: jax.Array, params: Params) -> tuple:
 
 
 class Options(NamedTuple):
-    """The static options of a program, apart from its geometry."""
+    """The static options of a program, except its geometry."""
 
     group: ma.Group
-    experts: str  # "bf16", "fp8", or "dense": the reference
+    experts: str  # "bf16", "fp8", or "dense" (`dense_moe`)
     dtype: str  # of the computation
     capacity_factor: float | None
     balance: str
-    remat: str  # what a layer keeps for its backward pass
+    remat: str  # a key of REMAT
 
 
 def block(x: jax.Array, layer: Params, select_bias: jax.Array, g: Geometry, o: Options) -> tuple:
-    """Return the output of a layer, and (balance loss, z loss, load of each expert [experts],
-    load of the fullest rank over the mean, number of dropped rows)."""
+    """Return the output of a layer, and a report: (balance loss, z-loss, load of each expert
+    [experts], largest load of a rank / mean load, number of dropped rows)."""
     x = x + attention(rms_norm(x, layer["attention_norm"]), layer, g)
     tokens = rms_norm(x, layer["moe_norm"])
-    # With a bias, use sigmoids like DeepSeek-V3, because their scores do not depend on each other.
+    # With a bias, use sigmoid scores like DeepSeek-V3: the score of an expert then depends only on
+    # its own logit.
     moe = layer["moe"]
     if o.balance == "bias":
         choose = ma.TopK(g.top_k, score="sigmoid")
@@ -212,18 +213,18 @@ def block(x: jax.Array, layer: Params, select_bias: jax.Array, g: Geometry, o: O
 
 
 REMAT = {
-    "nothing": None,  # computes the whole layer again, with its exchanges
+    "nothing": None,  # repeats all of the layer and its exchanges
     "routing": (ma.ROUTING_CHECKPOINT_NAME,),
-    "rows": (ma.ROUTING_CHECKPOINT_NAME, ma.ROWS_CHECKPOINT_NAME),  # does not send tokens again
+    "rows": (ma.ROUTING_CHECKPOINT_NAME, ma.ROWS_CHECKPOINT_NAME),  # repeats no dispatch
 }
 
 
 def model(params: Params, select_bias: Any, text: jax.Array, g: Geometry, o: Options) -> tuple:
-    """Return logits [sequences, length, 256] of the byte that follows each byte of text, and the
-    reports of `block` with a leading axis of layers."""
+    """Return logits [sequences, length, 256] for the next byte after each byte of text, and the
+    reports of `block`, with a leading axis of layers."""
 
     def low(path: tuple, master: jax.Array) -> jax.Array:
-        # Rounded logits would choose other experts, so the router stays in float32.
+        # Rounded logits could choose other experts, so the router stays in float32.
         is_router = any(getattr(entry, "key", None) == "router" for entry in path)
         return master if is_router else master.astype(o.dtype)
 
@@ -245,16 +246,16 @@ def model(params: Params, select_bias: Any, text: jax.Array, g: Geometry, o: Opt
 
 
 class Report(NamedTuple):
-    """The report of a step, over all ranks and micro-batches."""
+    """Numbers that a training step reports, for all ranks and micro-batches."""
 
-    loss: Any  # [] cross-entropy of a byte, in nats
-    wanted: Any  # [layers, experts] choices of the router
-    fullest: Any  # [layers] rows of the fullest rank over the mean of ranks
-    dropped: Any  # [] rows
+    loss: Any  # [] mean cross-entropy per byte, in nats
+    wanted: Any  # [layers, experts] number of choices
+    fullest: Any  # [layers] largest number of rows of a rank / mean
+    dropped: Any  # [] number of dropped rows
 
 
 def loss_fn(params: Params, select_bias: Any, text: jax.Array, g: Geometry, o: Options) -> tuple:
-    """Return the training loss over text [sequences, length + 1], and its Report."""
+    """Return the training loss of text [sequences, length + 1], and a Report."""
     logits, reports = model(params, select_bias, text[:, :-1], g, o)
     balance, z, wanted, fullest, dropped = reports
     nats = optax.softmax_cross_entropy_with_integer_labels(
@@ -272,7 +273,8 @@ def optimizer_of(steps: int) -> optax.GradientTransformation:
 
 
 def train_step(state: dict, text: jax.Array, g: Geometry, o: Options, steps: int) -> tuple:
-    """Update the state with text [micro-batches, sequences, length + 1]; also return the Report."""
+    """Return the state after a step with text [micro-batches, sequences, length + 1], and a
+    Report."""
     params, select_bias = state["params"], state["select_bias"]
     differentiated = jax.value_and_grad(loss_fn, has_aux=True)
 
@@ -314,7 +316,7 @@ def state_of(key: jax.Array, g: Geometry, steps: int) -> dict:
 
 
 def shardings_of(state: dict, mesh: jax.sharding.Mesh) -> dict:
-    """Return the shardings of the state. Moments have the shardings of their parameters."""
+    """Return the shardings of the state. The moments of a parameter have its sharding."""
     specs = specs_of(state["params"])
     moments = optax.tree_map_params(
         optimizer_of(1),
@@ -348,7 +350,7 @@ def read_text(path: Path | None) -> np.ndarray:
 def batch(text: np.ndarray, shape: tuple, seed: tuple, mesh: jax.sharding.Mesh) -> jax.Array:
     """Return random sequences of the text, int32 [micro-batches, sequences, length + 1].
 
-    A process makes only the sequences of its devices.
+    Each process generates only the sequences of its devices.
     """
     first = np.random.default_rng(seed).integers(0, len(text) - shape[-1], shape[:-1])
 
@@ -359,8 +361,7 @@ def batch(text: np.ndarray, shape: tuple, seed: tuple, mesh: jax.sharding.Mesh) 
 
 
 def generate(params: Params, bias: Any, text: jax.Array, key: jax.Array, count: int, g, o) -> Any:
-    """Return count bytes that continue each sequence of text [sequences, length], as [count,
-    sequences]."""
+    """Return bytes [count, sequences]: the model's continuation of text [sequences, length]."""
 
     def next_byte(text: jax.Array, key: jax.Array) -> tuple:
         logits = model(params, bias, text, g, o)[0][:, -1].astype(jnp.float32)
@@ -371,7 +372,7 @@ def generate(params: Params, bias: Any, text: jax.Array, key: jax.Array, count: 
 
 
 def draw(history: Report, first: int, path: Path) -> None:
-    """Plot the loss, and for each layer (at most four) the share of choices of each expert."""
+    """Plot the loss and, for at most four layers, each expert's share of the choices."""
     try:
         import matplotlib
     except ImportError:
@@ -398,7 +399,8 @@ def draw(history: Report, first: int, path: Path) -> None:
 
 
 class Log:
-    """A log of progress. Reading a report waits for its step, so reports are read in groups."""
+    """A log of the reports of training steps. A read of a report waits until its step has run, so
+    reports are read in groups."""
 
     def __init__(self, first: int, tokens: int):
         self.first, self.tokens, self.reports, self.read = first, tokens, [], []
@@ -496,7 +498,8 @@ def checkpoints_of(folder: Path) -> Any:
 
 
 def restored(checkpoints: Any, state: dict) -> dict:
-    """Return the newest saved state, placed as `state` is, or `state` if nothing was saved."""
+    """Return the newest saved state, with the placement of `state`, or `state` if none was
+    saved."""
     import orbax.checkpoint as ocp
 
     if checkpoints.latest_step() is None:
@@ -559,7 +562,7 @@ def main() -> int:
             donate_argnums=0,
             out_shardings=(shardings, None),
         )
-        # Evaluation must not drop rows, so it uses a separate program with the default capacity.
+        # Evaluation must not drop rows, so it uses another program, with the default capacity.
         exact = o._replace(capacity_factor=None)
         evaluate = jax.jit(lambda *a: loss_fn(*a, g, exact)[1].loss)
 

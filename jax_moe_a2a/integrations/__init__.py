@@ -1,7 +1,8 @@
-"""Offer the layer with the interfaces of other code bases, in one module for each code base.
+"""Connect the layer to other libraries, with one module for each library.
 
 ``maxtext`` and ``transformers`` need only JAX. ``nnx`` and ``linen`` need Flax.
-This package imports none of them, so import a module yourself: ``jax_moe_a2a.integrations.nnx``.
+This package imports none of these modules, so import the module that you need:
+``jax_moe_a2a.integrations.nnx``.
 """
 
 import typing as _typing
@@ -9,10 +10,10 @@ import typing as _typing
 _NEEDS_FLAX = ("linen", "nnx")
 _MODULES = ("maxtext", "transformers", *_NEEDS_FLAX)
 
-if not _typing.TYPE_CHECKING:  # a ``__getattr__`` makes type checkers accept every name
+if not _typing.TYPE_CHECKING:  # type checkers would accept every name
 
     def __getattr__(name):
-        """Raise an AttributeError that says how to import a module of this package."""
+        """Raise an AttributeError that says how to import the module ``name``."""
         remedy = f"; it has {', '.join(_MODULES)}"
         if name in _MODULES:
             needs = ", which needs Flax" if name in _NEEDS_FLAX else ""

@@ -1,4 +1,4 @@
-"""Define the layer that the Flax modules apply, and the names of its parameters in a module."""
+"""Define ``Layer``, which both Flax modules call, and the names of their parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Fp8: TypeAlias = Literal["train", "frozen"]
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """``moe`` with the options of a module. Layers of equal options are equal."""
+    """A function that calls ``moe`` with the options of a Flax module."""
 
     config: ma.MoEConfig
     axes: AxesLike
@@ -33,18 +33,18 @@ class Layer:
             raise ValueError(f'fp8 must be "train", "frozen" or None; got {self.fp8!r}')
 
     def init(self, key: jax.Array) -> dict[str, jax.Array]:
-        """Draw the parameters. If a mesh is in scope, place them."""
+        """Return random parameters, which are placed over the mesh if one is in scope."""
         return named(self._draw(key, self.axes if mesh_in_scope() else None))
 
     def shapes(self) -> dict[str, Any]:
-        """Return the parameters of ``moe`` as shapes and dtypes."""
+        """Return the shapes and dtypes of the parameters of ``moe``."""
         return jax.eval_shape(lambda key: self._draw(key, None), jax.random.key(0))
 
     def specs(self) -> dict[str, P]:
         return named(ma.moe_partition_specs(self.shapes(), self.axes))
 
     def experts(self, arrays: Mapping[str, jax.Array]) -> ma.Experts:
-        """Return the experts among the parameters, in ``dtype``."""
+        """Return the experts with their arrays from ``arrays``, cast to ``dtype``."""
         return self._arguments(arrays)["experts"]
 
     def __call__(
@@ -59,8 +59,8 @@ class Layer:
         experts: ma.Experts | None = None,
         **options: Any,
     ) -> tuple[jax.Array, ma.MoEStatistics]:
-        """Apply the layer. ``options`` are arguments of ``moe``. The router computes in its own
-        dtype or in ``dtype``, whichever is larger."""
+        """Apply the layer. ``options`` are arguments of ``moe``. The router computes in the larger
+        of its parameters' dtype and ``dtype``."""
         arguments = self._arguments(arrays)
         router = arguments["router"]
         router = router.replace(select_bias=select_bias, per_token=per_token, whole=whole)
@@ -85,7 +85,7 @@ class Layer:
         return params
 
     def _arguments(self, arrays: Mapping[str, jax.Array]) -> dict[str, Any]:
-        """Return the arguments of ``moe`` that consist of parameters."""
+        """Return the arguments ``router``, ``experts`` and ``shared`` of ``moe``."""
         in_fp8 = lambda w: isinstance(w, ma.QuantizedExperts)
         cast = lambda w: w if in_fp8(w) else w.astype(self.dtype)
         params = jax.tree_util.tree_map_with_path(
@@ -96,13 +96,14 @@ class Layer:
 
 
 def named(params: Mapping[str, object]) -> dict[str, Any]:
-    """Return a dict from names in a Flax module to the leaves of parameters of ``moe``."""
+    """Return a dict of the arrays in ``params``, with their names in a Flax module as keys."""
     return {_name_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
 
 
 def _name_of(path: jax.tree_util.KeyPath) -> str:
     """Return ``router_kernel`` for ``router.kernel``, ``w_in`` for ``experts.w_in``, and
-    ``shared_w_in`` for ``shared.w_in``. The values of weights in FP8 have the name of the weights.
+    ``shared_w_in`` for ``shared.w_in``. The values of ``QuantizedExperts`` get the name of the
+    weights.
     """
     name = jax.tree_util.keystr(path, simple=True, separator="_")
     return name.removeprefix("experts_").removesuffix("_values")

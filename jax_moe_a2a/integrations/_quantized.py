@@ -16,9 +16,9 @@ import jax_moe_a2a as ma
 from .._src.checks import short
 from .._src.grouped.weights import BLOCK, SCALE_DTYPE, VALUE_DTYPE
 
-_SCALES = "_scale_inv"  # this suffix of the name of a tensor in FP8 names its scales
-_GROUP = 32  # numbers that share a scale in MXFP4
-_MAX_SCALE = 252  # 6 (the largest number of 4 bits) times this scale is finite in bfloat16
+_SCALES = "_scale_inv"  # name of the scales of a tensor: its name + _SCALES
+_GROUP = 32  # number of MXFP4 numbers with one scale
+_MAX_SCALE = 252  # 6 (the largest e2m1 number) * 2**(_MAX_SCALE - 127) is finite in bfloat16
 
 Tensor = TypeVar("Tensor", bound=Any)  # ``_Tensor`` of ``transformers.py``
 
@@ -26,8 +26,8 @@ Tensor = TypeVar("Tensor", bound=Any)  # ``_Tensor`` of ``transformers.py``
 def in_fp8(
     tensors: dict[str, Tensor], params: dict[str, Any], names: Collection[str]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors and the parameters of a block whose experts may be in FP8. The arguments
-    describe the block in floats. Weights are in FP8 if ``names`` has their scales or values."""
+    """Return ``tensors`` and ``params`` with FP8 arrays in place of the floats that are in FP8.
+    Weights are in FP8 if ``names`` contains the name of their scales or values."""
     given = {*names}
     weights = {x.param for n, x in tensors.items() if {n + _SCALES, x.param + ".values"} & given}
     found, quantized = dict(tensors), dict(params)
@@ -35,7 +35,7 @@ def in_fp8(
         if tensor.param not in weights:
             continue
         part, field = tensor.param.split(".")
-        lead = (1,) * (part == "shared")  # a shared expert counts as one expert
+        lead = (1,) * (part == "shared")  # the axis E, of size 1
         first, k, *gate, n = lead + getattr(params[part], field).shape
         if k % BLOCK or n % BLOCK:
             raise ValueError(
@@ -47,7 +47,8 @@ def in_fp8(
         quantized[part] = quantized[part].replace(**{field: ma.QuantizedExperts(*arrays)})
         *others, rows, columns = tensor.shape
         squares = (*others, rows // BLOCK, columns // BLOCK)
-        # Files have the layout of QuantizedExperts, so values and scales need the same ``view``.
+        # In files, K is the last axis, as in QuantizedExperts. Values and scales use the same
+        # ``view``.
         view = lambda x, of=tensor.view, lead=lead: of(np.moveaxis(x, -1, 1)[(0,) * len(lead)])
         found[name] = tensor._replace(param=tensor.param + ".values", view=view)
         param = tensor.param + ".scales"
@@ -56,7 +57,7 @@ def in_fp8(
 
 
 def as_numpy(value: Any) -> Any:
-    """Return a PyTorch tensor with elements of 8 bits as a numpy array, anything else unchanged."""
+    """Return a numpy array if ``value`` is a PyTorch tensor of 8-bit elements, else ``value``."""
     if type(value).__module__.split(".")[0] != "torch" or value.dtype.itemsize > 1:
         return value
     torch, dtype = importlib.import_module("torch"), str(value.dtype).removeprefix("torch.")
@@ -64,7 +65,7 @@ def as_numpy(value: Any) -> Any:
 
 
 def checked(name: str, array: np.ndarray, param: str) -> np.ndarray:
-    """Return the array, with scales cast to float32, or raise an error."""
+    """Return values or scales in FP8 files, or raise an error. Scales are cast to float32."""
     are_scales = param.endswith(".scales")
     expected = ("float32", "bfloat16") if are_scales else (VALUE_DTYPE.name,)
     if array.dtype.name not in expected:
@@ -72,7 +73,7 @@ def checked(name: str, array: np.ndarray, param: str) -> np.ndarray:
             f"{name} must be {' or '.join(expected)}, because {param} is in FP8; got {short(array)}"
         )
     array = array.astype(SCALE_DTYPE, copy=False) if are_scales else array
-    # Find NaN in bytes, because float8_e4m3fn has no infinity, and operations on bytes are fast.
+    # Compare bytes, which is fast. float8_e4m3fn has no infinity, and NaN is 0x7F or 0xFF.
     bad = ~np.isfinite(array) if are_scales else (array.view(np.uint8) & 0x7F) == 0x7F
     if bad.any():
         raise ValueError(
@@ -82,7 +83,7 @@ def checked(name: str, array: np.ndarray, param: str) -> np.ndarray:
 
 
 def decoding(state_dict: Mapping[str, object], prefix: str) -> Mapping[str, object]:
-    """Return a state dict with floats [E, K, N] in place of the blocks and scales of GPT-OSS."""
+    """Return a state dict in which floats [E, K, N] replace the blocks and scales of GPT-OSS."""
     names = [name for name in state_dict if name.startswith(prefix)]
     packed = [name.removesuffix("_blocks") for name in names if name.endswith("_blocks")]
     found = {name: state_dict[name] for name in names} if packed else {}
@@ -94,15 +95,16 @@ def decoding(state_dict: Mapping[str, object], prefix: str) -> Mapping[str, obje
 
 
 def decode_mxfp4(packed: object, scales: object) -> np.ndarray:
-    """Decode weights in MXFP4 to bfloat16, which is exact.
+    """Decode weights in MXFP4 to bfloat16, without rounding.
 
-    Number i of a group of 32 is ``e2m1(nibble i) * 2**(scale - 127)``, where nibble 2j is the low
-    half of byte j, and nibble 2j + 1 is the high half. The OCP Microscaling Formats Specification
-    v1.0 defines e2m1 (section 5.3.3) and the scale (5.4.1).
+    Each group of 32 numbers has 16 bytes and a scale. Number i is ``e2m1(nibble i) * 2**(scale -
+    127)``. Nibble 2j is the low half of byte j, and nibble 2j + 1 is the high half. The OCP
+    Microscaling Formats Specification v1.0 defines e2m1 (section 5.3.3) and the scale (5.4.1).
 
     Args:
-      packed: uint8 or int8 [..., N, K / 32, 16], as ``*_blocks`` of GPT-OSS, or [..., N, K / 2], as
-        ``weight`` of DeepSeek-V4 and ``weight_packed`` of Kimi K3. NumPy, JAX or PyTorch.
+      packed: uint8 or int8 [..., N, K / 32, 16], like ``*_blocks`` of GPT-OSS, or [..., N, K / 2],
+        like ``weight`` of DeepSeek-V4 and ``weight_packed`` of Kimi K3. The array may be from
+        NumPy, JAX or PyTorch.
       scales: uint8 or float8_e8m0fnu [..., N, K / 32].
 
     Returns:
@@ -110,8 +112,8 @@ def decode_mxfp4(packed: object, scales: object) -> np.ndarray:
 
     Raises:
       TypeError: if an array has another dtype.
-      ValueError: if shapes do not fit, or a scale exceeds 252. With larger scales, numbers are NaN
-          or may be too large for bfloat16.
+      ValueError: if shapes do not fit, or a scale exceeds 252. Larger scales mean NaN, or may give
+          numbers that are too large for bfloat16.
     """
     codes, powers = (np.atleast_1d(as_numpy(array)) for array in (packed, scales))
     for name, array, other in (("packed", codes, "int8"), ("scales", powers, "float8_e8m0fnu")):
@@ -132,7 +134,7 @@ def decode_mxfp4(packed: object, scales: object) -> np.ndarray:
         )
     codes, powers = codes.reshape(-1, half), powers.reshape(-1, 1).astype(np.uint16)
     pairs, table, step = np.empty(codes.shape, np.uint32), _pairs(), 1 << 12
-    for i in range(0, len(codes), step):  # this many indices stay in a cache
+    for i in range(0, len(codes), step):  # so few indices fit in a CPU cache
         indices = powers[i : i + step] << 8 | codes[i : i + step]
         table.take(indices, out=pairs[i : i + step], mode="clip")
     return pairs.view(jnp.bfloat16).reshape(*lead, num_groups * _GROUP)
@@ -140,7 +142,7 @@ def decode_mxfp4(packed: object, scales: object) -> np.ndarray:
 
 @functools.cache
 def _pairs() -> np.ndarray:
-    """Return a uint32 for each scale and byte, which holds the byte's two bfloat16 numbers."""
+    """Return a uint32 for each scale and byte: the bits of the two bfloat16 numbers of the byte."""
     byte = np.arange(256, dtype=np.uint8)
     nibbles = np.stack([byte & 15, byte >> 4], axis=-1)
     numbers = nibbles.view(jnp.float4_e2m1fn).astype(np.float64)

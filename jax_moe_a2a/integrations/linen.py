@@ -17,13 +17,13 @@ from ._flax import AxesLike, Fp8, Layer, named
 
 
 class MoE(linen.Module):
-    """The layer of ``jax_moe_a2a.integrations.nnx.MoE`` as a Linen module.
+    """A Linen module with the layer of ``jax_moe_a2a.integrations.nnx.MoE``.
 
-    ``nnx.MoE`` describes the attributes and the names of the parameters. In Linen, parameters are
-    ``linen.Partitioned``: they carry their placement, which ``linen.get_partition_spec`` returns.
-    For this reason, ``linen.scan`` and ``linen.vmap`` over layers need
-    ``metadata_params={linen.PARTITION_NAME: None}``, or the name of a mesh axis. ``linen.unbox``
-    returns plain arrays, which the module also accepts. With ``select_bias``, the variable
+    ``nnx.MoE`` describes the attributes and the names of the parameters. In Linen, each parameter
+    is a ``linen.Partitioned``, which contains its placement (``linen.get_partition_spec`` returns
+    it). ``linen.scan`` and ``linen.vmap`` over layers therefore need
+    ``metadata_params={linen.PARTITION_NAME: None}``, or a mesh axis in place of None. The module
+    also accepts the arrays that ``linen.unbox`` returns. With ``select_bias``, the variable
     ``select_bias`` is in the collection ``"router_state"``.
     """
 
@@ -36,17 +36,18 @@ class MoE(linen.Module):
     fp8: Fp8 | None = None
 
     def __post_init__(self) -> None:
-        _layer_of(self)  # raises the errors of options
+        _layer_of(self)  # raises errors for wrong options
         super().__post_init__()
 
     def experts(self, params: Mapping[str, Any]) -> ma.Experts:
-        """Return the experts in ``dtype`` from the parameters of the collection ``"params"``."""
+        """Return the experts, cast to ``dtype``. ``params`` is the module's collection
+        ``"params"``."""
         return _layer_of(self).experts({name: _unboxed(param) for name, param in params.items()})
 
     @linen.compact
     def __call__(self, x: jax.Array, **options: Any) -> tuple[jax.Array, ma.MoEStatistics]:
-        """Apply the layer to the tokens of all ranks, like a call of ``nnx.MoE``. To quantize only
-        once for several calls, quantize ``module.experts(params)``."""
+        """Apply the layer to the tokens of all ranks. Arguments and results are as in ``nnx.MoE``.
+        To quantize only once for several calls, quantize ``module.experts(params)``."""
         layer = _layer_of(self)
         shapes, specs = named(layer.shapes()), layer.specs()
         drawn = layer.init(self.make_rng("params")) if self.is_initializing() else {}
@@ -75,6 +76,6 @@ def _layer_of(module: MoE) -> Layer:
 
 def _unboxed(value: linen.Partitioned[Any] | jax.Array) -> jax.Array:
     if isinstance(value, linen.Partitioned):
-        # A constraint on the placement is not needed, because moe moves arrays.
+        # A sharding constraint is not needed, because moe reshards its arrays.
         return value.unbox(apply_constraint=False)
     return value

@@ -25,7 +25,7 @@ from .._src.plan.options import check_exchange
 
 
 class _RoutedMoE(Protocol):
-    """MaxText's layer. ``_SIGNATURES`` has the parameters of its methods."""
+    """The attributes and methods of MaxText's ``RoutedMoE`` that this module uses."""
 
     mesh: Mesh
     config: Any
@@ -47,7 +47,7 @@ class _RoutedMoE(Protocol):
 
 
 _KERNELS = "w0_kernel w1_kernel wo_kernel w0_bias w1_bias wo_bias"
-# ``enable`` supports this version of MaxText, and uses these parameters of its methods.
+# The supported version of MaxText, and the parameters of the methods that this module uses.
 _VERSION = "0.2.5"
 _SIGNATURES = {
     "_logical_to_mesh_axes": "logical_name",
@@ -63,7 +63,7 @@ _SIGNATURES = {
 }
 
 _ENABLED = "while jax_moe_a2a computes the experts"
-# These options of MaxText change its default result. ``enable`` accepts only these values.
+# Options of MaxText's config that this module supports only with these values.
 _REQUIRED: dict[str, Any] = dict(
     sparse_matmul=True,
     te_moe_block=False,
@@ -99,7 +99,8 @@ class _Options(NamedTuple):
 
 
 _replaced: dict[str, Any] = {}
-"""The methods of MaxText's class that ``enable`` has replaced, by their names."""
+"""The original methods of MaxText's ``RoutedMoE`` that ``enable`` has replaced. Keys are names of
+methods."""
 
 
 def enable(
@@ -108,23 +109,23 @@ def enable(
     exchange: ma.Exchange | None = None,
     **group_options: Any,
 ) -> None:
-    """Let ``moe_mlp`` compute the routed experts of all MaxText models of this process.
+    """Make all MaxText models of this process compute their routed experts with ``moe_mlp``.
 
     The call imports MaxText if necessary, and replaces ``RoutedMoE.sparse_matmul`` in the imported
     module. Call it before MaxText builds its model or traces its train step. A second call replaces
-    the arguments of the first one. Programs that JAX has already traced stay as they are.
+    the arguments of the first one. Programs that JAX has already traced do not change.
 
     Args:
       fp8: True for training with products in FP8, as with ``Experts.in_fp8``; False for products in
         MaxText's ``dtype``.
       exchange: how tokens travel, an ``Exchange`` with ``token_format``, ``wire_dtype`` or
-        ``alignment``. MaxText's config decides its other options.
+        ``alignment``. MaxText's config determines all other options of the exchange.
       **group_options: arguments of ``Group``, for example ``num_sms`` or ``timeout``.
 
     Raises:
-      ImportError: if MaxText is not installed, or its version is not 0.2.5.
+      ImportError: if MaxText 0.2.5 is not installed.
       TypeError: if an option of the group is unknown, or another argument has the wrong type.
-      ValueError: if ``exchange`` has an option that MaxText's config decides.
+      ValueError: if ``exchange`` sets an option that MaxText's config determines.
     """
     ma.Group(axis_name="expert", size=1, **group_options)
     exchange = check_exchange(exchange, has_chunks=True)
@@ -142,11 +143,11 @@ def enable(
     @functools.wraps(init)
     def checked_init(self: _RoutedMoE, *args: object, **kwargs: object) -> None:
         init(self, *args, **kwargs)
-        _check_config(self)  # some schedules build the layer and then bypass its methods
+        _check_config(self)  # some schedules never call the layer's methods
 
     @functools.wraps(call)
     def checked_call(self: _RoutedMoE, *args: object, **kwargs: object) -> Any:
-        _check_config(self)  # a layer built before ``enable`` may select another implementation
+        _check_config(self)  # for layers that were created before ``enable``
         return call(self, *args, **kwargs)
 
     @functools.wraps(routed_moe.sparse_matmul)
@@ -164,15 +165,14 @@ def enable(
 
 
 def disable() -> None:
-    """Restore the methods of MaxText that ``enable`` replaced. Do nothing if ``enable`` replaced
-    none."""
+    """Restore the original methods of MaxText if ``enable`` has replaced them."""
     while _replaced:
         name, method = _replaced.popitem()
         setattr(importlib.import_module("maxtext.layers.moe").RoutedMoE, name, method)
 
 
 def _supported_layer() -> Any:
-    """Return MaxText's class of the layer, or raise an error."""
+    """Return MaxText's class ``RoutedMoE``, or raise an error if its version is not supported."""
     needed = f"enable needs MaxText {_VERSION}"
     try:
         found = importlib.import_module("maxtext.version").__version__
@@ -196,11 +196,12 @@ def _supported_layer() -> Any:
 
 
 def _check_config(layer: _RoutedMoE) -> None:
-    """Raise an error if an option asks for a result that this layer does not compute."""
+    """Raise an error if an option of MaxText's config has a value that this module does not
+    support."""
     own = "call disable() to use MaxText's own implementation"
     for name, expected in _REQUIRED.items():
         value = getattr(layer.config, name, expected)
-        if (value or expected) and value != expected:  # False, "" and None count as equal
+        if (value or expected) and value != expected:  # False, "" and None are equal here
             raise ValueError(
                 f"{name} must be {expected!r} {_ENABLED}; got {name}={value!r}. "
                 f"{_REMEDIES.get(name, '')}Set it to {expected!r}, or {own}"
@@ -214,23 +215,23 @@ def _check_config(layer: _RoutedMoE) -> None:
 
 
 class _Axes(NamedTuple):
-    """The mesh axes of a layer."""
+    """The mesh axes that divide the experts, the columns and the tokens of a layer."""
 
     expert: tuple[str, ...]
     tensor: tuple[str, ...]
     tokens: P
-    """The sharding of [batch, sequence]."""
+    """The ``PartitionSpec`` of tokens [batch, sequence]."""
     is_replicated: bool
-    """True if all ranks of the experts hold the same tokens, as in decoding."""
+    """True if all ranks along the expert axes have the same tokens, as in decoding."""
 
     @property
     def divided(self) -> tuple[str, ...]:
-        """Return the axes that divide the tokens."""
+        """Return the mesh axes that divide the tokens."""
         return tuple(axis for entry in self.tokens for axis in names_of(entry))
 
 
 def _axes_of(layer: _RoutedMoE, batch_size: int) -> _Axes:
-    """Return the axes of a layer for a batch of tokens, or raise an error."""
+    """Return the axes of a layer for ``batch_size`` sequences, or raise an error."""
     size = lambda axes: math.prod(layer.mesh.shape[axis] for axis in axes)
     present = lambda names: tuple(axis for axis in names_of(names) if axis in layer.mesh.shape)
     expert = present(layer._expert_parallelism_name)
@@ -239,7 +240,7 @@ def _axes_of(layer: _RoutedMoE, batch_size: int) -> _Axes:
             f"mesh_axes must have the axis {layer._expert_parallelism_name!r} {_ENABLED}; got "
             f"{tuple(layer.mesh.shape)}. Without expert parallelism, its size is 1"
         )
-    # As in MaxText, a batch of one sequence counts as decoding.
+    # As in MaxText, treat a batch of one sequence as decoding.
     batch = "activation_batch" if batch_size > 1 else "decode_batch_moe"
     spec = layer._logical_to_mesh_axes((batch, "activation_norm_length", None)) or P()
     first, second, *_ = (*tuple(spec), None, None)
@@ -268,8 +269,8 @@ def _sparse_matmul(
     forced_routed_experts: jax.Array | None = None,
     **named: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Return the outputs, balance loss and bias update of ``RoutedMoE.sparse_matmul``."""
-    _check_config(layer)  # classes derived before enable() keep their __call__
+    """Return the results of ``RoutedMoE.sparse_matmul``: outputs, balance loss and bias updates."""
+    _check_config(layer)  # subclasses may have an older __call__
     named |= dict(zip(_KERNELS.split(), weights))
     axes = _axes_of(layer, inputs.shape[0])
     tensor = axes.tensor or None
@@ -284,7 +285,7 @@ def _sparse_matmul(
     specs = dict.fromkeys(given, axes.tokens)
     specs |= dict(w0_kernel=columns, w1_kernel=columns, wo_kernel=rows)
     specs |= dict(w0_bias=rows, w1_bias=rows, wo_bias=P(axes.expert))
-    # Weights are cast before they are gathered over data axes, so that fewer bytes travel.
+    # Cast weights before they are gathered over data axes, so that fewer bytes travel.
     given |= {n: None if w is None else w.astype(layer.dtype) for n, w in named.items()}
     arrays = {n: array for n, array in given.items() if array is not None}
     placed = {n: layer._maybe_shard_with_pspec(array, specs[n]) for n, array in arrays.items()}
@@ -297,7 +298,7 @@ def _sparse_matmul(
     )
     output, loss, updates = body(placed, layer.rngs)
     if _has_loss(layer) and _is_loss_of_sequences(layer):
-        # This loss needs whole sequences, which the mesh may divide.
+        # Compute this loss outside of shard_map, because the mesh may divide the sequences.
         scores = gate_logits if pre_bias_logits is None else pre_bias_logits
         loss = layer.megatron_seq_aux_loss(scores)
     return output, loss, updates
@@ -306,16 +307,16 @@ def _sparse_matmul(
 def _moe_body(
     options: _Options, layer: _RoutedMoE, axes: _Axes, arrays: dict[str, jax.Array], rngs: object
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Compute the whole layer inside ``jax.shard_map``."""
+    """Compute the results of ``sparse_matmul`` on a rank, inside ``jax.shard_map``."""
     config, get = layer.config, arrays.get
     x, gate_logits = arrays["inputs"], arrays["gate_logits"]
     pre_bias_logits = get("pre_bias_logits")
     choice = get("input_ids"), get("forced_routed_experts")
     weights, ids = layer.get_topk(gate_logits, pre_bias_logits, rngs, *choice)
-    if choice[1] is not None:  # for MaxText, any id outside the range means no expert
+    if choice[1] is not None:  # in MaxText, an id outside [0, E) means no expert
         ids = jnp.where((ids >= 0) & (ids < layer.num_experts), ids, -1)
 
-    # MaxText divides tokens into chunks only with ``use_ring_of_experts``.
+    # MaxText ignores num_moe_token_chunks without use_ring_of_experts.
     num_chunks = config.num_moe_token_chunks if config.use_ring_of_experts else 1
     scores = gate_logits if pre_bias_logits is None else pre_bias_logits
     loss = _balance_loss(layer, scores, ids, num_chunks, axes.divided)
@@ -335,7 +336,7 @@ def _moe_body(
         tokens, row_weights = (tokens.astype(jnp.float32) * scale).astype(layer.dtype), None
     b_out = get("wo_bias")
     if b_out is not None and axes.tensor:
-        # Partial sums are added over the tensor axis, and each bias must be added only once.
+        # The sum over the tensor axis must include the bias only once.
         b_out = jnp.where(lax.axis_index(axes.tensor) == 0, b_out, 0)
     gate_and_up = lambda *names: jnp.stack([arrays[name] for name in names], axis=-2)
     experts = ma.Experts(
@@ -371,7 +372,7 @@ def _block(layer: _RoutedMoE) -> str:
 
 
 def _activation(layer: _RoutedMoE) -> Callable[[jax.Array], jax.Array]:
-    """Return the activation of the experts, for gate and up side by side."""
+    """Return the activation of the experts, a function of gate and up side by side."""
     config, block = layer.config, _block(layer)
     limit = config.mlp_activations_limit
     if block == "gpt_oss" and config.mlp_activations[0] == "sigmoid":
@@ -382,7 +383,7 @@ def _activation(layer: _RoutedMoE) -> Callable[[jax.Array], jax.Array]:
 
 
 def _capacity_factor(layer: _RoutedMoE) -> float | None:
-    """Return the capacity as a multiple of the balanced load, or None to drop nothing."""
+    """Return the capacity of a rank as a multiple of the balanced load, or None to drop no rows."""
     if getattr(layer, "force_dropless", False):
         return None
     factor = layer.get_ragged_buffer_factor()
@@ -394,7 +395,7 @@ def _has_loss(layer: _RoutedMoE) -> bool:
 
 
 def _is_loss_of_sequences(layer: _RoutedMoE) -> bool:
-    """Return True if the balance loss is Megatron-LM's loss of whole sequences."""
+    """Return True if the balance loss is Megatron-LM's loss for each sequence."""
     selected = getattr(layer.config, "moe_use_megatron_seq_aux_loss", False)
     return selected and layer.config.routed_score_func == "sigmoid"
 
@@ -402,7 +403,8 @@ def _is_loss_of_sequences(layer: _RoutedMoE) -> bool:
 def _balance_loss(
     layer: _RoutedMoE, scores: jax.Array, ids: jax.Array, num_chunks: int, axes: tuple[str, ...]
 ) -> jax.Array | None:
-    """Return the mean balance loss of all chunks of tokens, or None without a loss of tokens."""
+    """Return the mean of the balance losses of all chunks of tokens, or None if there is no loss or
+    if it is the loss for each sequence."""
     if not _has_loss(layer) or _is_loss_of_sequences(layer):
         return None
     probabilities = jax.nn.softmax(scores.astype(jnp.float32), axis=-1).astype(layer.dtype)
@@ -412,7 +414,7 @@ def _balance_loss(
 
 
 def _bias_updates(layer: _RoutedMoE, ids: jax.Array, axes: tuple[str, ...]) -> jax.Array | None:
-    """Return the updates of the router's selection bias, or None without such a bias."""
+    """Return what to add to the router's selection bias (or the counts for it), or None."""
     if not layer.should_update_load_balance():
         return None
     config = layer.config

@@ -16,39 +16,39 @@ from ._flax import AxesLike, Fp8, Layer, mesh_in_scope
 
 
 class SelectBias(nnx.Variable):
-    """A router's selection bias. It is no ``nnx.Param``, because it has no gradient."""
+    """The selection bias of a router, which is not an ``nnx.Param``, because it has no gradient."""
 
 
 class MoE(nnx.Module):
-    """A mixture of experts over a mesh axis. It routes tokens, and sums the experts' outputs.
+    """A mixture-of-experts layer: a Flax NNX module that stores the parameters of ``moe``.
 
-    The module holds the parameters of ``moe`` and calls ``moe``, whose documentation describes the
-    layer. The parameters are ``router_kernel`` [H, E], ``w_in`` [E, H, 2, I] (gate at index 0) and
-    ``w_out`` [E, I, H]. If ``config`` has a bias, the parameters include ``router_bias`` [E],
-    ``b_in`` [E, 2, I] and ``b_out`` [E, H]. If ``config`` has a shared expert, the parameters
-    include ``shared_w_in`` [H, 2, J], ``shared_w_out`` [J, H] and perhaps its gate
-    ``shared_output_gate`` [H]. With ``select_bias``, the module has a variable ``select_bias`` [E]
-    of type ``SelectBias``, which is not an ``nnx.Param``. Update it after a step::
+    A call of the module calls ``moe``, whose documentation describes the layer. The parameters are
+    ``router_kernel`` [H, E], ``w_in`` [E, H, 2, I] (gate at index 0) and ``w_out`` [E, I, H]. If
+    ``config`` has a bias, the parameters include ``router_bias`` [E], ``b_in`` [E, 2, I] and
+    ``b_out`` [E, H]. If ``config`` has a shared expert, the parameters include ``shared_w_in`` [H,
+    2, J], ``shared_w_out`` [J, H] and, with ``shared_gate``, ``shared_output_gate`` [H]. With
+    ``select_bias``, the module has a variable ``select_bias`` [E] of type ``SelectBias``, which is
+    not an ``nnx.Param``. Update it after each training step::
 
         load = statistics.load.wanted_per_expert
         model.select_bias[...] = ma.update_select_bias(model.select_bias[...], load, rate=1e-3)
 
-    Parameters carry their placement (``moe_partition_specs``) as metadata. Under ``jax.set_mesh``,
-    they have this placement when the module is made, unless Flax's eager sharding is off. Call the
-    module under ``jax.set_mesh``, or pass a ``Group`` with a mesh of Auto axes.
+    The metadata of each parameter has its placement (``moe_partition_specs``). If the module is
+    created under ``jax.set_mesh``, its parameters get this placement, unless Flax's eager sharding
+    is off. Call the module under ``jax.set_mesh``, or pass a ``Group`` with a mesh of Auto axes.
 
     Args:
-      config: sizes, router and activation, a ``MoEConfig``. Its dtypes are the dtypes of the
-        parameters.
-      axes: as in ``moe``. Parameters are stored where ``moe_partition_specs`` says.
+      config: sizes, router and activation, a ``MoEConfig``. It also sets the parameters' dtypes.
+      axes: as in ``moe``. ``moe_partition_specs`` returns the placements of the parameters for
+        these axes.
       select_bias: True to choose experts with the variable ``select_bias``, which starts at 0.
       exchange: how tokens travel, an ``Exchange``, as in ``moe``.
       outputs: as in ``moe``, but ``("logits",)`` by default.
-      dtype: dtype of the experts' computation and of the result.
+      dtype: dtype of the result, and of the tokens and weights in the experts.
       fp8: None; ``"train"`` to train the experts with products in FP8 (``Experts.in_fp8``); or
-        ``"frozen"`` to hold their weights in FP8 for inference. With ``"frozen"``, ``w_in`` and
-        ``w_out`` are the values of ``QuantizedExperts``, and ``w_in_scales`` and ``w_out_scales``
-        are further parameters.
+        ``"frozen"`` to store their weights in FP8 for inference. With ``"frozen"``, ``w_in`` and
+        ``w_out`` are the values of ``QuantizedExperts``, and the module also has ``w_in_scales``
+        and ``w_out_scales``.
       rngs: random number streams for the parameters.
 
     Raises:
@@ -70,10 +70,11 @@ class MoE(nnx.Module):
     ):
         self.layer = Layer(config, axes, exchange, outputs, dtype, fp8)
         specs = self.layer.specs()
-        # Without a mesh in scope, Flax must not place the parameters.
+        # If no mesh is in scope, Flax cannot place the parameters.
         options = {} if mesh_in_scope() else {"eager_sharding": False}
         for name, param in self.layer.init(rngs.params()).items():
-            # Use P(None), because Flax adds the axis of layers only to metadata that has axes.
+            # Use P(None) in place of P(): to an empty placement, Flax would not add an axis of
+            # layers.
             spec = specs[name] or P(None)
             setattr(self, name, nnx.Param(param, out_sharding=spec, **options))
         zeros = jnp.zeros(config.num_experts, jnp.float32)
@@ -82,7 +83,7 @@ class MoE(nnx.Module):
 
     @property
     def experts(self) -> ma.Experts:
-        """Return the module's experts in ``dtype``."""
+        """Return the module's experts, cast to ``dtype``."""
         return self.layer.experts(self._arrays())
 
     def __call__(self, x: jax.Array, **options: Any) -> tuple[jax.Array, ma.MoEStatistics]:
@@ -92,13 +93,13 @@ class MoE(nnx.Module):
           x: floats [..., H].
           **options: ``mask``, ``router_input`` and ``placement`` as in ``moe``; ``per_token`` and
             ``whole`` as in ``Router``; ``replay``, the ids of ``Router.replay``; and ``experts``,
-            which replace the module's experts and have ``dtype``. A placement must have the home
-            form, because parameters have E experts. To quantize only once for several calls, pass
-            ``experts=ma.quantize_experts(model.experts, trainable=True)``.
+            in ``dtype``, in place of the module's experts. A placement must have the home form,
+            because the module has the weights of E experts, not of P slots. To quantize only once
+            for several calls, pass ``experts=ma.quantize_experts(model.experts, trainable=True)``.
 
         Returns:
-          Weighted sums in ``dtype`` with the shape of ``x``; and ``MoEStatistics`` with the losses,
-          the load and ``outputs``.
+          The output in ``dtype`` with the shape of ``x``, and ``MoEStatistics`` with the losses,
+          the load and the arrays in ``outputs``.
         """
         bias = None if self.select_bias is None else self.select_bias[...]
         return self.layer(self._arrays(), x, select_bias=bias, **options)

@@ -1,4 +1,4 @@
-"""Convert weights of mixture-of-experts blocks of Hugging Face transformers, in both directions."""
+"""Convert weights of mixture-of-experts blocks from and to Hugging Face transformers."""
 
 from __future__ import annotations
 
@@ -20,42 +20,45 @@ from .._src.checks import short
 from . import _quantized
 from ._quantized import decode_mxfp4 as decode_mxfp4
 
-Config: TypeAlias = Mapping[str, object] | object  # of transformers, or the content of config.json
+Config: TypeAlias = Mapping[str, object] | object  # an object or a dict
 
 
 @dataclasses.dataclass(frozen=True)
 class _Family:
-    """The names in the configuration and in the block of a family of models.
+    """The names that a model family uses in its configuration and in the tensors of a block.
 
-    A *field* is a name in the configuration. All other names are names of the block's tensors.
+    A *field* is an entry of the configuration. All other names are parts of the tensors' names.
     """
 
     width: str = "moe_intermediate_size"
-    """The field with I, the width of an expert."""
+    """The field that contains I, the number of columns of an expert."""
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    """The names of gate, up and down of one expert."""
+    """The names of the gate, up and down projections of one expert."""
     router: str = "gate"
     score: Literal["softmax", "sigmoid"] = "softmax"
     renormalize: bool | str = "norm_topk_prob"
-    """True if the weights of a token are divided by their sum, or the name of a field with this
+    """True if router weights are divided by their sum for each token, or the field with this
     bool."""
     scale: str | None = None
-    """The field with the factor of the weights."""
+    """The field with the factor that multiplies the router weights, or None."""
     top_in_group: int = 0
     """As in ``TopK``, or 0 for a router without groups."""
     select_bias: tuple[str, str] | None = None
-    """The names of the bias: for tensors of all experts, and for tensors of each expert."""
+    """The names of the selection bias: in files with one tensor for all experts, and in files with
+    a tensor for each expert."""
     shared: str | None = None
     """The name of the shared expert."""
     shared_width: tuple[str, ...] = ()
-    """The fields whose product is the width of the shared expert."""
+    """The fields whose product is J, the number of columns of the shared expert."""
     shared_gate: str | None = None
-    """The gate of the shared expert."""
+    """The name of the tensor with the ``output_gate`` of the shared expert."""
     weigh_input: bool = False
     inputs_first: bool = False
-    """True for tensors [E, inputs, outputs]. Such a block never has a tensor for each expert."""
+    """True if tensors are [E, inputs, outputs]. Such a block always has one tensor for all
+    experts."""
     is_gpt_oss: bool = False
-    """True for biases, a clamped activation, and tensors in which gate and up alternate."""
+    """True if there are biases and a clamped activation, and if columns of gate and up
+    alternate."""
 
 
 _MIXTRAL = _Family("intermediate_size", ("w1", "w3", "w2"), renormalize=True)
@@ -122,40 +125,41 @@ _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 def from_state_dict(
     state_dict: Mapping[str, object], config: Config, prefix: str = ""
 ) -> dict[str, Any]:
-    """Return the parameters of one block of a model. The page of this module lists the supported
-    families.
+    """Return the parameters of one block of a model, as arguments of ``ma.moe``.
 
-    A block may have one tensor for all experts, as in transformers 5, or a tensor for each expert,
-    as in transformers 4 and in published files. Values are copied, and keep their bits and dtypes.
+    docs/integrations/transformers.md lists the supported models. A block may have one tensor for
+    all experts, as in transformers 5, or a tensor for each expert, as in transformers 4 and in
+    published files. Values are copied bit for bit.
 
-    FP8 files like the files of DeepSeek-V3 have ``weight_scale_inv`` for blocks of 128 x 128
-    weights. For these files, the returned experts are in FP8. MXFP4 weights of GPT-OSS are decoded
-    to bfloat16, as by ``decode_mxfp4``.
+    Files in FP8 like those of DeepSeek-V3 have a tensor ``weight_scale_inv`` with a scale for each
+    block of 128 x 128 weights. For such files, the returned experts are in FP8. MXFP4 weights of
+    GPT-OSS are decoded to bfloat16 with ``decode_mxfp4``.
 
     Args:
-      state_dict: tensors by name: PyTorch, numpy or JAX arrays of floats of 16 bits or more, or the
-        tensors of these FP8 or MXFP4 files. Names without the prefix are ignored. Gradients with
-        the names of the tensors are converted in the same way.
+      state_dict: tensors by name: PyTorch, numpy or JAX arrays of floats of 16 bits or more, or
+        tensors in FP8 or MXFP4 as above. Tensors without the prefix are ignored. A dict of
+        gradients with the same names is converted in the same way.
       config: the model's configuration: an object of transformers, or the content of its
-        ``config.json`` as a dict. If it has a ``text_config``, the fields are read from there.
+        ``config.json`` as a dict. If it has a ``text_config``, the call reads that.
       prefix: the name of the block, such as ``"model.layers.3.mlp"``, or in files of Mixtral
-        ``"model.layers.3.block_sparse_moe"``. Omit it if the state dict holds one block only.
+        ``"model.layers.3.block_sparse_moe"``. Omit it if the state dict contains only the tensors
+        of the block.
 
     Returns:
-      Arguments of ``ma.moe`` by name, of numpy arrays, for H features and E experts of width I.
-      ``router`` is a ``Router`` with a kernel [H, E]. ``experts`` are ``Experts`` with ``w_in``
-      [E, H, 2, I] (gate at index 0) and ``w_out`` [E, I, H]. ``choose`` and ``activation`` are as
-      in ``moe_config``. Some families also have the router's ``select_bias`` [E], or a shared
-      expert ``shared``, with an ``output_gate`` [H] in Qwen2-MoE and Qwen3-Next. GPT-OSS has the
-      router's ``bias`` [E] and the experts' ``b_in`` [E, 2, I] and ``b_out`` [E, H]. Arrays in
-      bfloat16 have the dtype ``jax.numpy.bfloat16``. Weights in FP8 are ``QuantizedExperts``.
-      Scales in bfloat16 become float32.
+      A dict of arguments of ``ma.moe`` with numpy arrays, for H features and E experts with I
+      columns. ``router`` is a ``Router`` with a kernel [H, E]. ``experts`` are ``Experts`` with
+      ``w_in`` [E, H, 2, I] (gate at index 0) and ``w_out`` [E, I, H]. ``choose`` and ``activation``
+      are as in ``moe_config``. Some model families also have the router's ``select_bias`` [E], or a
+      shared expert ``shared``, which has an ``output_gate`` [H] in Qwen2-MoE and Qwen3-Next.
+      GPT-OSS has the router's ``bias`` [E] and the experts' ``b_in`` [E, 2, I] and ``b_out`` [E,
+      H]. Arrays in bfloat16 have the dtype ``jax.numpy.bfloat16``. Weights in FP8 are
+      ``QuantizedExperts``. Scales in bfloat16 become float32.
 
     Raises:
-      TypeError: if a tensor has an unexpected dtype, or if the tensors of one array have different
-        dtypes.
-      ValueError: if the model is unknown, a name is missing or unexpected, a tensor does not have
-        the shape that the configuration implies, or quantized weights hold a NaN or an infinity.
+      TypeError: if a tensor has an unexpected dtype, or if tensors that form one array have
+        different dtypes.
+      ValueError: if the model is unknown, if a tensor is missing or unexpected, if a shape does not
+        fit the configuration, or if quantized weights contain a NaN or an infinity.
     """
     sizes, prefix = moe_config(config), _with_dot(prefix)
     state_dict = _quantized.decoding(state_dict, prefix)
@@ -192,23 +196,23 @@ def to_state_dict(
 ) -> dict[str, np.ndarray]:
     """Return the tensors of one block by name, in the format of transformers.
 
-    This is the inverse of ``from_state_dict``: it returns the same names, bits and dtypes.
+    This is the inverse of ``from_state_dict``: names, bits and dtypes are the same.
 
     Args:
       params: parameters with numpy or JAX arrays, as ``from_state_dict`` returns them.
       config: as in ``from_state_dict``.
       prefix: as in ``from_state_dict``.
-      per_expert: True for tensors of each expert, as in transformers 4 and in published files;
-        False for tensors of all experts, as in transformers 5. GPT-OSS and Llama 4 always have
-        tensors of all experts.
+      per_expert: True for a tensor for each expert, as in transformers 4 and in published files;
+        False for one tensor for all experts, as in transformers 5. GPT-OSS and Llama 4 always have
+        one tensor.
 
     Returns:
-      numpy arrays by name. ``to_torch`` makes PyTorch tensors of them.
+      numpy arrays by name. ``to_torch`` converts them to PyTorch tensors.
 
     Raises:
-      TypeError: if an array does not hold floats of 16 bits or more.
-      ValueError: if the model is unknown, an array is missing or unexpected, or an array does not
-        have the shape that the configuration implies.
+      TypeError: if an array is not of floats of 16 bits or more.
+      ValueError: if the model is unknown, if an array is missing or unexpected, or if a shape does
+        not fit the configuration.
     """
     sizes, prefix = moe_config(config), _with_dot(prefix)
     given = _by_name(params)
@@ -226,7 +230,7 @@ def to_state_dict(
 
 
 def to_torch(state_dict: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Return PyTorch tensors that share the memory of numpy arrays, also for bfloat16 and FP8.
+    """Return PyTorch tensors that use the memory of numpy arrays. bfloat16 and FP8 are supported.
 
     Args:
       state_dict: the result of ``to_state_dict``.
@@ -252,13 +256,14 @@ def to_torch(state_dict: Mapping[str, np.ndarray]) -> dict[str, Any]:
 def moe_config(config: Config) -> ma.MoEConfig:
     """Return sizes, router and activation of a model's block, for example for the Flax modules.
 
-    Mixtral and MiniMax-M2 can add noise to tokens in training. This noise is not included.
+    The noise that Mixtral and MiniMax-M2 can add to tokens in training is not supported.
 
     Args:
       config: as in ``from_state_dict``.
 
     Raises:
-      ValueError: if the model or its activation is unknown, or the configuration lacks a field.
+      ValueError: if the model or its activation is unknown, or if the configuration has not all
+        fields.
     """
     family = _family_of(config)
     shared_width = math.prod(_field(config, name, default=0) for name in family.shared_width)
@@ -277,14 +282,15 @@ def moe_config(config: Config) -> ma.MoEConfig:
 
 
 def _value(config: Config, name: str) -> Any:
-    """Return a field of a configuration, or of the language model in it, or None."""
+    """Return a field of a configuration (of its ``text_config`` if it has one), or None."""
     get = lambda of, name: of.get(name) if isinstance(of, Mapping) else getattr(of, name, None)
     text = get(config, "text_config")
     return get(config if text is None else text, name)
 
 
 def _field(config: Config, *names: str, default: float | None = None) -> Any:
-    """Return the first of the fields that a configuration has, or raise an error."""
+    """Return the first field in ``names`` that the configuration has, or the default, or raise an
+    error."""
     for name in names:
         value = _value(config, name)
         if value is not None:
@@ -329,7 +335,7 @@ def _top_k(config: Config, family: _Family) -> ma.TopK:
 
 
 def _activation(config: Config, family: _Family) -> Callable[[jax.Array], jax.Array]:
-    """Return the activation of a model's experts, with gate and up side by side."""
+    """Return the activation of a model's experts, a function of gate and up side by side."""
     if family.is_gpt_oss:
         return ma.clamped_swiglu(
             _field(config, "swiglu_limit", default=7.0),
@@ -346,7 +352,7 @@ def _activation(config: Config, family: _Family) -> Callable[[jax.Array], jax.Ar
 
 
 def _by_name(params: Mapping[str, object]) -> dict[str, Any]:
-    """Return the arrays of parameters by names such as ``experts.w_in``."""
+    """Return a dict of the arrays in ``params``, with keys such as ``experts.w_in``."""
     return {_name_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
 
 
@@ -355,12 +361,13 @@ def _name_of(path: jax.tree_util.KeyPath) -> str:
 
 
 class _Tensor(NamedTuple):
-    """A tensor of a file: its parameter, its shape, and its place in the parameter."""
+    """A tensor in a file: which parameter or part of a parameter it contains, and its shape."""
 
     param: str
     shape: tuple[int, ...]
     view: Callable[[np.ndarray], np.ndarray]
-    """A function that returns a view of the parameter. The tensor is this view with merged axes."""
+    """A function that maps the parameter to a view of it. The tensor is this view, reshaped to
+    ``shape``."""
 
 
 def _tensors(family: _Family, sizes: ma.MoEConfig, per_expert: bool) -> dict[str, _Tensor]:
@@ -413,11 +420,11 @@ def _tensors(family: _Family, sizes: ma.MoEConfig, per_expert: bool) -> dict[str
 def _block(
     config: Config, sizes: ma.MoEConfig, per_expert: bool, names: Collection[str]
 ) -> tuple[dict[str, _Tensor], dict[str, Any]]:
-    """Return tensors and parameters of a block. The names of the tensors or of the parameters say
-    which weights are in FP8."""
+    """Return the tensors and the parameters of a block. ``names``, of tensors or of parameters,
+    determines which weights are in FP8."""
     family = _family_of(config)
     tensors = _tensors(family, sizes, per_expert)
-    # Only the structure and the shapes matter, not the dtypes.
+    # Callers read only the structure and the shapes, not the dtypes.
     params = jax.eval_shape(lambda key: ma.init_moe(key, sizes), jax.random.key(0))
     if family.select_bias is not None:
         bias = jax.ShapeDtypeStruct((sizes.num_experts,), jnp.float32)
@@ -434,7 +441,8 @@ def _with_dot(prefix: str) -> str:
 
 
 def _as_numpy(name: str, value: object) -> np.ndarray:
-    """Return a PyTorch, JAX or numpy array of floats as a numpy array, or raise an error."""
+    """Return a PyTorch, JAX or numpy array as a numpy array, or raise an error if it is not
+    floats."""
     array: Any
     if type(value).__module__.split(".")[0] == "torch":
         torch, tensor = importlib.import_module("torch"), cast(Any, value).detach().cpu()
@@ -458,7 +466,7 @@ def _as_numpy(name: str, value: object) -> np.ndarray:
 def _checked(
     name: str, value: object, shape: tuple[int, ...], sizes: ma.MoEConfig, param: str
 ) -> np.ndarray:
-    """Return an array as a numpy array. Raise an error if it does not have this shape."""
+    """Return an array as a numpy array. Raise an error if it does not have the shape ``shape``."""
     value = _quantized.as_numpy(value)
     array = np.asarray(value) if param.endswith(".values") else _as_numpy(name, value)
     if param.endswith((".values", ".scales")):
@@ -490,7 +498,7 @@ def _check_names(argument: str, names: Iterable[str], expected: Iterable[str], r
 
 
 def _remedy(names: set[str], state_dict: Mapping[str, object]) -> str:
-    """Return what to do if the names of a block are wrong."""
+    """Return the end of the error message for wrong names of tensors: what to do."""
     if any(re.search("_(blocks|scales|scale_inv)$", name) for name in names):
         return "The model is quantized: dequantize it first"
     if any(name.startswith(("experts.", "gate.", "router.")) for name in names):
@@ -499,7 +507,7 @@ def _remedy(names: set[str], state_dict: Mapping[str, object]) -> str:
 
 
 def _known_prefixes(state_dict: Mapping[str, object]) -> str:
-    """Return a message that names the first blocks of a state dict."""
+    """Return the end of an error message that says which prefixes the state dict has."""
     found = (re.match(r"(.*?)\.?\bexperts\.", name) for name in state_dict)
     prefixes = list(dict.fromkeys(match[1] for match in found if match))
     if not prefixes:

@@ -1,1 +1,1 @@
-"""Apply experts to their rows: two grouped products around an activation, as primitives."""
+"""Define primitives that apply experts to their rows: two products around an activation."""

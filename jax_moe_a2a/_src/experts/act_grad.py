@@ -1,11 +1,11 @@
-"""Define ``act_grad_p``, which computes gradients between two products in FP8 in one pass.
+"""Define ``act_grad_p``, which computes and quantizes gradients of an activation in one pass.
 
 The operands are ct_h [*B, C, I], pre [*B, C, I'], weights [*B, C] float32, and sizes [*B, L]. pre
-is the input of the activation, and ct_h is the cotangent of h. The results are ``ct_pre = weights *
-act'(pre) * ct_h``, ``h = weights * act(pre)``, and ``ct_weights = <ct_h, act(pre)>``. The last two
-results are the values [*B, C, I'] and scales [*B, C, I' / 128] of ct_pre in ``BlockwiseFp8``.
-``primitives.py`` describes batching and rows without a token. The derivatives are the derivatives
-of the composition. The values and scales in FP8 have no derivatives.
+is the input of the activation, and ct_h is the cotangent of h (see below). The first results are
+``ct_pre = weights * act'(pre) * ct_h``, ``h = weights * act(pre)``, and ``ct_weights = <ct_h,
+act(pre)>``. The others are the values [*B, C, I'] and scales [*B, C, I' / 128] of ct_pre in
+``BlockwiseFp8``. ``primitives.py`` describes the axes B and rows without a token. The derivatives
+are the derivatives of ``gradients``. The values and scales in FP8 have no derivatives.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def bind_act_grad(
     activation: FusedActivation,
     num_sms: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, Quantized]:
-    """Bind ``act_grad_p``, where I is a multiple of 128."""
+    """Bind ``act_grad_p``. I must be a multiple of 128."""
     params = dict(activation=activation, num_sms=num_sms)
     *floats, values, scales = bind(act_grad_p, ct_h, pre, weights, sizes, **params)
     return (*floats, Quantized(values, scales))
@@ -55,7 +55,7 @@ def gradients(
     activation: FusedActivation,
     selects: bool,
 ) -> list[jax.Array]:
-    """Return ct_pre, h and ct_weights. ``selects`` is as in ``scaled``."""
+    """Return ct_pre, h and ct_weights. ``selects`` is the argument of ``scaled``."""
     act, transpose = jax.vjp(activation, pre)
     (ct_pre,) = transpose(scaled(ct_h, weights, selects).astype(pre.dtype))
     if selects:
@@ -116,8 +116,8 @@ def _kernel(
             weights.reshape(flat),
             ct_h.reshape(*flat, columns),
         ),
-        # h may overwrite ct_h, because a lane reads its elements before it writes them. ct_pre must
-        # not overwrite pre. XLA would copy pre, because the forward pass also reads it.
+        # h may overwrite ct_h, because each lane reads its elements before it writes them. ct_pre
+        # does not overwrite pre, because XLA would then copy pre, which other operations also read.
         {3: 3},
         num_sms=num_sms or 0,
         **activation.attributes,

@@ -18,23 +18,23 @@ from ..checks import check_factor, short
 
 @dataclasses.dataclass(frozen=True)
 class Gated:
-    """The gated form of an activation. It is a function of one array [..., 2I]."""
+    """A function of one array [..., 2I]: an activation of the gate times up."""
 
     activation: Callable[[jax.Array], jax.Array]
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return ``activation(gate) * up`` [..., I]. ``x`` is gate and up, side by side."""
+        """Return ``activation(gate) * up`` [..., I]. ``x`` has gate and up side by side."""
         gate, up = halves(x)
         return (self.activation(gate) * up).astype(x.dtype)
 
 
 def gated(activation: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
-    """Return the gated form of an activation, for ``moe_mlp``: [..., 2I] -> [..., I].
+    """Return a gated activation for ``moe_mlp``, a function [..., 2I] -> [..., I].
 
-    The first half of the last axis is the gate, the second half is the up projection, and the
-    result is ``activation(gate) * up``. The result is computed in float32 (float64 for float64) and
-    rounded once to the dtype of the input. ``gated(jax.nn.silu)`` is SwiGLU, and
-    ``gated(jax.nn.gelu)`` is GEGLU (Shazeer, arXiv:2002.05202).
+    The first half of the last axis is the gate, and the second half is the up projection. The
+    result ``activation(gate) * up`` is computed in float32 (float64 for float64 inputs) and rounded
+    once to the dtype of the input. ``gated(jax.nn.silu)`` is SwiGLU, and ``gated(jax.nn.gelu)`` is
+    GEGLU (Shazeer, arXiv:2002.05202).
 
     Args:
       activation: an elementwise function.
@@ -56,18 +56,20 @@ def halves(x: jax.Array) -> list[jax.Array]:
 
 @dataclasses.dataclass(frozen=True)
 class FusedActivation:
-    """An activation that the kernels compute. It is a function [..., I'] -> [..., I]."""
+    """An activation that the kernels can compute: a function [..., I'] -> [..., I]."""
 
     kind: str
     """A key of ``KINDS``."""
     gated: bool = False
-    """True if I' = 2I. Then gate and up are side by side, and the result is ``act(gate) * up``."""
+    """True if I' = 2I: the input has gate and up side by side, and the result is ``act(gate) *
+    up``."""
     alpha: float = 0.0
     limit: float = 0.0
     """``alpha`` and ``limit`` are the arguments of ``clamped_swiglu``."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return the activations, computed in float32 (float64 for float64) and rounded once."""
+        """Return the activations, computed in float32 (float64 for float64 inputs) and rounded
+        once."""
         if self.kind == CLAMPED_SWIGLU:
             return self._clamped_swiglu(*halves(x)).astype(x.dtype)
         act = KINDS[self.kind]
@@ -76,19 +78,19 @@ class FusedActivation:
         return act(x.astype(accumulation_dtype(x.dtype))).astype(x.dtype)
 
     def _clamped_swiglu(self, gate: jax.Array, up: jax.Array) -> jax.Array:
-        # At a limit, the derivative is the same as inside the limits.
+        # For a value equal to a limit, the derivative is 1, as for values inside the limits.
         limit = jnp.asarray(self.limit, gate.dtype)
         gate = jnp.where(gate > limit, limit, gate)
         up = jnp.where(up > limit, limit, jnp.where(up < -limit, -limit, up))
         return gate * jax.nn.sigmoid(self.alpha * gate) * (up + 1)
 
     def width(self, intermediate: int) -> int:
-        """Return I', the number of columns before the activation, for I columns after it."""
+        """Return I', the number of input columns, if the activation has I output columns."""
         return 2 * intermediate if self.gated else intermediate
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """Return the attributes of a kernel call that name the activation."""
+        """Return the attributes that tell a kernel which activation to compute."""
         return dict(
             activation=list(KINDS).index(self.kind),
             gated=int(self.gated),
@@ -104,9 +106,9 @@ CLAMPED_SWIGLU = "clamped_swiglu"
 def _normal_cdf(x: jax.Array) -> jax.Array:
     """Return the probability that a normal variable is below x: ``erfc(-x / sqrt(2)) / 2``.
 
-    This module defines the derivative, ``exp(-x**2 / 2) / sqrt(2 pi)``, because JAX 0.12.0.1
-    rejects its own derivatives of erf and erfc in ``jax.shard_map``. The coefficients of their
-    polynomials do not vary over mesh axes.
+    The derivative ``exp(-x**2 / 2) / sqrt(2 pi)`` is defined below. In ``jax.shard_map``, JAX
+    0.12.0.1 raises an error for its own derivatives of erf and erfc, because the coefficients of
+    their polynomials do not vary over mesh axes.
     """
     return 0.5 * lax.erfc(x * -math.sqrt(0.5))
 
@@ -118,8 +120,8 @@ def _normal_cdf_jvp(primals: Any, tangents: Any) -> Any:
 
 
 def squared_relu(x: jax.Array) -> jax.Array:
-    """Return ``relu(x)**2``, the activation of Primer (arXiv:2109.08668) and Nemotron-4. Pass the
-    function, or ``gated(squared_relu)``, to ``moe_mlp``.
+    """Return ``relu(x)**2``, the activation of Primer (arXiv:2109.08668) and Nemotron-4.
+    ``activation`` of ``Experts`` may be this function or ``gated(squared_relu)``.
 
     Args:
       x: floats of any shape.
@@ -130,24 +132,24 @@ def squared_relu(x: jax.Array) -> jax.Array:
     return jnp.square(jax.nn.relu(x))
 
 
-# ``Activation`` in cuda/gemm has the same order (tests/test_layout.py compares both).
+# The enum ``Activation`` in cuda/gemm has the same order (tests/test_layout.py compares both).
 KINDS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": lambda x: x * _normal_cdf(x),
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
     "relu": jax.nn.relu,
     "squared_relu": squared_relu,
-    CLAMPED_SWIGLU: lambda x: x,  # ``FusedActivation`` computes this activation
+    CLAMPED_SWIGLU: lambda x: x,  # not used: see ``FusedActivation``
 }
 
 
 def clamped_swiglu(limit: float = 7.0, alpha: float = 1.702) -> FusedActivation:
-    """Return the gated activation of GPT-OSS, for ``moe_mlp``: [..., 2I] -> [..., I].
+    """Return the gated activation of GPT-OSS for ``moe_mlp``, a function [..., 2I] -> [..., I].
 
     Gate and up are side by side, as in ``gated``. The function clips gate to at most ``limit``, and
     up to ``-limit`` to ``limit``. Then it returns ``gate * sigmoid(alpha * gate) * (up + 1)``.
-    Published weights of GPT-OSS interleave gate and up. Use ``w[..., 0::2]`` for gate and ``w[...,
-    1::2]`` for up.
+    In published weights of GPT-OSS, columns of gate and up alternate: gate is ``w[..., 0::2]``, and
+    up is ``w[..., 1::2]``.
 
     Args:
       limit: a number above 0.
@@ -161,8 +163,8 @@ def clamped_swiglu(limit: float = 7.0, alpha: float = 1.702) -> FusedActivation:
 
 
 def recognize(activation: Any) -> FusedActivation | None:
-    """Return the ``FusedActivation`` that equals a function, or None. The function may be the
-    result of ``gated``. ``gelu`` may be a ``functools.partial`` with ``approximate``."""
+    """Return the ``FusedActivation`` that computes ``activation``, or None. ``activation`` may be a
+    result of ``gated``, and ``gelu`` may be a ``functools.partial`` with ``approximate``."""
     if isinstance(activation, FusedActivation):
         return activation
     is_gated = isinstance(activation, Gated)

@@ -1,5 +1,6 @@
-"""Lower the experts of a layer on NVIDIA GPUs. Some kernels compute the activation in their
-epilogue. Otherwise, a composition of grouped products and element-wise passes replaces them."""
+"""Lower the experts of a layer on NVIDIA GPUs. Some kernels compute a product and, in the epilogue,
+the activation. If no such kernel can run, grouped products and element-wise operations replace
+it."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from ..grouped.lowering import FORWARD, FORWARD_FEW, call, flat, sizes_of, table
 from ..grouped.reference import arrays_of
 from .activations import KINDS, FusedActivation
 
-SCALED_BIAS = len(KINDS)  # the kernel adds the bias times the weight of a row; no activation
+SCALED_BIAS = len(KINDS)  # no activation: adds the weight of a row times the bias
 
 
 def _sizes(rows: jax.Array, w: jax.Array, sizes: jax.Array) -> tuple[int, int, int, int]:
@@ -25,7 +26,8 @@ def _sizes(rows: jax.Array, w: jax.Array, sizes: jax.Array) -> tuple[int, int, i
 
 
 def of_operands(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Convert a function of operands to a function of their leaves and their ``tree``."""
+    """Convert a function of operands to a function of their leaves and ``tree``, their
+    structure."""
 
     @functools.wraps(function)
     def of_leaves(*leaves: Any, tree: jax.tree_util.PyTreeDef, **params: object) -> Any:
@@ -36,7 +38,7 @@ def of_operands(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @of_operands
 def why_no_dot_act(o: Any, *, activation: FusedActivation, **_: object) -> str:
-    """Return the reason why no kernel computes ``dot_act_p`` of these types, or ''."""
+    """Return '' if the kernel can compute ``dot_act_p`` for these types, else the reason."""
     num_rows, num_groups, k, width = _sizes(o.rows, o.w, o.sizes)
     of_columns = (width, width // activation.width(1))  # before and after the activation
     whys = (grouped.why_no_kernel(o.rows.dtype, num_rows, num_groups, k, n) for n in of_columns)
@@ -69,8 +71,9 @@ def dot_bias(o: Any) -> jax.Array:
 def _product(
     operands: Any, columns: int, keep: bool, attributes: dict[str, Any]
 ) -> list[jax.Array]:
-    """Call the kernel with an activation in its epilogue, for the operands of a ``Product``. Return
-    activations with ``columns`` columns. With ``keep``, also return the product."""
+    """Call the kernel that computes a product and, in the epilogue, the activation. ``operands`` is
+    a ``Product``. Return activations with ``columns`` columns, and with ``keep`` also the
+    product."""
     rows, w, bias, weights, sizes = operands
     ws = arrays_of(w)
     num_rows, width = rows.shape[-2], ws[0].shape[-1]
@@ -116,10 +119,10 @@ def act_dot_grad(operands: Any, *, activation: FusedActivation) -> list[jax.Arra
         ],
         (ct2, w3, groups, pre2, weights.reshape(-1), *spare),
         None,
-        aliases={3: 0},  # a warp reads its elements before it writes them
+        aliases={3: 0},  # each warp reads its elements before it writes
         **activation.attributes,
     )
-    # A chain of additions fixes the order of the terms. In ``sum``, XLA could change the order.
+    # ``+`` fixes the order of the terms, which XLA could change in ``sum``.
     ct_weights = functools.reduce(operator.add, (partial[i] for i in range(num_dots)))
     return [
         ct_pre.reshape(pre.shape),

@@ -1,41 +1,42 @@
-"""Define the experts of a layer as primitives: two grouped products around an activation.
+"""Define ``experts_p``, two grouped products around an activation, and related primitives.
 
-``experts_p`` computes ``y = (weights * act(rows w_in + b_in)) w_out + weights * b_out``. A row uses
-the matrices and biases of its group. The last operands may be the totals of w_in and w_out
-(``grouped/totals.py``), which are then also the last results. The derivatives of ``experts_p`` need
-more primitives. Let ``pre = rows w_in + b_in`` and ``h = weights * act(pre)``.
+``experts_p`` computes ``y = (weights * act(rows w_in + b_in)) w_out + weights * b_out``. Each row
+is multiplied by the matrices of its group. The last operands may be the totals of w_in and w_out
+(``grouped/totals.py``), which are then also the last results. The derivatives of ``experts_p`` use
+the following primitives. Let ``pre = rows w_in + b_in`` and ``h = weights * act(pre)``.
 
 - ``dot_act_p`` computes h, and with ``keep`` also pre, from rows and w_in.
 - ``dot_bias_p`` computes ``h w_out + weights * b_out``.
 - ``act_dot_tangent_p`` is jointly linear in (d_pre, d_weights, d_w_out):
   ``(weights * act'(pre) * d_pre + d_weights * act(pre)) w_out + h d_w_out``. With ``passes``,
-  d_w_out is the tangent of a total, and is also the second result.
-- ``act_dot_grad_p`` computes one product, ``ct_h = ct_y w_out^T``, and returns three results of the
-  transpose: ``ct_pre = weights * act'(pre) * ct_h``, h, and ``ct_weights = <ct_h, act(pre)>``. The
+  d_w_out is the tangent of a total, and is returned as second result.
+- ``act_dot_grad_p`` computes one product, ``ct_h = ct_y w_out^T``. It returns the cotangents
+  ``ct_pre = weights * act'(pre) * ct_h`` and ``ct_weights = <ct_h, act(pre)>``, and h. The
   cotangent of w_out is the outer product of h and ct_y. With totals, it is added to a total.
 
-Therefore a forward pass with gradients needs no separate pass over rows. For the backward pass, it
-keeps rows and pre, and does not keep y. Derivatives of any order exist. Further derivatives
-differentiate the compositions below, which consist of grouped products and jnp.
+Therefore no separate kernel for the activation reads all rows. For the backward pass, rows and pre
+are kept, and y is not. Derivatives of any order exist: second derivatives differentiate the
+compositions below, which consist of grouped products and jnp.
 
 Weights that are trained in FP8 are ``QuantizedExperts`` from ``encode_source``. Their tangents are
-the tangents of the source. ``grouped/straight_through.py`` defines their products.
+the tangents of the source. ``grouped/straight_through.py`` defines products with them. The
+differences are:
 
-- ``act_dot_p`` computes ``h w_out`` from pre, in place of ``dot_act_p`` and ``dot_bias_p``. h is
-  stored only in FP8.
+- ``act_dot_p`` computes ``h w_out`` from pre, in place of ``dot_act_p`` and ``dot_bias_p``, and
+  stores h only in FP8.
 - ``act_dot_tangent_p`` is also linear in d_rows, because d_pre has the term ``d_rows w_in``. Its
   transpose therefore includes the product of ct_pre and w_in^T. ``act_grad_p`` (``act_grad.py``)
   computes and quantizes ct_pre in one pass.
 
 Operands are as in ``grouped/primitives.py``: rows [*B, C, K], w_in [*B, L, K, N'], b_in [*B, L,
 N'], weights [*B, C] in the accumulation dtype, w_out [*B, L, I, H], sizes [*B, L]. Results after
-the last group are unspecified. The parameter ``tree`` says which operands exist (``Product``, ...).
-Weights and biases may be tuples of a home and a spare array, like the operands ``w`` and ``spare``
-of ``grouped_dot_p``. Either all arrays of weights and biases are tuples, or none is.
+the last group are unspecified. The parameter ``tree`` is the structure of the operands, such as a
+``Product``. Weights and biases may be tuples of a home and a spare array, like the operands ``w``
+and ``spare`` of ``grouped_dot_p``. If one is a tuple, all are.
 
-A row without a token has the weight 0. If a row has weight 0, its h and ct_pre are exactly zero for
-any pre and ct_y. The derivative with respect to a weight is computed even if the weight is 0. In
-rows without a token, this derivative may have any value, because the caller ignores it.
+A row without a token has the weight 0. In rows with the weight 0, h and ct_pre are exactly zero for
+any pre and ct_y. ct_weights is also computed for rows with the weight 0. In rows without a token,
+it may have any value, because the caller ignores it.
 """
 
 from __future__ import annotations
@@ -84,21 +85,21 @@ act_dot_grad_p = compat.Primitive("moe_a2a_act_dot_grad")
 for _primitive in (experts_p, dot_act_p, act_dot_tangent_p, act_dot_grad_p):
     _primitive.multiple_results = True
 
-# A grouped product computes a bias. Its weights have this many rows, and all rows except the first
-# are zero. The kernel of ``grouped_dot`` needs a multiple of 8.
+# ``bias_of_rows`` computes a grouped product with matrices [BIAS_ROWS, N]. The bias is the first
+# row, and all other rows are zero. For the kernel, BIAS_ROWS must be a multiple of 8.
 BIAS_ROWS = 8
 
 
 PRODUCTS_CHECKPOINT_NAME = "moe_a2a_products"
 """Checkpoint name, a str, of the inputs of the activation in ``moe_mlp``: products plus bias.
 
-A policy of ``jax.checkpoint`` can save only this name and ``ROUTING_CHECKPOINT_NAME``. The backward
-pass then repeats the dispatch, because rows are not saved, and repeats no product."""
+If a policy of ``jax.checkpoint`` saves only this name and ``ROUTING_CHECKPOINT_NAME``, the backward
+pass repeats the dispatch, because rows are not saved, but no product."""
 
 
 class ExpertOperands(NamedTuple):
-    """The operands of ``experts_p``. Biases may be None. Either both w_in and w_out are in FP8, or
-    none of them is. With weights in FP8, the rows may be ``RowsInFp8``."""
+    """The operands of ``experts_p``. Biases may be None. If w_in or w_out is in FP8, both are, and
+    the rows may be ``RowsInFp8``."""
 
     rows: Any
     w_in: Any
@@ -123,7 +124,7 @@ class Product(NamedTuple):
 
 class TangentOperands(NamedTuple):
     """The operands of ``act_dot_tangent_p``, which is linear in the first four operands. Some of
-    these four may be None. Without weights in FP8, d_rows and w_in are None."""
+    these four may be None. If weights are not in FP8, d_rows and w_in are None."""
 
     d_rows: Any
     d_pre: Any
@@ -146,7 +147,7 @@ class Gradient(NamedTuple):
     sizes: Any
 
 
-# In these operands, every leading axis has its full size. In other operands, it may be 1.
+# In these operands, ``vmap`` adds axes of full size. In all others, it may add axes of size 1.
 FULL = ("rows", "weights", "d_rows", "d_pre", "d_weights", "ct", "pre")
 
 
@@ -156,7 +157,7 @@ def _bind(primitive: compat.Primitive, operands: Any, **params: object) -> Any:
 
 
 def _places(tree: jax.tree_util.PyTreeDef) -> Any:
-    """Return the structure of the operands, with an index in place of each array."""
+    """Return the operands with their index in place of each array."""
     return tree.unflatten(range(tree.num_leaves))
 
 
@@ -168,22 +169,23 @@ def _is_full(*, tree: jax.tree_util.PyTreeDef, **_: object) -> list[bool]:
 def bind_experts(
     operands: ExpertOperands, *, activation: FusedActivation
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """Bind ``experts_p``. Return y, and the totals of the operands. With totals, the tangents of
-    w_in and w_out are ignored, and these weights must not be tuples."""
+    """Bind ``experts_p``. Return y and the totals. With totals, the tangents of w_in and w_out are
+    ignored, and w_in and w_out must not be tuples."""
     y, *totals = _bind(experts_p, operands, activation=activation)
     return y, totals
 
 
 def _dot(rows: Any, w: Any, sizes: jax.Array, *, transposed: bool = False) -> jax.Array:
-    """Return products of rows and weights, which are unspecified in the tail. If weights are in
-    FP8, the product is in FP8."""
+    """Return products of rows and weights, which are unspecified after the last group. If the
+    weights are in FP8, the product is in FP8."""
     if isinstance(w, QuantizedExperts):
         return dot_in_fp8(rows, w, sizes, transposed=transposed)
     return unspecified_dot(rows, w, sizes, transposed=transposed)
 
 
 def _floats(x: Any) -> Any:
-    """Return weights or rows as floats."""
+    """Return the floats in weights or rows: the source of weights in FP8, and the floats of rows in
+    FP8."""
     return x.source if isinstance(x, QuantizedExperts) else floats_of(x)
 
 
@@ -192,21 +194,22 @@ def _bind_dot_act(o: ExpertOperands, **params: object) -> list[jax.Array]:
 
 
 def _bind_dot_bias(h: jax.Array, o: ExpertOperands) -> jax.Array:
-    """Bind ``dot_bias_p``. Without a bias, bind only the grouped product."""
+    """Bind ``dot_bias_p``. If there is no bias, bind a grouped product."""
     if o.b_out is None:
         return _dot(h, o.w_out, o.sizes)
     operands = Product(h, o.w_out, o.b_out, o.weights, o.sizes)
     return _bind(dot_bias_p, operands)
 
 
-# Compositions of grouped products and jnp, which define the primitives
+# Functions of grouped products and jnp that define the results of the primitives
 
 
 def bias_of_rows(bias: Any, scale: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Return [*B, C, N]: the bias [*B, L, N] of each row's expert times the row's scale [*B, C].
+    """Return an array [*B, C, N]: for each row, its expert's bias (of [*B, L, N]) times its scale
+    (of [*B, C]).
 
-    The computation is a grouped product, because the gradient of ``bias[experts]`` would add rows
-    in an unspecified order.
+    This is a grouped product and not ``bias[experts]``, whose gradient would add rows in an
+    unspecified order.
     """
 
     def padded(x: jax.Array, axis: int) -> jax.Array:
@@ -376,7 +379,7 @@ def _experts_jvp(
 
 
 def _dot_of(rows: jax.Array, d_w: Any, sizes: jax.Array, passes: bool) -> Sequence[Any]:
-    """Return two results: rows times a tangent of weights, and the tangent for the next product."""
+    """Return rows times the tangent of weights, and the tangent that the next product gets."""
     if passes:
         return bind(passing_dot_p, rows, d_w, sizes)
     return _dot(rows, d_w, sizes), d_w
@@ -391,8 +394,8 @@ def _bias_terms(
 
 
 def _tangents(tree: jax.tree_util.PyTreeDef, tangents: compat.Tangents) -> Any:
-    """Return the operands' tangents. A tuple of home and spare arrays is one tangent. The tangent
-    of weights in FP8 is the tangent of their source."""
+    """Return the tangents in the structure of the operands. If all tangents of a tuple of arrays
+    are zero, return one zero. The tangent of weights in FP8 is the tangent of their source."""
     d = tree.unflatten(tangents)
     return d._replace(
         **{name: all_or_none(_floats(x)) for name, x in d._asdict().items() if name != "totals"}
@@ -444,7 +447,7 @@ def _tangent_transpose(
             ct_pre, h, ct_weights = _bind(act_dot_grad_p, gradient, activation=activation)
         if passes:
             found[3] = [bind_add_outer(found[3][0], h, ct, o.sizes)]
-            # The barrier frees h and ct before the product with w_in starts.
+            # The barrier makes XLA free h and ct before the product with w_in starts.
             ct_pre, encoded, found[3] = lax.optimization_barrier((ct_pre, encoded, found[3]))
         elif of_w:
             of_outer = dict(tail="unspecified", num_sms=None)
@@ -468,8 +471,8 @@ def _tangent_jvp(
     passes: bool,
     **params: object,
 ) -> Any:
-    """Compute the jvp with this primitive for tangents of linear operands. For all other tangents,
-    use the composition."""
+    """Compute the jvp. Tangents of the linear operands use this primitive, and all other tangents
+    use the derivative of the composition."""
     o, d = tree.unflatten(primals), _tangents(tree, tangents)
     outs = _bind(act_dot_tangent_p, o, passes=passes, **params)
     num = len(jax.tree.leaves(o[:4]))
@@ -529,14 +532,14 @@ def _dot_act_jvp(primals: compat.Primals, tangents: compat.Tangents, **params: A
 
 
 def _jvp_of(fn: Callable[..., Any], primals: compat.Primals, tangents: compat.Tangents) -> Any:
-    """Return the results and tangents of ``fn``. Tangents may be symbolic zeros."""
+    """Return the results of ``fn`` and their tangents. ``tangents`` may contain symbolic zeros."""
     return jvp_of_moving(fn, [not is_zero(d) for d in tangents], primals, tangents)
 
 
 def _grad_transpose(
     cts: compat.Tangents, *operands: Any, tree: jax.tree_util.PyTreeDef, **params: object
 ) -> list[Any]:
-    """Transpose with respect to ct. ``act_dot_tangent_p`` computes the result."""
+    """Return the cotangent of ``ct``, which ``act_dot_tangent_p`` computes."""
     ct_pre, _, ct_weights = (None if is_zero(c) else c for c in cts)
     ct, pre, weights, w_out, sizes = tree.unflatten(operands)
     found: Any = ad.Zero(ct.aval)
@@ -548,8 +551,8 @@ def _grad_transpose(
 
 
 def _dot_act_dce(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
-    """Do not store pre if it is not used. If h is not used, and there is no bias, compute only pre,
-    which is then a grouped product."""
+    """Do not store pre if the program does not use it. If the program does not use h, and there is
+    no bias, replace the primitive by a grouped product, which computes pre."""
     rows, w, bias, weights, sizes = eqn.params["tree"].unflatten(eqn.invars)
     if used[0] or bias is not None:
         if not all(used[1:]):
@@ -562,7 +565,8 @@ def _dot_act_dce(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
 
 
 def _dce_in_fp8(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
-    """Remove transposed values, so that a program without gradients does not compute them."""
+    """Remove the operands with transposed values, so that programs without gradients do not compute
+    them."""
     in_fp8 = lambda x: isinstance(x, QuantizedExperts)
     cut = lambda x: dataclasses.replace(x, transposed=None) if in_fp8(x) else x
     operands = jax.tree.map(cut, eqn.params["tree"].unflatten(eqn.invars), is_leaf=in_fp8)

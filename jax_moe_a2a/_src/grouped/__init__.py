@@ -1,1 +1,1 @@
-"""Define the grouped product, which multiplies each group of rows by the matrix of the group."""
+"""Define the grouped product, which multiplies each group of rows by its own matrix."""

@@ -1,13 +1,13 @@
-"""Define ``act_encode_p``, which quantizes rows to ``BlockwiseFp8``, or activations of rows.
+"""Define ``act_encode_p``, which quantizes rows, or activations of rows, to ``BlockwiseFp8``.
 
 The operands are rows [*B, C, P] and sizes [*B, L]. The results are values [*B, C, I] and scales
-[*B, C, I / 128]. With an ``activation``, the last operand is the weights of rows, float32 [*B, C].
-``h = weights * act(rows)`` is then rounded to the dtype of the rows, and quantized. Without an
-activation, the rows are quantized, and I = P. If a row has weight 0, its results are exact zeros.
-Rows after the last group are unspecified. ``primitives.py`` describes the leading axes ``B`` and
-the parameter ``num_sms``.
+[*B, C, I / 128]. With an ``activation``, the last operand is ``weights``, float32 [*B, C]. Then ``h
+= weights * act(rows)`` is rounded to the dtype of the rows, and quantized. Without an activation,
+the rows are quantized, and I = P. The results of rows with the weight 0 are exact zeros. Rows after
+the last group are unspecified. For the leading axes ``B`` and the parameter ``num_sms``, see
+``primitives.py``.
 
-The primitive has no derivatives, because a float8 array cannot hold a gradient.
+The primitive has no derivatives, because gradients of float8 arrays would be float8.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .weights import BLOCK
 act_encode_p = compat.Primitive("moe_a2a_act_encode")
 act_encode_p.multiple_results = True
 
-# The attributes of a call without an activation.
+# The attributes of a kernel call that only quantizes.
 _IDENTITY = dict(activation=0, gated=0, alpha=0.0, limit=0.0)
 
 
@@ -53,7 +53,8 @@ def bind_act_encode(
 
 
 def why_no_act_encode(num_rows: int, num_groups: int, width: int) -> str:
-    """Return why no kernel activates and quantizes a product [num_rows, width], or ''."""
+    """Return '' if the kernel can activate and quantize a product [num_rows, width], else the
+    reason."""
     return lowered.why_no_call(num_rows, num_groups, width)
 
 
@@ -78,8 +79,9 @@ def _composition(
 def batch_and_table(
     rows: jax.Array, sizes: jax.Array
 ) -> tuple[tuple[int, ...], tuple[int, int], jax.Array]:
-    """Return the leading axes of rows, the pair (number of leading elements, C), and the table of
-    groups. The adjacent product has an equal table, so XLA computes the table once."""
+    """Return the leading axes of rows, the pair (product of leading axes, C), and the result of
+    ``lowering.table``. The grouped product of these rows uses an equal table, so XLA computes it
+    once."""
     lead, num_rows = rows.shape[:-2], rows.shape[-2]
     ones = (1,) * len(lead)
     table = lowered.table(sizes, lead, num_rows, (*ones, sizes.shape[-1]), has_tail=False)

@@ -29,15 +29,15 @@ def grouped_dot(
 ) -> jax.Array:
     """Multiply the rows of each group by the weights of that group.
 
-    The result equals ``lax.ragged_dot``. On Hopper GPUs (compute capability 9.0), a kernel of this
-    package computes it for bfloat16 and float16. On GPUs of compute capability 10.x, cuBLASLt 13.3
-    to 13.6 computes it. In all other cases, ``lax.ragged_dot`` computes it. ``explain`` reports the
-    implementation. All JAX transformations work, with derivatives of any order. A ``vmap`` over any
-    array is one kernel launch.
+    The result is the same as of ``lax.ragged_dot``. On Hopper GPUs (compute capability 9.0), a
+    kernel of this package computes it in bfloat16 and float16. On GPUs of compute capability 10.x,
+    cuBLASLt 13.3 to 13.6 computes it. In all other cases, ``lax.ragged_dot`` computes it.
+    ``explain`` reports which implementation a program uses. All JAX transformations work, with
+    derivatives of any order. A ``vmap`` over any argument is one kernel launch.
 
-    Rows after the last group and weights of an empty group may hold NaN, because no result or
-    derivative depends on them. The gradient of these weights is zero. Sums are computed in float32
-    (float64 for float64) and rounded once.
+    No result or derivative depends on rows after the last group, or on weights of empty groups, so
+    these may be NaN. Their gradient is zero. Sums are computed in float32 (float64 for float64
+    arrays) and rounded once.
 
     Rows and weights may be quantized to ``BlockwiseFp8``. A ``dispatch`` with this format quantizes
     rows, and ``quantize_experts`` quantizes weights. docs/fp8.md defines the product of quantized
@@ -45,25 +45,26 @@ def grouped_dot(
 
     Args:
       rows: [C, K] of a floating dtype, sorted by group, such as ``recv.rows`` of a ``dispatch``.
-        With quantized weights, the rows are a ``Quantized`` with row-major scales, or an object
-        with ``qvalue`` and ``scale``. The call quantizes rows in bfloat16, float16 or float32.
+        With quantized weights, the rows may be a ``Quantized`` with row-major scales, or an object
+        with ``qvalue`` and ``scale``. The call quantizes float rows (bfloat16, float16 or float32).
       w: [L, K, N] with the dtype of ``rows``: the weights of each group; or ``QuantizedExperts``.
       group_sizes: integers [L]: the number of rows of each group (``recv.group_sizes``). If the
         sizes are known when the call is traced, they must not be negative, and their sum must be at
-        most C. If sizes are traced, rows beyond C are ignored, and a negative size counts as 0.
-        Outside ``jax.jit``, the call reads the sizes to check them, so the call waits until the
-        device has computed the sizes.
-      tail: the content of the result after the last group. ``"zero"`` writes zeros.
-        ``"unspecified"`` leaves any values, including NaN, in the result and in the gradient of
-        ``rows``, and saves the time to write zeros. Use ``"unspecified"`` if all functions that
-        read the result ignore these rows, as ``combine`` and ``grouped_dot`` do.
+        most C. If sizes are traced, the call ignores rows of groups after row C, and treats a
+        negative size as 0. Outside ``jax.jit``, the call checks the sizes, so it waits until the
+        device has computed them.
+      tail: the values of the result after the last group. With ``"zero"``, they are zeros. With
+        ``"unspecified"``, they may be anything, including NaN, also in the gradient of ``rows``.
+        This saves the time to write zeros. Use it if all functions that read the result ignore
+        these rows, as ``combine`` and ``grouped_dot`` do.
       num_sms: the largest number of multiprocessors (SMs) that the kernel may use, or None for all.
         Other work can then run on the other SMs. Other implementations ignore ``num_sms``.
       preferred_element_type: dtype of the product of quantized arrays: bfloat16 or float32. None
           means bfloat16. It must be None for arrays that are not quantized.
 
     Returns:
-      [C, N] with the dtype of ``rows``. For quantized arrays, ``preferred_element_type`` decides.
+      [C, N] with the dtype of ``rows``. For quantized arrays, the dtype is
+      ``preferred_element_type``.
 
     Raises:
       TypeError: if an argument has the wrong type or dtype.
@@ -98,8 +99,8 @@ def grouped_dot(
     if num_sms is not None:
         num_sms = check_int("num_sms", num_sms, least=1)
     params: dict[str, Any] = dict(tail=tail, num_sms=num_sms)
-    # Integers of less than 32 bits are cast before the clip, because they may not hold num_rows.
-    # Larger integers are cast after the clip, because large sizes would wrap.
+    # Cast integers of less than 32 bits before the clip, because num_rows may be too large for
+    # them. Cast larger integers after the clip, because large sizes would overflow.
     if sizes.dtype.itemsize < 4:
         sizes = sizes.astype(jnp.int32)
     clipped = jnp.clip(sizes, 0, num_rows).astype(jnp.int32)

@@ -1,17 +1,17 @@
-"""Multiply rows by frozen weights, which exist only in FP8. Only the rows have derivatives.
+"""Multiply rows by frozen weights, which exist only in FP8 and have no derivatives.
 
-Let Q be the rounding to ``BlockwiseFp8``, and W the numbers of the weights. ``grouped_dot_fp8_p``
-computes the product of rows r, ``Q(r) W``. Its derivative is defined as the derivative of ``r W``,
-as in ``straight_through.py``. ``frozen_dot_p`` computes tangents and cotangents, and is linear in
-the rows. The result is ``r W``, or ``Q(r) W`` if the parameter ``quantizes`` is True.
+Let Q be the rounding to ``BlockwiseFp8``, and W the decoded weights. ``grouped_dot_fp8_p`` computes
+the product of rows r, ``Q(r) W``. Its derivative is defined as the derivative of ``r W``, as in
+``straight_through.py``. ``frozen_dot_p`` computes the tangents and cotangents of that product, and
+is linear in the rows. Its result is ``r W``, or ``Q(r) W`` if the parameter ``quantizes`` is True.
 
 - jvp: ``dr W``, with ``quantizes=False``.
-- transpose: ``Q(ct) W^T``, with ``quantizes=True``. The derivative of this product also ignores Q,
-  and equals the derivative of ``ct W^T``. Therefore derivatives of any order exist.
+- transpose: ``Q(ct) W^T``, with ``quantizes=True``. The derivative of this product is the
+  derivative of ``ct W^T``. Therefore derivatives of any order exist.
 
 The operands of ``frozen_dot_p`` are rows [*B, C, K], sizes [*B, L], and the leaves of a tuple of
-``QuantizedExperts``. The tuple has the home weights, and perhaps spare weights for the last groups.
-The parameter ``tree`` is its structure. ``grouped_dot_p`` describes the other parameters.
+``QuantizedExperts``. The tuple contains the home weights, and perhaps spare weights for the last
+groups. The parameter ``tree`` is its structure. The other parameters are as in ``grouped_dot_p``.
 """
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ def dot_of_frozen(
     *,
     tail: Tail,
 ) -> jax.Array:
-    """Multiply rows [C, K] by frozen weights [L, K, N]. The result has the dtype of the floats.
+    """Multiply rows [C, K] by frozen weights [L, K, N]. The result has the dtype of
+    ``rows.floats``.
 
-    A compiled program does not compute the floats, because only their derivatives are used. If N is
-    a multiple of 128, the gradient of rows is a product in FP8. This product reads the transposed
-    values, or transposes the values. ``tail`` also applies to the derivatives.
+    A compiled program does not compute ``rows.floats``, because only their derivatives are used. If
+    N is a multiple of 128, the gradient of rows is a product in FP8, which needs transposed values.
+    It computes them if ``w`` does not contain them. ``tail`` also applies to the derivatives.
     """
     params: dict[str, Any] = dict(dtype=rows.floats.dtype, tail=tail, num_sms=None)
     product = bind_dot_fp8(rows.encoded, w, sizes, **params)
@@ -72,7 +73,7 @@ def _dot(
     weights = tree.unflatten(leaves)
     if not quantizes or rows.shape[-1] % BLOCK:
         home, *spare = (decode_experts(w.values, w.scales, rows.dtype) for w in weights)
-        # The decoded weights are [L, N, K].
+        # The decoded weights are [L, N, K], so an original product is a transposed product here.
         return bind_dot(rows, home, sizes, *spare, transposed=not transposed, **params)
     if transposed:
         weights = tuple(map(transposed_experts, weights))

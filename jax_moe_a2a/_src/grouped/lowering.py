@@ -1,8 +1,9 @@
-"""Lower grouped products on NVIDIA GPUs to the kernel, cuBLASLt, or ``lax.ragged_dot``.
+"""Lower grouped products on NVIDIA GPUs to a kernel of this package, cuBLASLt, or
+``lax.ragged_dot``.
 
-The kernel computes all leading axes of a product in one launch. The launch reads the rows of all
-leading axes as one array. A table has the first row, the number of rows and the index of the
-weights of each group.
+The kernel computes all leading axes of a product in one launch. It merges the leading axes of the
+rows with the axis of rows. A table has three numbers for each group: its first row, its number of
+rows, and the index of its weights.
 """
 
 from __future__ import annotations
@@ -25,37 +26,37 @@ from .reference import groups_of, sum_lead
 TARGET = "moe_a2a_grouped_gemm"
 # The values of GroupedProduct in cuda/gemm/grouped_gemm.h (tests/test_layout.py compares them).
 FORWARD, FORWARD_FEW, TRANSPOSED, WEIGHT_GRADIENT = range(4)
-# Tiles of few rows are faster up to this mean number of rows per group.
+# If groups have at most this many rows on average, tiles of few rows are faster.
 FEW_ROWS = native.tuning("GEMM_FEW_ROWS")
-# A tile of a weight gradient has this many rows, and twice as many columns.
+# A tile of a weight gradient has TILE_ROWS rows, and twice as many columns.
 TILE_ROWS = 128
 CAPABILITY = "9.0"  # kGemmCapability in cuda/gemm/grouped_gemm.h
-# For each major compute capability: the first version of cuBLAS that is used, and the first later
-# version that is not used. Release notes and users report wrong results of other versions. Before
-# 13.3, gradients of groups without rows are wrong. From 13.7, products on Blackwell are wrong.
+# For each major compute capability: the first version of cuBLAS that is used, and the next version
+# that is not used. In versions before 13.3, gradients of groups without rows are wrong. From 13.7
+# on, products on Blackwell are wrong, as release notes and users report.
 LIBRARY_VERSIONS = {"10": ((13, 3), (13, 7))}
-NO_WEIGHTS = -1  # the index of the weights of a group whose results are zeros
+NO_WEIGHTS = -1  # an index of weights: the results of the group are zeros
 
 
 def why_no_kernel(dtype: jnp.dtype, num_rows: int, num_groups: int, k: int, n: int) -> str:
-    """Return why the kernel does not compute products of these sizes on the GPUs of this process,
-    or ''. Weights of a group are [k, n]."""
-    # In each batch element, the rows after the last group may be one more group.
+    """Return '' if the kernel can compute products of these sizes on this process's GPUs, else the
+    reason. Weights of a group are [k, n]."""
+    # 2 * num_groups: each batch element may have one more group, the rows after its last group.
     return why_no_call(num_rows, num_groups, k, n) or native.why_not_grouped_gemm(
         dtype, num_rows, 2 * num_groups, k, n
     )
 
 
 def why_no_fp8_kernel(num_rows: int, num_groups: int, k: int, n: int) -> str:
-    """Return why the kernel does not compute products in FP8 of these sizes on the GPUs of this
-    process, or ''. Weights of a group are [n, k]."""
+    """Return '' if the kernel can compute FP8 products of these sizes on this process's GPUs, else
+    the reason. Weights of a group are [n, k]."""
     return why_no_call(num_rows, num_groups, k, n) or native.why_not_fp8_gemm(
         num_rows, 2 * num_groups, k, n
     )
 
 
 def why_no_call(*sizes: int) -> str:
-    """Return why no kernel of this package computes products of these sizes, or ''."""
+    """Return '' if kernels of this package can compute products of these sizes, else the reason."""
     if not native.has_grouped_gemm():
         return "jax_moe_a2a was built without the kernel of grouped_dot"
     if why := _why_other_gpu():
@@ -64,7 +65,7 @@ def why_no_call(*sizes: int) -> str:
 
 
 def _why_other_gpu() -> str:
-    """Return why the GPUs of this process cannot run kernels for compute capability 9.0, or ''."""
+    """Return '' if this process's GPUs have compute capability 9.0, else what is wrong."""
     gpus = native.local_gpus()
     if not gpus:
         return "JAX sees no GPU"
@@ -78,14 +79,15 @@ def _why_other_gpu() -> str:
 
 
 def library_versions() -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return the range of ``LIBRARY_VERSIONS`` for the GPUs of this process. Return None if these
-    GPUs do not use cuBLASLt."""
+    """Return the entry of ``LIBRARY_VERSIONS`` for this process's GPUs, or None if these GPUs do
+    not use cuBLASLt."""
     majors = {gpu.compute_capability.split(".")[0] for gpu in native.local_gpus()}
     return LIBRARY_VERSIONS.get(majors.pop()) if len(majors) == 1 else None
 
 
 def why_no_library(dtype: jnp.dtype, num_rows: int, num_groups: int, k: int, n: int) -> str:
-    """Return why cuBLASLt does not compute products of these sizes on the GPUs here, or ''."""
+    """Return '' if cuBLASLt can compute products of these sizes on this process's GPUs, else the
+    reason."""
     assert (versions := library_versions())
     oldest, wrong = versions
     if not oldest <= (version := native.library_version()) < wrong:
@@ -102,8 +104,8 @@ def _dotted(version: tuple[int, ...]) -> str:
 
 
 def sizes_of(rows: Any, sizes: Any, weights: Sequence[int]) -> tuple[int, int, int, int]:
-    """Return the sizes for ``why_no_kernel``: total rows and total groups over all leading axes,
-    and the last two sizes of the weights."""
+    """Return the sizes for ``why_no_kernel``: the numbers of rows and of groups over all leading
+    axes, and the last two sizes of the weights."""
     batch, (k, n) = math.prod(rows.shape[:-2]), weights[-2:]
     return batch * rows.shape[-2], batch * sizes.shape[-1], k, n
 
@@ -121,7 +123,7 @@ def outer_cuda(ctx: Any, *operands: compat.Value, **params: object) -> Choice:
 
 
 def why_no_add_outer(total: Any, x: Any, _: object, sizes: Any, **__: object) -> str:
-    """Return the reason why no kernel computes ``add_outer_p`` of these types, or ''."""
+    """Return '' if the kernel can compute ``add_outer_p`` for these types, else the reason."""
     why = why_no_kernel(x.dtype, *sizes_of(x, sizes, total.shape))
     return why or ("" if total.shape[:-3] == x.shape[:-2] else "the batch shares the total")
 
@@ -152,8 +154,9 @@ def by_kernel(
     composition: Callable[..., Any],
     what: str = "not fused",
 ) -> Callable[..., Choice]:
-    """Return a function for ``paths.lowering`` that chooses the path. ``why_not`` receives operand
-    types and parameters. It returns why the kernel does not run, or ''."""
+    """Return a function for ``paths.lowering`` that chooses the implementation. ``why_not`` gets
+    the types of operands and the parameters. It returns '' if the kernel can run, else the
+    reason."""
 
     def choose(ctx: compat.Context, *operands: compat.Value, **params: object) -> Choice:
         why = why_not(*ctx.avals_in, **params)
@@ -212,9 +215,9 @@ def kernel_outer(
     by_library: bool = False,
     **_: object,
 ) -> list[jax.Array]:
-    """Compute each of ``parts`` of ``grouped_outer_p`` in a separate launch. The table of a launch
-    has only the groups of its part."""
-    if y.shape[-1] <= TILE_ROWS < x.shape[-1]:  # such as the gradient of an adapter
+    """Compute each result of ``grouped_outer_p`` in a separate launch. The table of a launch has
+    only the groups of one result."""
+    if y.shape[-1] <= TILE_ROWS < x.shape[-1]:  # for example the gradient of an adapter
         options: dict[str, Any] = dict(parts=parts, dtype=dtype, num_sms=num_sms)
         transposed = kernel_outer(y, x, sizes, by_library=by_library, **options)
         return [jnp.swapaxes(part, -2, -1) for part in transposed]
@@ -237,7 +240,7 @@ def kernel_outer(
 
 
 def add_outer(total: jax.Array, x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Compute ``add_outer_p`` with the kernel. The result uses the memory of the total."""
+    """Compute ``add_outer_p`` with the kernel. The result overwrites the total in memory."""
     batch = x.shape[:-2]
     groups = table(sizes, batch, x.shape[-2], (*batch, sizes.shape[-1]), has_tail=False)
     flat_total = flat(total, 3)
@@ -248,13 +251,14 @@ def add_outer(total: jax.Array, x: jax.Array, y: jax.Array, sizes: jax.Array) ->
 
 
 def flat(x: jax.Array, num_axes: int) -> jax.Array:
-    """Merge the leading axes of an array into the first of its last ``num_axes`` axes."""
+    """Return an array with ``num_axes`` axes: its leading axes are merged with the next axis."""
     return x.reshape(-1, *x.shape[x.ndim - num_axes + 1 :])
 
 
 def aligned(w: jax.Array, other: Any, axes: int) -> tuple[tuple[int, ...], jax.Array, jax.Array]:
     """Flatten weights [..., L, K, N] and an array ``other`` whose last ``axes`` axes begin with L.
-    A group has the same index in both results. Return the axes [..., L] and both flat arrays."""
+    A group gets the same index in both flat arrays. Return the sizes (..., L), and both flat
+    arrays."""
     lead = np.broadcast_shapes(w.shape[:-3], other.shape[:-axes])
     w3, flat_other = (
         flat(jnp.broadcast_to(x, (*lead, *x.shape[-n:])), n) for x, n in ((w, 3), (other, axes))
@@ -269,10 +273,10 @@ def table(
     *leads: tuple[int, ...],
     has_tail: bool,
 ) -> jax.Array:
-    """Return the table of groups, int32 [3, G]: first rows, numbers of rows, indices of weights.
+    """Return a table of G groups, int32 [3, G]: first rows, numbers of rows, indices of weights.
 
-    With ``has_tail``, the rows after the last group are a group without weights. Each of ``leads``
-    is the axes [..., L] of an array of weights.
+    With ``has_tail``, the rows after the last group are one more group, without weights. Each of
+    ``leads`` is the shape (..., L) of an array of weights without its last two axes.
     """
     num_groups = sizes.shape[-1]
     starts, sizes = (jnp.broadcast_to(x, (*batch, num_groups)) for x in groups_of(sizes, num_rows))
@@ -301,7 +305,7 @@ def call(
     counters: int = 1,
     **attributes: Any,
 ) -> list[jax.Array]:
-    """Call a kernel. Return its results, except the last result, which holds counters."""
+    """Call a kernel. Return its results without the last one, which contains counters."""
     all_results = [*results, jax.ShapeDtypeStruct((counters,), jnp.int32)]
     attributes["num_sms"] = num_sms or 0
     return native.call_product(target, all_results, operands, aliases, **attributes)[:-1]

@@ -1,20 +1,20 @@
-"""Define the primitives of grouped products: abstract values, derivatives, batching, registration.
+"""Define the primitives ``grouped_dot_p`` and ``grouped_outer_p``, and register their rules.
 
 ``grouped_dot_p`` multiplies rows by the weights of their groups, or by the transposed weights.
-``grouped_outer_p`` computes the gradient with respect to the weights. Each primitive is bilinear,
-and transposes to these two primitives. Therefore derivatives of any order exist.
+``grouped_outer_p`` computes the gradient with respect to the weights. Both are bilinear, and their
+transposes are calls of these two primitives. Therefore derivatives of any order exist.
 
 The operands of ``grouped_dot_p`` are ``rows [*B, C, K], w [*B, L, K, N], sizes [*B, L]``. The
-operands of ``grouped_outer_p`` are ``x [*B, C, K], y [*B, C, N], sizes [*B, L]``. The weights of
-the last S groups may be one more operand of ``grouped_dot_p``, ``spare [*B, S, K, N]``. Then ``w``
-has the weights of the first L - S groups, and no program has to join two arrays of weights.
-Batching adds the leading axes ``B``. All operands have the same number of leading axes. A leading
-axis of ``w``, ``sizes`` or ``spare`` is 1 if the batch shares the array.
+operands of ``grouped_outer_p`` are ``x [*B, C, K], y [*B, C, N], sizes [*B, L]``. ``grouped_dot_p``
+may have one more operand, ``spare [*B, S, K, N]``: the weights of the last S groups. Then ``w`` has
+the weights of the first L - S groups. Programs thus need not join two arrays of weights. ``vmap``
+adds the leading axes ``B``. All operands have the same number of leading axes. In ``w``, ``sizes``
+and ``spare``, a leading axis has size 1 if ``vmap`` does not map the array.
 
 Both primitives have the parameters ``dtype`` (dtype of the operands and the result), and ``tail``
 and ``num_sms`` of ``grouped_dot``. With ``transposed``, ``grouped_dot_p`` maps rows [*B, C, N] to
-[*B, C, K]. ``parts`` of ``grouped_outer_p`` has the leading axes and the number of groups of each
-result. If a leading axis of a result has the size 1, the result is summed over this axis.
+[*B, C, K]. ``parts`` of ``grouped_outer_p`` is, for each result, the shape without the axes K and
+N. If a leading axis in this shape is 1, the result is a sum over this axis of the operands.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ grouped_outer_p.multiple_results = True
 
 
 def bind(primitive: Any, *operands: Any, **params: Any) -> Any:
-    """Bind a primitive. First cast all operands, so that they vary over the same mesh axes."""
+    """Bind a primitive, after a cast that makes all operands vary over the same mesh axes."""
     return primitive.bind(*compat.align_varying(operands, ()), **params)
 
 
@@ -50,7 +50,7 @@ bind_outers: Callable[..., list[jax.Array]] = partial(bind, grouped_outer_p)
 def bind_outer(
     x: jax.Array, y: jax.Array, sizes: jax.Array, *, lead: tuple[int, ...], **params: object
 ) -> jax.Array:
-    """Bind ``grouped_outer_p`` for one result with these leading axes."""
+    """Bind ``grouped_outer_p`` for one result, whose leading axes have the sizes ``lead``."""
     return bind_outers(x, y, sizes, parts=((*lead, sizes.shape[-1]),), **params)[0]
 
 
@@ -63,8 +63,8 @@ def unspecified_dot(
     primitive: compat.Primitive = grouped_dot_p,
     **params: object,
 ) -> jax.Array:
-    """Bind a product in the dtype of its rows, with ``tail="unspecified"``. ``w`` may be a tuple of
-    home and spare weights, each with at least one matrix. ``params`` has more parameters of the
+    """Bind a product in the dtype of its rows, with ``tail="unspecified"``. ``w`` may be a tuple
+    (home, spare) of weights, each with at least one matrix. ``params`` are more parameters of the
     primitive."""
     tail = check_tail("unspecified")
     params.update(transposed=transposed, dtype=rows.dtype, tail=tail, num_sms=None)
@@ -84,18 +84,17 @@ def register(
     transpose: Callable[..., Any] | None = None,
     cuda: Callable[..., Any] | None = None,
 ) -> None:
-    """Register the rules of a primitive.
+    """Register the implementation and the transformation rules of a primitive.
 
     Args:
-      abstract: returns the types of the results. The caller of ``bind`` has already checked the
-        operands.
-      composition: computes the results of the primitive with jnp and other primitives.
+      abstract: a function that returns the types of the results. It need not check the operands.
+      composition: a function that computes the results with jnp and other primitives.
       is_full: a bool for each operand, or a function of the parameters that returns these bools. If
-        False, the batch may share the operand. If True, each leading axis has its full size.
-      passed: a function of the parameters. The function returns the indices of the operands that
-        the primitive returns as its last results.
+        it is False, an axis that ``vmap`` adds may have size 1. If True, the operand is broadcast.
+      passed: a function from the parameters to the indices of the operands that the primitive
+        returns unchanged, as its last results.
       batch: a batching rule to use in place of ``is_full`` and ``passed``.
-      cuda: chooses the path on NVIDIA GPUs. None means the composition.
+      cuda: a function that chooses the implementation on NVIDIA GPUs. None means the composition.
     """
 
     def checked(*avals: Any, **params: Any) -> Any:
@@ -145,8 +144,8 @@ def _outer_abstract(
 
 # Derivatives of o_g = r_g w_g and of the outer product u_g = x_g^T y_g, for rows of group g:
 #   jvp: both are bilinear: do_g = dr_g w_g + r_g dw_g.
-#   transpose of the dot: ct(r_g) = ct_g w_g^T, the transposed dot; ct(w_g) = r_g^T ct_g, the outer.
-#   transpose of the outer: ct(x_g) = y_g ct_g^T and ct(y_g) = x_g ct_g, both dots.
+#   transpose of o_g: ct(r_g) = ct_g w_g^T (grouped_dot_p), ct(w_g) = r_g^T ct_g (grouped_outer_p).
+#   transpose of u_g: ct(x_g) = y_g ct_g^T and ct(y_g) = x_g ct_g (both grouped_dot_p).
 
 
 def bilinear_jvp(
@@ -164,7 +163,7 @@ def bilinear_jvp(
 
 
 def _dot_jvp(primals: Any, tangents: compat.Tangents, **params: object) -> Any:
-    """Compute the jvp. Tangents of home and spare weights use one product."""
+    """Compute the jvp. One product computes the tangents for home and spare weights."""
     rows, _, sizes, *_ = primals
     d_rows, d_w, _, *d_spare = tangents
     out, terms = grouped_dot_p.bind(*primals, **params), []
@@ -176,15 +175,15 @@ def _dot_jvp(primals: Any, tangents: compat.Tangents, **params: object) -> Any:
 
 
 def all_or_none(d: Any) -> Any:
-    """Return the tangents of a tuple of arrays, with symbolic zeros converted to arrays. If all
-    tangents are symbolic zeros, return one of them. Return a single tangent unchanged."""
+    """If ``d`` is a tuple of tangents, return it with arrays in place of symbolic zeros, or return
+    one symbolic zero if all are. Return any other ``d`` unchanged."""
     if not isinstance(d, tuple):
         return d
     return d[0] if all(map(is_zero, d)) else tuple(map(ad.instantiate_zeros, d))
 
 
 def sum_of(like: Any, terms: Sequence[Any]) -> Any:
-    """Return the sum of terms, or the zero tangent of ``like`` if there are no terms."""
+    """Return the sum of ``terms``, or the zero tangent of ``like`` if ``terms`` is empty."""
     return sum(terms[1:], terms[0]) if terms else zero_tangent(like)
 
 
@@ -206,8 +205,8 @@ def _dot_transpose(
 def outers_like(
     ws: Sequence[Any], x: jax.Array, y: Any, sizes: jax.Array, ct: Any, **params: object
 ) -> list[Any]:
-    """Return the cotangents of arrays of weights, and None for known arrays. Either ``x`` or ``y``
-    is ``ct``."""
+    """Return the cotangent of each array of weights, or None where JAX needs no cotangent. Either
+    ``x`` or ``y`` is ``ct``."""
     avals = [aval_of(w) for w in ws]
     is_wanted = list(map(ad.is_undefined_primal, ws))
     if is_zero(ct):
@@ -237,8 +236,8 @@ def _outer_transpose(
 def _with_batch(
     args: Sequence[jax.Array], dims: Sequence[int | None], is_full: Sequence[bool]
 ) -> tuple[list[Any], int]:
-    """Return operands with the batch as a leading axis, and the size of the batch. If ``is_full``
-    has no bool for an operand, the batch may share the operand."""
+    """Return the operands with the mapped axis in front, and its size. Where ``is_full`` is False
+    or missing, an operand without a mapped axis gets an axis of size 1."""
     (size,) = {arg.shape[dim] for arg, dim in zip(args, dims) if dim is not None}
 
     def with_axis(arg: Any, dim: int | None, is_full: bool) -> Any:

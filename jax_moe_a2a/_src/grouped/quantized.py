@@ -1,12 +1,12 @@
 """Define ``grouped_dot_fp8_p``, which multiplies rows and weights, both in ``BlockwiseFp8``.
 
 The operands are values and scales of rows, [*B, C, K] and [*B, C, K / 128]; values and scales of
-weights, [*B, L, N, K] and [*B, L, N / 128 rounded up, K / 128]; and sizes [*B, L]. Values and
-scales of spare weights may follow. ``primitives.py`` describes the leading axes ``B``. Parameters
-are ``dtype`` of the result, ``tail`` and ``num_sms``.
+weights, [*B, L, N, K] and [*B, L, N / 128 rounded up, K / 128]; and sizes [*B, L]. The values and
+scales of spare weights may be two more operands. ``primitives.py`` describes the leading axes
+``B``. Parameters are ``dtype`` of the result, ``tail`` and ``num_sms``.
 
-docs/fp8.md defines the arithmetic. The primitive has no derivatives, because a float8 array cannot
-hold a gradient.
+docs/fp8.md defines the arithmetic. The primitive has no derivatives, because float8 is too
+imprecise for gradients.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .weights import (
 
 RESULT_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
 TARGET = "moe_a2a_fp8_gemm"
-# Tiles of few rows are faster up to this mean number of rows per group.
+# If groups have at most this many rows on average, tiles of few rows are faster.
 FEW_ROWS = native.tuning("FP8_FEW_ROWS")
 NO_GRADIENT = (
     "an array in FP8 has no gradient, and no product of grouped_dot passes a gradient through it. "
@@ -53,13 +53,13 @@ grouped_dot_fp8_p = compat.Primitive("moe_a2a_grouped_dot_fp8")
 
 
 def is_quantized(rows: object, w: object) -> bool:
-    """Return True if rows or weights are quantized. Their product is then in FP8."""
+    """Return True if rows or weights are quantized, so that their product must be in FP8."""
     return any(isinstance(x, QuantizedExperts) or as_quantized(x) is not None for x in (rows, w))
 
 
 def check_operands(rows: Any, w: object) -> tuple[Quantized, QuantizedExperts]:
-    """Return quantized rows and weights, or raise an error. Quantize rows that are floats. All
-    arrays may be ``jax.ShapeDtypeStruct``."""
+    """Return quantized rows and weights, or raise an error. Float rows are quantized here. The
+    arguments may contain ``jax.ShapeDtypeStruct`` in place of arrays."""
     weights = check_experts("w", w)
     if weights.source is not None:
         raise ValueError(
@@ -90,8 +90,8 @@ def check_operands(rows: Any, w: object) -> tuple[Quantized, QuantizedExperts]:
 
 
 def check_experts(name: str, w: object, *, may_be_pairs: bool = False) -> QuantizedExperts:
-    """Return quantized weights if their values are [L, N, K]; otherwise raise an error. With
-    ``may_be_pairs``, values may also be [L, 2, I, K]."""
+    """Return quantized weights. Raise an error if their values are not [L, N, K] (or [L, 2, I, K]
+    with ``may_be_pairs``), or if another array does not fit."""
     if not isinstance(w, QuantizedExperts):
         got = short(w) if hasattr(w, "dtype") else type(w).__name__
         raise TypeError(
@@ -131,7 +131,8 @@ def check_experts(name: str, w: object, *, may_be_pairs: bool = False) -> Quanti
 
 @scopes.quantization
 def encode_rows(rows: jax.Array, name: str) -> Quantized:
-    """Quantize rows [C, K] for a product. A gradient with respect to these rows is an error."""
+    """Quantize rows [C, K] for a product. A derivative with respect to the rows raises a
+    TypeError."""
     fmt = BlockwiseFp8()
     fmt.check_numbers(rows, name)
     return fmt.encode(without_gradient(rows))
@@ -153,7 +154,7 @@ def _array(x: Any) -> Any:
 
 @jax.custom_jvp
 def without_gradient(x: jax.Array) -> jax.Array:
-    """Return ``x``. A derivative of the result raises a TypeError instead of being zero."""
+    """Return ``x``. A derivative with respect to ``x`` raises a TypeError."""
     return x
 
 
@@ -188,7 +189,7 @@ def refusing_jvp(
     tangents: compat.Tangents,
     **params: object,
 ) -> Any:
-    """Compute the jvp of a primitive without a gradient: zeros, or a TypeError."""
+    """Return zero tangents, or raise a TypeError if a tangent of an operand is not zero."""
     if not all(map(is_zero, tangents)):
         raise TypeError(NO_GRADIENT)
     out = primitive.bind(*primals, **params)
@@ -210,14 +211,14 @@ def _pairs(*parts: jax.Array) -> Iterable[tuple[jax.Array, jax.Array]]:
 
 
 def _reference(*operands: jax.Array, dtype: jnp.dtype, **_: object) -> jax.Array:
-    """Decode to float32 and multiply. Decoding is exact for scales that are powers of two."""
+    """Decode to float32, which is exact for scales that are powers of two, and multiply."""
     return reference.dot(*_decoded(operands, jnp.float32), transposed=False, dtype=dtype)
 
 
 def _in_bfloat16(
     *operands: jax.Array, dtype: jnp.dtype, tail: Tail, num_sms: int | None
 ) -> jax.Array:
-    """Decode to bfloat16 and multiply. Decoding is exact for scales that are powers of two."""
+    """Decode to bfloat16, which is exact for scales that are powers of two, and multiply."""
     decoded = _decoded(operands, jnp.bfloat16)
     if dtype == jnp.bfloat16:
         params = dict(transposed=False, dtype=dtype, tail=tail, num_sms=num_sms)
@@ -238,14 +239,14 @@ def _kernel(
 ) -> jax.Array:
     num_rows, columns = values.shape[-2], w_values.shape[-2]
     few = num_rows <= FEW_ROWS * sizes.shape[-1]
-    # The batch may share only values or only scales. The kernel reads both at the same index.
+    # ``vmap`` may map only values or only scales. The kernel reads both at the same index.
     pairs = _pairs(w_values, w_scales, *spare)
     leads, flat_values, flat_scales = zip(*(lowered.aligned(*pair, 3) for pair in pairs))
     groups = lowered.table(sizes, values.shape[:-2], num_rows, *leads, has_tail=tail == "zero")
     rows2 = lowered.flat(values, 2)
     out = jax.ShapeDtypeStruct((rows2.shape[0], columns), dtype)
     product = lowered.FORWARD_FEW if few else lowered.FORWARD
-    # The kernel reads one array of scales. These arrays are small, so joining them is cheap.
+    # The kernel reads one array of scales. Scales are small, so the concatenation is fast.
     scales3 = jnp.concatenate(flat_scales) if spare else flat_scales[0]
     w3, *spare3 = flat_values
     operands = rows2, w3, groups, lowered.flat(scales, 2), scales3, *spare3

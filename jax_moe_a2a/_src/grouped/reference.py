@@ -1,4 +1,5 @@
-"""Compute grouped products with jnp and lax. This code defines the primitives, and is the fallback.
+"""Compute grouped products with jnp and lax. These functions define the results of the primitives,
+and run if there is no kernel.
 
 ``primitives.py`` describes the operands.
 """
@@ -19,7 +20,8 @@ from ..ad import accumulation_dtype
 def groups_of(sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
     """Return two arrays, int32 [..., L]: the first row of each group, and its number of rows.
 
-    A negative size counts as 0. Groups are cut at ``num_rows``, because kernels do not check sizes.
+    A negative size becomes 0. Groups end at ``num_rows`` or before, because kernels do not check
+    sizes.
     """
     sizes = jnp.clip(sizes, 0, num_rows)
     ends = jnp.clip(jnp.cumsum(sizes, axis=-1, dtype=jnp.int32), 0, num_rows)
@@ -28,7 +30,7 @@ def groups_of(sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
 
 
 def arrays_of(w: Any) -> tuple[Any, ...]:
-    """Return a tuple (home, spare) unchanged. Return a single array as a tuple."""
+    """Return ``w`` if it is a tuple (home, spare); else return the tuple ``(w,)``."""
     return w if isinstance(w, tuple) else (w,)
 
 
@@ -36,10 +38,10 @@ def ragged_dot(
     rows: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bool, dtype: jnp.dtype
 ) -> jax.Array:
     """Multiply rows [C, K] by w [L, K, N], or rows [C, N] by the transposed weights. Rows after the
-    last group must be zero. Their results may have any value.
+    last group must be zero, and their results may have any values.
 
-    ``lax.ragged_dot`` may multiply zeros by the weights of groups without rows. Zeros replace these
-    weights, because the weights of an empty expert slot may hold NaN."""
+    The weights of groups without rows may be NaN, and ``lax.ragged_dot`` may multiply them by
+    zeros. Therefore zeros replace these weights."""
     w = jnp.where((sizes > 0)[:, None, None], w, jnp.zeros_like(w))
     w = jnp.swapaxes(w, -1, -2) if transposed else w
     out = lax.ragged_dot(rows, w, sizes, preferred_element_type=accumulation_dtype(dtype))
@@ -47,8 +49,8 @@ def ragged_dot(
 
 
 def ragged_outer(x: jax.Array, y: jax.Array, sizes: jax.Array, *, dtype: jnp.dtype) -> jax.Array:
-    """Return for each group the sum [L, K, N] of the outer products of its rows in x [C, K] and
-    y [C, N]. Rows after the last group are zero."""
+    """Return [L, K, N]: for each group, the sum of outer products of its rows of x [C, K] and y [C,
+    N]. Rows after the last group must be zero."""
     dimensions = lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((0,), (0,)), ((), ())),
         lhs_ragged_dimensions=[0],
@@ -72,7 +74,8 @@ def dot(
     """Multiply rows by the weights of their groups, [*B, C, N], or by the transposed weights,
     [*B, C, K]. Results after the last group are zero.
 
-    Spare weights have a separate product, because joining all weights would need memory for a copy.
+    Spare weights have a separate product, because a concatenation would need memory for all
+    weights.
     """
     columns = w.shape[-2] if transposed else w.shape[-1]
     shape = (*rows.shape[:-1], columns)
@@ -107,9 +110,9 @@ def outer(
     dtype: jnp.dtype,
     **_: object,
 ) -> list[jax.Array]:
-    """Return for each group the sum of the outer products of its rows. Each of ``parts`` has the
-    leading axes and the number of groups of a result [*part, K, N]. The result is also summed over
-    leading axes of size 1."""
+    """Return an array [*part, K, N] for each of ``parts``: the sums of outer products for its
+    groups. The part is the shape of leading axes and groups. If a leading axis of the part is 1,
+    the result is also summed over this axis."""
     found, first = [], 0
     for *lead, num in parts:
         shape = (*x.shape[:-2], num, x.shape[-1], y.shape[-1])
@@ -134,7 +137,7 @@ def outer(
 
 
 def sum_lead(x: jax.Array, lead: tuple[int, ...]) -> jax.Array:
-    """Sum over the leading axes that are 1 in ``lead``. These axes remain with size 1."""
+    """Return sums over the leading axes that are 1 in ``lead``. These axes keep the size 1."""
     axes = tuple(i for i, size in enumerate(lead) if size != x.shape[i])
     if not axes:
         return x
@@ -151,8 +154,8 @@ def _without_tail(rows: jax.Array, sizes: jax.Array) -> jax.Array:
 def _for_each(
     of_one: Callable[..., jax.Array], lead: tuple[int, ...], *operands: tuple[jax.Array, int]
 ) -> jax.Array:
-    """Call ``of_one`` for each element of the leading axes, one after the other to save memory. An
-    operand is a pair: an array, and the number of its axes after the leading axes."""
+    """Call ``of_one`` for each index of the leading axes. A loop makes the calls, to save memory.
+    An operand is a pair: an array, and the number of its axes after the leading axes."""
     if not math.prod(lead) > 1:
         out = of_one(*(x.reshape(x.shape[x.ndim - axes :]) for x, axes in operands))
         return out.reshape(*lead, *out.shape)
@@ -165,9 +168,9 @@ def _for_each(
 
 
 def scaled(x: jax.Array, weights: jax.Array, selects: bool) -> jax.Array:
-    """Return rows times their weights, in the accumulation dtype. With ``selects``, rows of weight
-    0 become zeros, even if they hold NaN. Derivatives need ``selects=False``, because the selection
-    would set the derivative with respect to a weight of 0 to 0."""
+    """Return rows times their weights, in the dtype of the weights. With ``selects``, rows with the
+    weight 0 become zeros, even if they are NaN. Functions that are differentiated need
+    ``selects=False``: a selection would make the derivative with respect to a weight of 0 zero."""
     weights = weights[..., None]
     scaled = x.astype(weights.dtype) * weights
     return jnp.where(weights != 0, scaled, 0) if selects else scaled

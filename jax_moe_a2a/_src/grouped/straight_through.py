@@ -1,18 +1,18 @@
-"""Multiply quantized rows and weights, with the derivative of the product of floats.
+"""Multiply rows and weights in FP8, with the derivative of the product of float arrays.
 
 Let Q be the rounding to ``BlockwiseFp8``. ``straight_through_dot_p`` computes ``Q(r) Q(w)`` for
-rows r and weights w. If its parameter ``quantizes`` is False, it computes ``r w``. The derivative
-is defined as the derivative of ``r w``, so quantization counts as the identity.
+rows r and weights w. If its parameter ``quantizes`` is False, it computes ``r w``. Its derivative
+is defined as the derivative of ``r w``, so the derivative of Q is the identity.
 
 - jvp: ``dr w + r dw``, with ``quantizes=False``.
-- transpose in rows: ``Q(ct) Q(w^T)``, with ``quantizes=True``. The derivative of this product also
-  ignores Q, so derivatives of any order exist.
+- transpose in rows: ``Q(ct) Q(w^T)``, with ``quantizes=True``. The derivative of this product is
+  defined in the same way, so derivatives of any order exist.
 - transpose in weights: the outer product of rows and ct, without Q.
 
 The first operands and the other parameters are as in ``grouped_dot_p``. With ``encoded``, the next
-operands are the values and scales of Q(r). The last operands may be the values, the scales and the
-transposed values of ``encode_source``. In a quantized product, the size of the summed axis is a
-multiple of 128.
+two operands are the values and scales of Q(r). The last operands may be the values, scales and
+transposed values of Q(w) from ``encode_source``. In a quantized product, the size of the summed
+axis is a multiple of 128.
 """
 
 from __future__ import annotations
@@ -56,12 +56,11 @@ def dot_in_fp8(
     transposed: bool = False,
     quantizes: bool = True,
 ) -> jax.Array:
-    """Multiply rows [C, K] by weights [L, K, N] in FP8. In rows after the last group, results and
-    derivatives are unspecified.
+    """Multiply rows [C, K] by weights [L, K, N] in FP8. After the last group, rows of results and
+    of derivatives are unspecified.
 
     Args:
-      rows: ``RowsInFp8``, or bfloat16 or float32, which the product quantizes. K is a multiple of
-        128.
+      rows: ``RowsInFp8``, or bfloat16 or float32 rows to quantize. K is a multiple of 128.
       w: weights whose source has the dtype of ``rows``. N is a multiple of 128. If ``w`` has no
         values, the source is quantized once for this product and its gradients.
       transposed: True to multiply rows [C, N] by the transposed weights.
@@ -93,7 +92,8 @@ def _dot(
     else:
         quantized = encode_experts(w, turned=not transposed, plain=transposed)
     if transposed:
-        # If ``_dce`` removed the transposed values before differentiation, compute them here.
+        # ``_dce`` may have removed the transposed values before differentiation. If so, compute
+        # them here.
         quantized = transposed_experts(quantized)
     if encoded:
         of_rows = Quantized(*parts[:2])
@@ -136,17 +136,17 @@ def _jvp(primals: compat.Primals, tangents: compat.Tangents, **params: Any) -> A
     params.update(quantizes=False, encoded=False)
     if not is_zero(d_rows):
         terms.append(bind(straight_through_dot_p, d_rows, w, sizes, *parts, **params))
-    if not is_zero(d_w):  # the transpose in d_w must not read w in FP8
+    if not is_zero(d_w):  # transposed to the outer product, which reads no FP8 weights
         terms.append(bind(straight_through_dot_p, rows, d_w, sizes, **params))
     return out, sum_of(out, terms)
 
 
 def _dce(used: Sequence[bool], eqn: compat.Equation) -> tuple[list[bool], Any]:
-    """Remove the transposed values of weights if this product does not read them. A program without
+    """Remove the operand with transposed values if this product does not read it. A program without
     gradients then does not compute these values."""
     num = len(eqn.invars)
     reads_all = eqn.params["transposed"] or not eqn.params["quantizes"]
-    # The operands are rows, w, sizes, perhaps rows in FP8 (two arrays), values and scales.
+    # The first operands are rows, w, sizes, with ``encoded`` two arrays of Q(r), values and scales.
     num_read = num if reads_all else 5 + 2 * eqn.params["encoded"]
     return [i < num_read for i in range(num)], eqn.replace(invars=eqn.invars[:num_read])
 

@@ -1,14 +1,14 @@
-"""Multiply rows by weights that are used several times, and sum their gradients in one array.
+"""Multiply rows by weights, and add the gradients of all uses of the weights in one array.
 
-A *total* is an array of zeros like the weights, in the accumulation dtype. Its tangent is the
-tangent of the weights. A product receives the total, and returns it for the next product with these
-weights. The transpose of a chain of products starts at the last product. Each product adds the
-gradient of its weights to the total, and passes the total to the previous product. Therefore one
-array in float32 holds the sum, and the gradient of each use is freed after it was added.
+A *total* is an array of zeros with the shape of the weights, in the accumulation dtype. Its tangent
+is the tangent of the weights. Each product with these weights gets the total, and returns it for
+the next product. The backward pass runs from the last product to the first. Each product adds the
+gradient of its weights to the cotangent of the total, and passes this sum to the previous product.
+Therefore the gradient of each use is added to one float32 array, and then freed.
 
 - ``passing_dot_p`` computes ``(r d, d)``, which is linear in d.
-- ``add_outer_p`` is its transpose, and computes ``total + outer(r, ct)``. On GPUs, the kernel of
-  the product also adds in float32, in the memory of the total.
+- ``add_outer_p`` is its transpose, and computes ``total + outer(r, ct)``. On GPUs, one kernel
+  multiplies and adds in float32, and overwrites the total in memory.
 
 ``primitives.py`` describes the operands. A total has the leading axes of its weights.
 """
@@ -46,17 +46,17 @@ passing_dot_p.multiple_results = True
 
 
 def total_of(w: jax.Array, given: jax.Array | None = None) -> jax.Array:
-    """Return the total of weights of any shape. The tangent of the result is the tangent of the
-    weights, plus the tangent of ``given`` if it is a total."""
+    """Return a total for weights of any shape: ``given``, or zeros. Its tangent is the tangent of
+    the weights, plus the tangent of ``given`` if ``given`` is not None."""
     zeros = jnp.zeros(w.shape, accumulation_dtype(w.dtype)) if given is None else given
     total, w = compat.align_varying([zeros, w], ())
     return _total_of(_batched_with(total, w), w)
 
 
 def _batched_with(x: jax.Array, other: jax.Array) -> jax.Array:
-    """Return x. If ``vmap`` batches ``other``, the result is also batched, because a traced
-    ``custom_jvp`` needs results that are batched like their tangents (jax 0.12.0). XLA removes the
-    select."""
+    """Return x. The select makes ``vmap`` map the result if it maps ``other``, because a traced
+    ``custom_jvp`` needs results that are mapped like their tangents (jax 0.12.0). XLA removes
+    it."""
     return lax.select(False, other.astype(x.dtype), x)
 
 
@@ -74,7 +74,7 @@ def _total_of_jvp(primals: Any, tangents: Any) -> Any:
 
 
 def with_total(w: jax.Array, total: jax.Array) -> jax.Array:
-    """Return weights unchanged. The tangent of the result is the tangent of the total."""
+    """Return the weights ``w``. The tangent of the result is the tangent of the total."""
     w, total = compat.align_varying([w, total], ())
     w = _batched_with(w, total)
     return with_tangent(w, lambda _, tangents: tangents[0].astype(w.dtype), total)
@@ -86,9 +86,9 @@ def summing_dot(
     total: jax.Array,
     sizes: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the product of rows and weights, and the total. The product is unspecified after the
-    last group. ``passing_dot_p`` computes the tangent with respect to the total, which replaces the
-    tangent with respect to the weights."""
+    """Return the product of rows and weights, which is unspecified after the last group, and the
+    total. The tangent of the weights is ignored: ``passing_dot_p`` uses the tangent of the
+    total."""
     w = encode_source(w) if isinstance(w, QuantizedExperts) else w
     leaves, tree = jax.tree.flatten((rows, w, total, sizes))
     return _summing_dot(*jax.tree.unflatten(tree, compat.align_varying(leaves, ())))
@@ -157,7 +157,8 @@ def _add_outer(total: jax.Array, x: jax.Array, y: jax.Array, sizes: jax.Array) -
 def _add_outer_by_product(
     total: jax.Array, x: jax.Array, y: jax.Array, sizes: jax.Array
 ) -> jax.Array:
-    """Add rounded products to the total. Paths without the kernel have no float32 products."""
+    """Add rounded products to the total, because other implementations than the kernel round
+    them."""
     params: dict[str, Any] = dict(lead=total.shape[:-3], dtype=x.dtype)
     params.update(tail="unspecified", num_sms=None)
     outer = bind_outer(x, y, sizes, **params)

@@ -1,9 +1,9 @@
-"""Quantize the weights of experts to ``BlockwiseFp8``: a scale for each square of 128 x 128.
+"""Quantize the weights of experts to ``BlockwiseFp8``, with a scale for each square of 128 x 128.
 
 ``encode_squares_p`` quantizes weights [*B, L, K, N], or [*B, L, K, 2, I] with ``k_axis=-3``. It
 returns scales. With ``turned``, it also returns values with K as the last axis. With ``plain``, it
-also returns values in the order of the weights. ``QuantizedExperts`` describes their shapes.
-Tangents of the results are zeros, as for integer operations.
+also returns values with the axes of the weights. The shapes are in ``QuantizedExperts``. The
+results have no derivatives.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ QUANTIZED_CHECKPOINT_NAME = "moe_a2a_quantized"
 """Checkpoint name, a str, of the quantized weights of ``Experts.in_fp8``.
 
 If a policy of ``jax.checkpoint`` saves this name, the backward pass does not quantize the weights
-again. The saved arrays need up to two bytes for each weight."""
+again. The saved arrays have up to two bytes per weight."""
 
 encode_squares_p = compat.Primitive("moe_a2a_encode_squares")
 encode_squares_p.multiple_results = True
@@ -45,17 +45,16 @@ encode_squares_p.multiple_results = True
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantizedExperts:
-    """The weights of experts in ``BlockwiseFp8``, float weights to train with FP8 products, or
-    both.
+    """A pytree of weights of experts: in ``BlockwiseFp8``, as floats to train in FP8, or both.
 
-    This class is a pytree, which ``quantize_experts`` and ``Experts.in_fp8`` return. If it has only
-    values and scales, the weights are frozen and have no gradient. If it has a source (float
-    weights), the gradients of a layer are gradients of the source. If it has only a source, each
-    call of a layer quantizes the source.
+    ``quantize_experts`` and ``Experts.in_fp8`` return it. If it has no ``source``, the weights are
+    frozen and have no gradient. If it has a ``source`` (float weights), the ``source`` gets the
+    gradients. If it has only a ``source``, each call of a layer quantizes it.
 
     In weights [L, K, N] of ``grouped_dot``, each square of 128 rows and 128 columns has one scale.
     Squares at the end of N may have fewer columns. Weights [L, K, 2, I] have a gate and an up
-    projection. For these weights, N is I, and all arrays have one more axis of size 2 after L.
+    projection. In that case N is I. ``values`` is [L, 2, I, K], and ``scales`` also has an axis of
+    size 2 after L.
     """
 
     values: Any = None
@@ -64,14 +63,14 @@ class QuantizedExperts:
     scales: Any = None
     """[L, N / 128 rounded up, K / 128] float32, or None without values."""
     transposed: Any = None
-    """[L, K, N] float8_e4m3fn, or None: the same numbers in the order of the weights. The gradient
-    of rows reads this array."""
+    """[L, K, N] float8_e4m3fn, or None: ``values`` with the axes of the weights. The gradient of
+    rows reads this array."""
     source: Any = None
-    """[L, K, N] floats, or None. The gradients of a layer belong to this array."""
+    """[L, K, N] floats, or None. This array gets the gradients."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of the weights, [L, K, N] or [L, K, 2, I]."""
+        """Return the shape of the float weights, [L, K, N] or [L, K, 2, I]."""
         for array in (self.source, self.transposed):
             if array is not None:
                 return tuple(array.shape)
@@ -85,7 +84,7 @@ class QuantizedExperts:
 
 
 class QArrayLike(Protocol):
-    """A quantized array of another library, such as ``QArray`` of qwix."""
+    """The fields of a quantized array of another library, such as ``QArray`` of qwix."""
 
     qvalue: Any
     scale: Any
@@ -126,23 +125,22 @@ def quantize_weights(
 
 
 def decode_experts(values: jax.Array, scales: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Return the weights of ``QuantizedExperts`` [..., N, K], rounded to a dtype."""
+    """Return decoded weights [..., N, K], rounded to ``dtype``."""
     (*lead, rows, columns), (n, k) = scales.shape, values.shape[-2:]
-    # Use two reshapes, because over Explicit axes JAX can merge only one axis in a reshape.
+    # Use two reshapes: over Explicit axes, JAX cannot merge two pairs of axes in one reshape.
     squares = jnp.broadcast_to(scales[..., :, None, :, None], (*lead, rows, BLOCK, columns, BLOCK))
     numbers = squares.reshape(*lead, rows, BLOCK, k).reshape(*lead, rows * BLOCK, k)
     return (values.astype(SCALE_DTYPE) * numbers[..., :n, :]).astype(dtype)
 
 
 def transposed_experts(w: QuantizedExperts) -> QuantizedExperts:
-    """Return the transposed weights for the gradient of rows."""
+    """Return weights with the axes N and K exchanged, for the gradient of rows."""
     values = jnp.swapaxes(w.values, -1, -2) if w.transposed is None else w.transposed
     return QuantizedExperts(values, jnp.swapaxes(w.scales, -1, -2))
 
 
 def as_quantized(x: object) -> Quantized | None:
-    """Convert a ``Quantized``, or an object with ``qvalue`` and ``scale``, to a ``Quantized``.
-    Return None for other objects."""
+    """Return a ``Quantized`` if ``x`` is one, or has ``qvalue`` and ``scale``; else return None."""
     if isinstance(x, Quantized):
         return x
     if hasattr(x, "qvalue") and hasattr(x, "scale"):
@@ -169,7 +167,7 @@ def check_squares(name: str, values: Any, scales: Any, shape: tuple[int, ...]) -
 
 
 def check_scales(name: str, scales: Any) -> None:
-    """Raise a ValueError if a known scale of the argument ``name`` is not finite."""
+    """Raise a ValueError if a scale of the argument ``name`` is not traced and not finite."""
     if not is_known(scales):
         return
     bad = np.argwhere(~np.isfinite(np.asarray(scales)))
@@ -200,17 +198,17 @@ def _turned(x: jax.Array) -> jax.Array:
 def encode_experts(
     w: jax.Array, *, k_axis: int = -2, turned: bool = True, plain: bool = True
 ) -> QuantizedExperts:
-    """Quantize weights as ``encode_squares_p`` does. Without ``turned``, the result has no
-    ``values``. Without ``plain``, it has no ``transposed``."""
+    """Quantize weights as ``encode_squares_p`` does. Without ``turned``, the field ``values`` is
+    None. Without ``plain``, ``transposed`` is None."""
     scales, *parts = _encode_squares(w, k_axis=k_axis, turned=turned, plain=plain)
     values = parts.pop(0) if turned else None
     return QuantizedExperts(values, scales, *parts)
 
 
 def encode_source(w: QuantizedExperts) -> QuantizedExperts:
-    """Return weights with a source and values. If ``w`` has no values, quantize the source, and
-    give the values their checkpoint name. Values are integers (``as_bits``), which ``from_bits``
-    converts back."""
+    """Return weights with a source and values. If ``w`` has no values, quantize the source; the
+    results get the name ``QUANTIZED_CHECKPOINT_NAME``. The FP8 values become integers
+    (``as_bits``). ``from_bits`` converts them back."""
     if w.values is not None:
         found = jax.tree.map(as_bits, dataclasses.replace(w, source=None))
     else:
@@ -227,17 +225,17 @@ def from_bits(values: jax.Array, scales: jax.Array, *transposed: jax.Array) -> Q
 
 def _encode_squares(w: jax.Array, **params: Any) -> list[jax.Array]:
     if any(axis is not None for axis in jax.typeof(w).sharding.spec):
-        return _composition(w, **params)  # its results keep the sharding over Explicit mesh axes
+        return _composition(w, **params)  # keeps the sharding of w
     return bind(encode_squares_p, w, **params)
 
 
 def _composition(w: jax.Array, *, k_axis: int, turned: bool, plain: bool) -> list[jax.Array]:
-    """Quantize with XLA. XLA reads the weights once for the scales, and once for each orientation
-    of the values. Values are transposed only after they are quantized."""
+    """Quantize with XLA. XLA reads the weights once for the scales, and once for each array of
+    values. The transpose comes after the quantization, because values are smaller than weights."""
     n, k_axis = w.shape[-1], k_axis + w.ndim
     w = _in_whole_squares(w, (k_axis, w.ndim - 1))
     padded = jnp.pad(w, [(0, 0)] * (w.ndim - 1) + [(0, -n % BLOCK)])
-    # Divide one axis at a time, because over Explicit axes JAX can change only one in a reshape.
+    # Use two reshapes: over Explicit axes, JAX cannot divide two axes in one reshape.
     by_rows = _divided(padded, k_axis)
     squares = _divided(by_rows, w.ndim)
     values, scales = BlockwiseFp8().encode_blocks(squares, (k_axis + 1, w.ndim + 1))
@@ -247,8 +245,8 @@ def _composition(w: jax.Array, *, k_axis: int, turned: bool, plain: bool) -> lis
 
 
 def _in_whole_squares(w: jax.Array, axes: tuple[int, int]) -> jax.Array:
-    """Gather an axis of ``w`` if its shards over Explicit mesh axes are not whole squares. Over
-    Auto axes, the compiler gathers."""
+    """Gather an axis of ``w`` over Explicit mesh axes if its shards do not contain a multiple of
+    128. Over Auto axes, the compiler does this."""
     sharding = jax.typeof(w).sharding
     spec = list(sharding.spec)
     for axis in axes:
@@ -285,7 +283,7 @@ def _batch(args: Sequence[jax.Array], dims: Any, **params: object) -> Any:
 
 
 def _dce(used: Sequence[bool], eqn: compat.Equation) -> tuple[list[bool], Any]:
-    """Do not compute values that are not used."""
+    """Do not compute the array of values that the program does not use."""
     names = [name for name in ("turned", "plain") if eqn.params[name]]
     keeps = dict(zip(names, used[1:], strict=True))
     outvars = [var for var, keep in zip(eqn.outvars, (True, *used[1:]), strict=True) if keep]

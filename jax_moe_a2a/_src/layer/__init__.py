@@ -1,1 +1,1 @@
-"""Build parts of MoE layers from the exchange and the grouped product."""
+"""Build MoE layers from the exchange of tokens and the grouped product."""

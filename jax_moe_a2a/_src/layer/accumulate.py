@@ -1,4 +1,4 @@
-"""Add the gradients of a loss to float32 totals."""
+"""Define ``accumulate_grads``, which adds the gradients of a loss to float32 arrays."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from .weights import Experts, Totals
 
 
 def accumulate_grads(loss: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:
-    """Return a function that adds the gradients of a loss to totals, in float32.
+    """Return a function that adds the gradients of a loss to float32 arrays, the totals.
 
-    ``add(totals, params, *args)`` computes ``loss(params, *args)``, and returns new totals and the
-    result of the loss. Call it for each micro-batch of a step, for example in ``lax.scan``, with
-    the totals as the carry. JAX transformations work inside and around the call.
+    ``add(totals, params, *args)`` computes ``loss(params, *args)``, and returns the new totals and
+    the result of the loss. Call ``add`` for each micro-batch of a step, for example in
+    ``lax.scan``, with the totals as the carry. All JAX transformations work on ``add`` and inside
+    ``loss``.
 
-    If the auxiliary result of the loss has the totals that the layer returned, kernels add the
-    gradients of expert weights directly to these totals, without rounding. The layer returns totals
-    in ``MoEStatistics``, or in the second result of ``moe_mlp`` with ``return_totals``. If the loss
-    uses the same experts again, pass these totals with ``experts.replace(totals=...)``. All other
-    gradients are computed before they are added.
+    The layer returns a ``Totals``: ``moe`` in ``MoEStatistics``, and ``moe_mlp`` with
+    ``return_totals`` as its second result. If the loss returns this ``Totals`` in its auxiliary
+    result, kernels add the gradients of expert weights directly to the totals, without rounding. If
+    the loss uses the same experts again, pass this ``Totals`` with ``experts.replace(totals=...)``.
 
     Args:
       loss: a function of parameters (a pytree of float arrays) and other arguments. It returns a
@@ -37,7 +37,7 @@ def accumulate_grads(loss: Callable[..., Any], *, has_aux: bool = False) -> Call
 
     Returns:
       A function of ``totals``, ``params`` and the other arguments. ``totals`` has the structure and
-      shapes of ``params``, in float32. In the auxiliary result, None replaces totals.
+      shapes of ``params``, in float32. In the auxiliary result, None replaces each ``Totals``.
 
     Example:
       ```python
@@ -70,13 +70,14 @@ def accumulate_grads(loss: Callable[..., Any], *, has_aux: bool = False) -> Call
             is_totals = lambda x: isinstance(x, Totals)
             found = [x for x in jax.tree.leaves(aux, is_leaf=is_totals) if is_totals(x)]
             aux = jax.tree.map(lambda x: None if is_totals(x) else x, aux, is_leaf=is_totals)
-            # Skip totals that do not fit the weights, for example totals of cast weights.
+            # Skip each ``Totals`` with other shapes or dtypes, for example if the loss casts the
+            # weights.
             whole = (x for x in found if _types(x) == _types(x.of(given[int(x.name)])))
             return (value, {x.name: x for x in whole}), aux
 
         zeros = jax.tree.map(jnp.zeros_like, given)
         (value, returned), transpose, aux = jax.vjp(of, zeros, has_aux=True)
-        # Pass the totals as cotangents, because products add their gradients to them.
+        # The totals are the cotangents of ``Totals``, because products add gradients to these.
         ends = {name: x.of(given[int(name)]) for name, x in returned.items()}
         (found,) = transpose((jnp.ones_like(value), ends))
         sums = jax.tree.map(jnp.add, given, found)
@@ -88,7 +89,8 @@ def accumulate_grads(loss: Callable[..., Any], *, has_aux: bool = False) -> Call
 
 
 def _tied(weights: Any, zeros: Any, name: str) -> Any:
-    """Return parameters whose gradients flow to ``zeros``. Experts get totals of this name."""
+    """Return the parameters, tied to ``zeros``, which get their gradients. The ``Totals`` of
+    ``Experts`` has this name."""
     totals = jax.tree.map(total_of, weights, zeros)
     tied = jax.tree.map(lambda w, total: with_total(lax.stop_gradient(w), total), weights, totals)
     if not isinstance(tied, Experts) or isinstance(tied.w_in, QuantizedExperts):
@@ -101,7 +103,7 @@ def _types(totals: Totals) -> list[Any]:
 
 
 def _check(path: Any, param: Any, total: Any) -> None:
-    """Raise an error if a total has another shape or dtype than its parameter needs."""
+    """Raise an error if a total does not have its parameter's shape and accumulation dtype."""
     name, dtype = jax.tree_util.keystr(path), accumulation_dtype(param.dtype)
     if not jnp.issubdtype(param.dtype, jnp.floating):
         raise TypeError(f"params{name} must be floats; got {short(param)}")

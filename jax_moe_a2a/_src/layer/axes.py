@@ -1,4 +1,4 @@
-"""Define the mesh axes of a layer."""
+"""Define ``Axes``, the mesh axes of a layer."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ..routing.checks import GroupOrAxes, axes_of
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """The mesh axes of a layer, by the dimensions that they divide.
+    """The mesh axes of a layer: each field says which axes divide one dimension.
 
-    If only ``experts`` is needed, pass its value in place of an ``Axes``. Along axes that are not
-    named, all devices repeat the work.
+    If only ``experts`` is needed, pass its value in place of an ``Axes``. Devices repeat the work
+    along mesh axes that no field names.
     """
 
     experts: GroupOrAxes

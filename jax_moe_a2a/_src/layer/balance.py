@@ -1,4 +1,4 @@
-"""Balance the load of experts, by losses of the router or by updates of its ``select_bias``."""
+"""Balance the load of experts with a loss, or with updates of the router's ``select_bias``."""
 
 from __future__ import annotations
 
@@ -36,20 +36,21 @@ def load_balancing_loss(
     The loss is ``E * sum(f * P)`` over the E experts. ``f`` is the expert's share of all choices.
     ``P`` is the mean of the expert's scores, after the scores of each token are divided by their
     sum. This is the loss of Switch Transformer (Fedus et al., arXiv:2101.03961, equations 4 to 6),
-    extended to top-k as in Megatron. With the sigmoid scores of one sequence, it is the
-    sequence-wise loss of DeepSeek-V3 (arXiv:2412.19437, section 2.1.2). For this loss, DeepSeek-V3
-    counts the choices of a router without ``select_bias``.
+    extended to several choices per token as in Megatron. Applied to the sigmoid scores of one
+    sequence, it is the sequence-wise loss of DeepSeek-V3 (arXiv:2412.19437, section 2.1.2). Pass
+    the ids of a router without ``select_bias`` for that loss.
 
-    In transformers, ``load_balancing_loss_func`` of Mixtral, Qwen3-MoE and GPT-OSS counts ``f`` per
-    token, and over all layers together. The result is ``top_k`` times this loss for scores and ids
-    with an axis of layers. Switch in transformers returns the mean of this loss over sequences.
+    In transformers, ``load_balancing_loss_func`` of Mixtral, Qwen3-MoE and GPT-OSS divides the
+    choices of all layers by the number of tokens. Its result is therefore ``top_k`` times this
+    loss, if scores and ids have an axis of layers. Switch in transformers returns the mean of this
+    loss over sequences.
 
-    A token counts if at least one of its ids is valid. If all scores of a token are 0, they are
-    treated as equal. Choices that a capacity drops also count. The loss has three variants:
+    Tokens without a valid id are ignored. If all scores of a token are 0, the loss uses equal
+    scores. ``f`` includes choices that a capacity drops. The loss has three variants:
 
-    - Each sequence by itself: ``jax.vmap(load_balancing_loss)(scores, ids).mean()``.
-    - First choices only, as in Switch and GShard (arXiv:2006.16668): ``ids[..., :1]``, because
-      ``TopK`` returns the best expert first.
+    - A loss for each sequence: ``jax.vmap(load_balancing_loss)(scores, ids).mean()``.
+    - The first choice of each token, as in Switch and GShard (arXiv:2006.16668): ``ids[..., :1]``,
+      because ``TopK`` returns the best expert first.
     - All micro-batches of a step (Qiu et al., arXiv:2501.11873): pass ``counts`` of the earlier
       micro-batches. ``f`` then includes their choices, but ``P`` is the mean over this call only.
 
@@ -59,23 +60,24 @@ def load_balancing_loss(
       ids: integers [..., K]: the ``ids`` of ``TopK``. Ids outside [0, E), such as -1, are
         not counted.
       counts: the number of choices of each expert on all ranks in earlier micro-batches, integers
-          or floats [E]; or None. They are added to the choices of ``ids``, and have no gradient.
-          Start with zeros, and add ``statistics.load.wanted_per_expert`` after each micro-batch.
+          or floats [E]; or None. The loss adds them to the choices in ``ids``. Start with zeros,
+          and add ``statistics.load.wanted_per_expert`` after each micro-batch.
       axis_name: names of the mesh axes in scope that divide the tokens, such as ``("data", "ep")``.
-        The shares then include the tokens of all ranks, and the loss is equal on these ranks. None
+        ``f`` and ``P`` then include the tokens of all ranks, and all ranks get the same loss. None
         means the tokens of this call only. The call sums 2E + 1 numbers with ``lax.psum``. If
-        ``jax.grad`` runs inside ``jax.vmap`` or ``shard_map(check_vma=False)``, it therefore
-        differentiates the sum of the losses of all ranks.
+        ``jax.grad`` runs inside ``jax.vmap`` or ``shard_map(check_vma=False)``, the gradient is
+        therefore the gradient of the sum of all ranks' losses.
 
     Returns:
-      [] float32 (float64 for float64), differentiable in the scores. It is 0 if no token counts.
+      A scalar, float32 (float64 for float64 scores), differentiable in the scores. It is 0 if no id
+      is valid.
 
     Raises:
       TypeError: if an argument has the wrong type or dtype.
       ValueError: if an argument has the wrong shape, or an axis is not in scope.
 
     Example:
-      Three of four choices chose expert 0:
+      Three of four tokens chose expert 0:
 
       ```python
       import jax.numpy as jnp
@@ -109,8 +111,8 @@ def load_balancing_loss(
 
 
 def shares_of(scores: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the scores [..., E], divided by their sum for each token, and booleans [...]: True for
-    tokens that count. The scores of all other tokens become 0."""
+    """Return the scores [..., E], divided by their sum for each token, and booleans [...], True for
+    tokens with a valid id. The scores of all other tokens become 0."""
     is_token = ((ids >= 0) & (ids < scores.shape[-1])).any(axis=-1, keepdims=True)
     # Divide by the largest score first. The sum is then at least 1, and its derivative cannot
     # overflow.
@@ -123,8 +125,8 @@ def shares_of(scores: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @scopes.losses
 def balance_loss_of(sums: jax.Array, num_tokens: jax.Array, counts: jax.Array) -> jax.Array:
-    """Return the balance loss. ``sums`` [E] are the sums of ``shares_of``, and ``counts`` [E] are
-    the numbers of choices."""
+    """Return the balance loss. ``sums`` [E] are sums over tokens of the first result of
+    ``shares_of``. ``counts`` [E] are the numbers of choices of each expert."""
     num_choices = jnp.maximum(counts.sum(), 1).astype(sums.dtype)
     scale = counts.size / (num_choices * jnp.maximum(num_tokens, 1))
     return jnp.sum(counts.astype(sums.dtype) * sums) * scale
@@ -140,12 +142,13 @@ def router_z_loss(
 
     Args:
       logits: floats [..., E] of 16 bits or more.
-      mask: booleans [...], False for tokens that do not count, as in ``TopK``; or None.
+      mask: booleans [...], False for tokens that the loss ignores, as in ``TopK``; or None.
       axis_name: names of the mesh axes that divide the tokens, as in ``load_balancing_loss``. The
         call makes one ``lax.psum`` of two numbers.
 
     Returns:
-      [] float32 (float64 for float64), differentiable in the logits. It is 0 if no token counts.
+      A scalar, float32 (float64 for float64 logits), differentiable in the logits. It is 0 if all
+      tokens are masked.
 
     Raises:
       TypeError: if an argument has the wrong type or dtype.
@@ -172,7 +175,7 @@ def router_z_loss(
 
 
 def z_columns(logits: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Return two arrays [...], whose sums are the arguments of ``z_loss_of``."""
+    """Return two arrays [...]. Their sums over the tokens are the arguments of ``z_loss_of``."""
     if mask is not None:
         logits = jnp.where(mask[..., None], logits, 0)
     # XLA computes the maximum and the sum only once if a softmax also needs them.
@@ -190,32 +193,33 @@ def sum_of_columns(
     counted: jax.Array | None = None,
     num_counted: int = 0,
 ) -> jax.Array:
-    """Return sums over all leading axes as one array [E + n + ``num_counted``].
+    """Return sums over all leading axes in one array [E + n + ``num_counted``].
 
-    The array holds the sums of ``first`` [..., E], the sums of the n arrays ``others`` [...], and
-    how often ``counted`` [..., K] has each integer below ``num_counted``. XLA computes the columns
-    while it adds them. If they were concatenated, XLA would first write them to an array.
+    The array contains the sums of ``first`` [..., E] and of the n arrays ``others`` [...]. The last
+    numbers are how often ``counted`` [..., K] contains each integer below ``num_counted``.
+    ``where`` joins the columns, because XLA would write the result of a concatenation to memory.
     """
     size, num_leading = first.shape[-1], first.ndim - 1
-    start = size + len(others)  # first column of the counts
+    start = size + len(others)  # the column that counts the integer 0
     column = lax.iota(jnp.int32, start + num_counted).reshape(*(1,) * num_leading, -1)
     columns = jnp.pad(first, [(0, 0)] * num_leading + [(0, len(others) + num_counted)])
     for i, x in enumerate(others):
         columns = jnp.where(column == size + i, x[..., None].astype(first.dtype), columns)
     if counted is not None:
-        # XLA would compute a sum over the axis K in a separate kernel.
+        # Do not call ``sum`` over the axis K, because XLA would compute it in a separate kernel.
         of_k = (counted[..., k, None] == column - start for k in range(counted.shape[-1]))
         counts = functools.reduce(operator.add, (hit.astype(first.dtype) for hit in of_k))
         columns = jnp.where(column >= start, counts, columns)
     if num_leading > 1:
-        # XLA would merge both sums into one sum, which uses only a few blocks of a GPU.
+        # The barrier keeps two sums. XLA would merge them into one sum, which uses only a few
+        # blocks of a GPU.
         columns = lax.optimization_barrier(columns.sum(axis=-2))
     return columns.sum(axis=tuple(range(columns.ndim - 1)))
 
 
 @scopes.losses
 def z_loss_of(total: jax.Array, num_tokens: jax.Array) -> jax.Array:
-    """Return the z-loss from a sum over tokens and the number of tokens."""
+    """Return the z-loss: a sum over tokens, divided by the number of tokens."""
     return total / jnp.maximum(num_tokens, 1)
 
 
@@ -227,26 +231,27 @@ def update_select_bias(
     recenter: bool = False,
     axis_name: AxisNames = None,
 ) -> jax.Array:
-    """Return the next ``select_bias``: higher for experts below the mean load, lower for others.
+    """Return the next ``select_bias``: higher for experts below the mean load, lower for experts
+    above it.
 
     The result is ``bias + rate * sign(mean(counts) - counts)``, which balances the load without a
     loss (DeepSeek-V3, arXiv:2412.19437, section 2.1.2; Wang et al., arXiv:2408.15664). Call it once
-    after each training step. Store the bias next to the parameters, but not among them, because the
-    bias has no gradient.
+    after each training step. Do not store the bias among the parameters of the optimizer, because
+    the bias has no gradient.
 
-    The counts must include dropped rows, because otherwise the bias of an overloaded expert rises.
+    The counts must include dropped choices. Otherwise the bias of an overloaded expert may rise.
 
     Args:
       bias: floats [..., E] of 32 bits or more. Leading axes are for layers.
       counts: integers or floats with the shape of ``bias``: the number of choices of each expert in
-        the batch, before a capacity drops any. Integers are compared with their mean exactly. Their
-        sum must be below 2**31.
+        the batch, before a capacity drops any. The comparison of integers with their mean is exact.
+        The sum of the counts must be below 2**31.
       rate: a number above 0 by which a bias changes in one step. DeepSeek-V3 used 0.001.
-      recenter: True to subtract the mean of the new bias, which changes no choice. Otherwise the
-          mean drifts, because the numbers of experts below and above the mean load differ.
+      recenter: True to subtract the mean of the new bias from it. This changes no choice, but the
+          mean otherwise grows or shrinks with each step.
       axis_name: names of mesh axes over which counts are first summed, such as ``"data"``, or None
-        if counts already cover the whole batch. Summing twice over an axis is harmless, because
-        only the sign of the differences matters.
+        if the counts are already sums over all ranks. A second sum over the same ranks does not
+        change the result, because the update reads only signs.
 
     Returns:
       The new bias, with the shape and dtype of ``bias``.
@@ -285,7 +290,7 @@ def update_select_bias(
 def quantile_select_bias(
     bias: ArrayLike, histogram: ArrayLike, k: int, *, axis_name: AxisNames = None
 ) -> jax.Array:
-    """Return the ``select_bias`` that would have given each expert an equal load.
+    """Return the ``select_bias`` with which all experts would have had equal loads.
 
     The method is quantile balancing (Su, https://kexue.fm/archives/11619), as in Kimi K3 (technical
     report, section 2.3.3, equations 13 and 14, and appendix D), Megatron-LM, TransformerEngine and
@@ -298,10 +303,10 @@ def quantile_select_bias(
     next bias = b - mean(b)
     ```
 
-    ``TopK.bias_histogram`` counts ``r`` in bins, and the quantile is interpolated within its bin.
-    Unlike ``update_select_bias``, the method has no rate, and balances a skewed router after a few
-    steps. Call it once after each training step. If small batches make the bias noisy, average it:
-    ``0.9 * bias + 0.1 * next_bias``.
+    ``TopK.bias_histogram`` counts ``r`` in bins, and the quantile is interpolated linearly within a
+    bin. Unlike ``update_select_bias``, the method needs no rate. It balances a skewed router in a
+    few steps. Call it once after each training step. If small batches make the bias noisy, average
+    it: ``0.9 * bias + 0.1 * next_bias``.
 
     Args:
       bias: floats [..., E] of 32 bits or more: the ``select_bias`` of the step. Leading axes are
@@ -310,10 +315,10 @@ def quantile_select_bias(
         micro-batches.
       k: the number of experts of each token, 1 or more and below E.
       axis_name: names of mesh axes over which histograms are first summed, such as ``"data"``, or
-          None if the histograms already cover the whole batch.
+          None if the histograms are already sums over all ranks.
 
     Returns:
-      The new bias, with the shape and dtype of ``bias``. If no token was counted, the result is
+      The new bias, with the shape and dtype of ``bias``. If the histogram is zero, the result is
       ``bias``.
 
     Raises:
@@ -352,8 +357,8 @@ def quantile_select_bias(
         raise ValueError(f"k must be below the number of experts, {num_experts}; got {k}")
     counts = sum_over(axes, histogram.astype(_sum_dtype(histogram.dtype)))
     num_tokens = counts.sum(axis=-1, dtype=counts.dtype)
-    # num_tokens * k / E is ``rank`` - ``part``, with ``part`` in [0, 1). Divide first, because
-    # num_tokens * k may not fit into the dtype.
+    # num_tokens * k / E is ``rank - part``, with ``part`` in [0, 1). Divide by E before the
+    # product, because num_tokens * k may not fit into the dtype.
     whole, rest = jnp.divmod(num_tokens, num_experts)
     rank = whole * k - (-rest * k) // num_experts
     part = ((-rest * k) % num_experts).astype(bias.dtype) / num_experts
@@ -375,12 +380,13 @@ def _sum_dtype(dtype: jnp.dtype) -> Any:
 
 
 def _below_mean(counts: jax.Array) -> jax.Array:
-    """Return 1 for counts [..., E] below their mean, -1 above it, and 0 at the mean."""
+    """Return an array like counts [..., E]: 1 for counts below their mean, -1 above it, 0 if
+    equal."""
     num_experts = counts.shape[-1]
     total = counts.sum(axis=-1, keepdims=True, dtype=counts.dtype)
     if not jnp.issubdtype(counts.dtype, jnp.integer):
         return jnp.sign(total - num_experts * counts)
-    # Divide first, because a product of a count and E may not fit into 32 bits.
+    # Divide the total by E, because the product of a count and E may not fit into 32 bits.
     mean, rest = jnp.divmod(total, num_experts)
     return jnp.sign(mean - counts) + ((counts == mean) & (rest > 0)).astype(counts.dtype)
 
@@ -404,7 +410,7 @@ def _check_counts(value: object, name: str = "counts") -> jax.Array:
 
 
 def _check_axes(axis_name: Any) -> tuple[str, ...]:
-    """Return the names of mesh axes in scope as a tuple, or raise an error."""
+    """Return ``axis_name`` as a tuple of names, or raise an error if a name is not in scope."""
     if axis_name is None:
         return ()
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
@@ -425,7 +431,7 @@ def _check_axes(axis_name: Any) -> tuple[str, ...]:
 
 
 def _check_scores(value: object) -> jax.Array:
-    """Return scores as an array. Raise an error if their values are known and negative."""
+    """Return scores as an array. Raise an error if a value is negative and not traced."""
     scores = check_logits(value, "scores")
     if is_known(scores) and scores.size and (least := float(scores.min())) < 0:
         raise ValueError(

@@ -1,13 +1,13 @@
-"""Choose the experts with the highest keys, with ``lax.top_k`` or a kernel for NVIDIA GPUs.
+"""Define ``choose_p``, which chooses the experts with the highest keys for each token.
 
 ``choose_p`` has the operands keys and values, floats [*B, E], and an optional mask, booleans [*B].
 It returns the ids of the experts with the highest keys, int32 [*B, K], their weights [*B, K] and
-their values [*B, K]. Masked tokens have the ids -1, and zeros as weights and values. The parameters
-are ``k``, ``groups`` and ``weighing``. The kernel and ``lax.top_k`` choose equal ids, because the
-kernel only compares keys, and adds a few keys in a fixed order.
+their values [*B, K]. In masked tokens, ids are -1, and weights and values are 0. The parameters are
+``k`` (K), ``groups`` and ``weighing``. A kernel for NVIDIA GPUs and ``lax.top_k`` choose equal ids,
+because both add the keys of a group in the same order.
 
-Derivatives treat the ids as constants. The weights are a function of the chosen values, and the
-chosen values are linear in the values.
+The ids have no derivative. The weights are a function of the chosen values, which are linear in the
+values.
 """
 
 from __future__ import annotations
@@ -37,38 +37,39 @@ choose_p.multiple_results = True
 
 
 class Groups(NamedTuple):
-    """The groups of consecutive experts from which a token chooses."""
+    """The parameters of a choice among groups of consecutive experts, as in ``TopK``."""
 
     num_groups: int
     top_groups: int
-    """The number of best groups that a token may choose from."""
+    """A token chooses only from this many groups: the groups with the highest values."""
     top_in_group: int
-    """The value of a group is the sum of this many of its highest keys."""
+    """The value of a group is the sum of its ``top_in_group`` highest keys."""
 
 
 class Weighing(NamedTuple):
-    """The function that computes weights from chosen values."""
+    """A function that computes the weights of choices from the chosen values."""
 
     renormalizes: bool
-    """True if weights are the softmax of the values (of their log-sigmoids if ``is_sigmoid``).
-    False if weights are the values."""
+    """True if the weights are the softmax of the values, or of their log-sigmoids if
+    ``is_sigmoid``. False if the weights are the values."""
     is_sigmoid: bool
     scale: float
-    """The factor of the weights."""
+    """A factor that multiplies the weights."""
 
     def __call__(self, chosen: jax.Array, counts: jax.Array | None = None) -> jax.Array:
-        """Return the weights of values [..., K]. The softmax leaves out choices whose ``counts`` is
-        False."""
+        """Return the weights of chosen values [..., K]. If ``counts`` [..., K] is False for a
+        choice, the softmax ignores the choice."""
         if not self.renormalizes:
             return chosen * self.scale
         logs = jax.nn.log_sigmoid(chosen) if self.is_sigmoid else chosen
         if counts is not None:
             logs = jnp.where(counts, logs, -jnp.inf)
-        # A softmax of logarithms divides scores by their sum, and never divides 0 by 0.
+        # The softmax of log(scores) is scores / sum(scores), without the risk of 0 / 0.
         return jax.nn.softmax(logs) * self.scale
 
     def tangent(self, weights: jax.Array, chosen: jax.Array, d_chosen: jax.Array) -> jax.Array:
-        """Return the tangent of the weights [..., K] of these values."""
+        """Return the tangent of ``weights``, from the tangent ``d_chosen`` of the chosen values
+        [..., K]."""
         if not self.renormalizes:
             return d_chosen * self.scale
         d_logs = d_chosen * jax.nn.sigmoid(-chosen) if self.is_sigmoid else d_chosen
@@ -85,43 +86,43 @@ def choose(
     groups: Groups | None,
     weighing: Weighing,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the ids [..., K] of the experts with the highest keys [..., E], best first, and their
-    weights [..., K]. ``weighing`` computes weights from the values [..., E]. Keys have no gradient.
-    The mask [...] is False for tokens that choose no expert."""
+    """Return the ids [..., K] of the experts with the highest keys [..., E], from high to low, and
+    their weights [..., K]. ``weighing`` computes the weights from the values [..., E] of these
+    experts. Keys have no gradient. ``mask`` [...] is False for tokens that choose no expert."""
     operands = (lax.stop_gradient(keys), values, *([] if mask is None else [mask]))
     ids, weights, _ = bind(choose_p, *operands, k=k, groups=groups, weighing=weighing)
     return ids, weights
 
 
 def best(keys: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
-    """Return the highest keys and their indices, from high to low. If keys are equal, the lower
+    """Return the highest keys and their indices, from high to low. Among equal keys, the lowest
     index is first."""
-    # XLA orders -0.0 before 0.0, so replace -0.0. XLA would remove an addition of 0.0.
+    # ``top_k`` sorts 0.0 before -0.0, so replace -0.0. XLA would remove ``keys + 0.0``.
     values, ids = lax.top_k(jnp.where(keys == 0, 0.0, keys), number)
-    # The minimum changes no id. Without it, a program over Auto axes whose only result is the ids
-    # would return zeros on GPUs and TPUs (https://github.com/openxla/xla/issues/49005).
+    # The minimum does not change the ids. Without it, a program over Auto axes whose only result is
+    # the ids would return zeros on GPUs and TPUs (https://github.com/openxla/xla/issues/49005).
     return values, jnp.minimum(ids, keys.shape[-1] - 1)
 
 
 def at(values: jax.Array, ids: jax.Array) -> jax.Array:
-    """Return ``values[..., ids]`` [..., K], with 0 for ids outside [0, E). Use a sum, because a
-    gather needs a sharding over Explicit axes, and its transpose is a scatter."""
+    """Return the values of the ids [..., K], with 0 for ids outside [0, E). Use a sum, because over
+    Explicit axes a gather needs a sharding, and its transpose is a scatter."""
     chosen = one_hot(ids, values.shape[-1])
     return jnp.where(chosen, values[..., None, :], 0).sum(axis=-1)
 
 
 def one_hot(ids: jax.Array, num: int) -> jax.Array:
-    """Return booleans [..., num], True where the last index equals the id."""
+    """Return booleans [..., num]: True at the index that equals the id."""
     ids = ids[..., None]
     return ids == lax.broadcasted_iota(ids.dtype, (1,) * (ids.ndim - 1) + (num,), ids.ndim - 1)
 
 
 def _only_best_groups(keys: jax.Array, groups: Groups) -> jax.Array:
-    """Return the keys, with minus infinity for experts outside a token's best groups."""
+    """Return the keys, with minus infinity outside the token's ``top_groups`` groups."""
     num_groups, top_groups, top_in_group = groups
     grouped = keys.reshape(*keys.shape[:-1], num_groups, keys.shape[-1] // num_groups)
     highest = best(grouped, top_in_group)[0]
-    # Add the keys from high to low, like the kernel.
+    # Add the keys from high to low, as the kernel does.
     values = functools.reduce(operator.add, (highest[..., i] for i in range(top_in_group)))
     is_best = one_hot(best(values, top_groups)[1], num_groups).any(axis=-2)
     return jnp.where(is_best[..., None], grouped, -jnp.inf).reshape(keys.shape)
@@ -159,7 +160,8 @@ def _kernel(
 
 
 def why_no_kernel(keys: Any, groups: Groups | None = None) -> str:
-    """Return why no kernel chooses from these keys on this process's GPUs, or ''."""
+    """Return '' if the kernel can choose from these keys on this process's GPUs, else the
+    reason."""
     if keys.dtype != jnp.float32:
         return f"the kernel compares float32 numbers; got {short(keys)}"
     if why := native.why_no_local_kernel():

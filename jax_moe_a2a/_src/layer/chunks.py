@@ -1,8 +1,7 @@
-"""Run a layer for one chunk of tokens at a time, to save memory.
+"""Run a layer on one chunk of tokens after the other, to save memory.
 
-The totals of the weights (``grouped/totals.py``) are the carry of the loop over chunks. The loop of
-the backward pass therefore carries the gradients of weights as float32 sums, and products add to
-these sums.
+The carry of the loop over chunks is the totals of the weights (``grouped/totals.py``). The carry of
+the backward loop is therefore the float32 sums of the weights' gradients.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from .weights import Experts, Totals
 
 
 class Tokens(NamedTuple):
-    """The arrays [T, ...] of the tokens of a rank. None or a number may replace an array."""
+    """The arrays [T, ...] of a rank's tokens. A field may also be None or a number."""
 
     x: Any
     topk_ids: Any
@@ -35,19 +34,18 @@ class Tokens(NamedTuple):
 
 
 class LayerWeights(NamedTuple):
-    """The weights of a rank, as ``flat`` returns them."""
+    """The weights of a rank, in the shapes that ``flat`` returns."""
 
     experts: Experts
-    """Weights of the rank's experts, or of all its slots."""
+    """Weights of the rank's home experts, or of the experts in all its slots."""
     fetched: Experts | None = None
-    """Weights of spare slots, if they are already fetched."""
+    """Weights of the spare slots, or None if the layer must fetch them."""
     shared: Experts | None = None
     """Weights of a shared expert."""
 
 
 def check_one_global_scale(fmt: TokenFormat | None, reason: str, remedy: str) -> None:
-    """Raise an error if the format has a global scale for each token. ``reason`` says why this is
-    an error."""
+    """Raise an error, with ``reason``, if the token format has a global scale for each token."""
     scales = None if fmt is None else fmt.token_scales
     if scales is not None:
         raise ValueError(
@@ -63,15 +61,16 @@ def in_chunks(
     weights: LayerWeights,
     totals: Totals,
 ) -> tuple[Totals, Any]:
-    """Return totals, and the layer's results for all chunks, a pytree of arrays [num_chunks, ...].
+    """Return the totals, and the layer's results, a pytree of arrays [num_chunks, ...].
 
     Args:
-      layer: returns a pytree of arrays for a chunk, and the totals that the products of this chunk
-        returned. It runs under ``jax.checkpoint``.
-      tokens: arrays [T, ...], which are divided. Numbers and None are passed to all chunks.
+      layer: a function that returns the arrays of a chunk (a pytree), and the totals after this
+        chunk. It runs under ``jax.checkpoint``.
+      tokens: arrays [T, ...], which are divided into chunks. Each chunk gets the same numbers and
+        None.
       weights: JAX arrays. Their gradients are summed over the chunks in float32. Values and scales
         of ``QuantizedExperts`` have no gradient.
-      totals: the totals of the experts, or a value without arrays.
+      totals: the totals of the experts, or a ``Totals`` without arrays.
     """
     divided = {}
     for name, value in tokens._asdict().items():
@@ -93,7 +92,7 @@ def in_chunks(
     first = _map_floats(total_of, weights)
     if not jax.tree.leaves(totals) and not weights.experts.has_lora:
         totals = totals.of(first.experts.map_weights(_floats))
-    # Only the totals receive gradients.
+    # ``weights`` get no gradients directly, because the totals receive them.
     fixed = _map_floats(lax.stop_gradient, weights)
 
     def step(totals: Totals, chunk: dict[str, jax.Array]) -> tuple[Totals, Any]:
@@ -101,15 +100,17 @@ def in_chunks(
         result, found = layer(tokens._replace(**chunk), own, totals)
         return found, result
 
-    # The carry must keep its type, but a chunk returns totals that vary over the axes of tokens.
+    # A chunk returns totals that vary over the mesh axes of the tokens. The first totals must do
+    # the same, because the type of a carry must not change.
     axes = frozenset().union(*map(compat.varying_axes, divided.values()))
     totals = jax.tree.map(lambda total: compat.align_varying([total], axes)[0], totals)
-    # ``prevent_cse`` is not needed, because XLA does not merge computations of different loops.
+    # ``prevent_cse`` is not needed, because XLA does not merge the forward loop and the backward
+    # loop.
     return lax.scan(jax.checkpoint(step, prevent_cse=False), totals, divided)
 
 
 def _floats(w: Any) -> Any:
-    """Return the array with the gradients of weights, or None if weights have no gradients."""
+    """Return the float array of the weights that has gradients, or None if no array has."""
     return w.source if isinstance(w, QuantizedExperts) else w
 
 

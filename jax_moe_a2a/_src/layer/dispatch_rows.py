@@ -1,4 +1,4 @@
-"""Dispatch the rows of an expert layer, under a name for the policies of ``jax.checkpoint``."""
+"""Dispatch the tokens of a layer. The received rows get a ``jax.checkpoint`` name."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ ROWS_CHECKPOINT_NAME = "moe_a2a_rows"
 """Checkpoint name, a str, of the rows that ``moe_mlp`` dispatches and of their router weights.
 
 If a policy saves this name and ``ROUTING_CHECKPOINT_NAME``, the backward pass of ``jax.checkpoint``
-does not dispatch the tokens again. Rows that arrive in FP8 for training in FP8 are saved in both
-forms: in FP8 and decoded."""
+does not dispatch the tokens again. If experts are trained in FP8, the policy saves rows that arrive
+in FP8 twice: in FP8 and decoded."""
 
 
 def dispatch_rows(arguments: DispatchArguments) -> Recv:
-    """Dispatch one array [T, H] with ``tail="unspecified"``. Rows and weights of the ``Recv`` have
-    the checkpoint name. If the dispatch keeps encoded rows, the rows are ``RowsInFp8``."""
+    """Dispatch one array [T, H] with ``tail="unspecified"``. Rows and weights of the ``Recv`` get
+    the name ``ROWS_CHECKPOINT_NAME``. With ``keeps_encoded``, the rows are ``RowsInFp8``."""
     recv = bind_dispatch(arguments)
     rows, weights = named((recv.rows, recv.weights), ROWS_CHECKPOINT_NAME)
     return dataclasses.replace(recv, rows=rows, weights=weights)
@@ -34,8 +34,8 @@ def dispatch_rows(arguments: DispatchArguments) -> Recv:
 def dispatch_in_fp8(arguments: DispatchArguments) -> Recv:
     """Dispatch the tokens of a layer in ``BlockwiseFp8``, for products with frozen weights.
 
-    Rows of the ``Recv`` are ``RowsInFp8``. Rows and weights have the derivatives of one dispatch of
-    floats, so their gradients travel in one exchange.
+    The rows of the ``Recv`` are ``RowsInFp8``. The derivatives are the derivatives of a dispatch of
+    floats, so the gradients of rows and weights travel in one exchange.
     """
     (x,), weights = arguments.leaves, arguments.choice_arrays
     known = arguments._replace(leaves=[fixed(x)], choice_arrays=list(map(fixed, weights)))
@@ -47,7 +47,7 @@ def dispatch_in_fp8(arguments: DispatchArguments) -> Recv:
         return bind(DISPATCH, tangents[0], primals[1], **params)
 
     moved = [BlockwiseFp8().decode(recv.rows, x.dtype), *[recv.weights] * len(weights)]
-    # Under ``vmap``, ids may be a NumPy array, which custom_jvp refuses (jax 0.10.2).
+    # Under ``vmap``, ids may be a NumPy array, which custom_jvp does not accept (jax 0.10.2).
     routing = jax.tree.map(fixed, recv.routing)
     floats, *found = with_tangent(moved, tangent_of, [x, *weights], routing)
     rows = RowsInFp8(recv.rows, floats)

@@ -1,8 +1,9 @@
-"""Move the weights of replicas from the ranks of their experts to the spare slots.
+"""Copy the weights of experts from their home ranks to the spare slots that have replicas.
 
-An expert's weights are cut into pieces of equal size. One dispatch sends the pieces as tokens, and
-the spare slots receive them as experts. All ranks know the placement, so each rank computes its
-routing alone. The transpose is a combine, which sums the gradients of replicas at the home rank.
+An expert's weights are cut into pieces of equal size. One dispatch sends the pieces like tokens, to
+the spare slots in place of experts. All ranks know the placement, so each rank computes its routing
+without communication. The transpose is a combine, which adds the gradients of replicas on the home
+rank.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ FETCHED_CHECKPOINT_NAME = "moe_a2a_fetched"
 If a policy of ``jax.checkpoint`` does not save this name, the backward pass fetches the weights
 again."""
 
-# The largest number of elements of a piece. More pieces keep more SMs busy, but need larger routing
-# arrays, with an entry for each piece, rank and replica.
+# Large arrays are cut into pieces of this many elements or more, but below twice as many. More
+# pieces keep more SMs busy. Routing arrays have an entry for each piece, rank and replica.
 PIECE_ELEMENTS = 2**15
 
 
 def fetch_experts(w: PyTree, placement: Placement, *, group: GroupOrAxes) -> PyTree:
-    """Fetch the weights of this rank's spare slots from the ranks of their experts.
+    """Fetch the weights for this rank's spare slots from the home ranks of the experts.
 
-    All arrays travel in one exchange, bit for bit. No routing exchange is needed. Call it on every
+    One exchange copies all arrays bit for bit, and no routing exchange is needed. Call it on every
     rank, where the group's axes are in scope. The gradient of ``w`` is the sum of the gradients of
-    all replicas in spare slots, computed in float32 (float64 for float64) in the order of ranks,
-    and rounded once to the dtype of ``w``. Integers, and floats of 8 bits, have no gradient.
+    all replicas in spare slots, computed in float32 (float64 for float64 weights) in the order of
+    ranks, and rounded once to the dtype of ``w``. Integers and floats of 8 bits have no gradient.
 
     Args:
       w: array [E / R, ...], or a pytree of arrays with this first axis: the weights of this rank's
@@ -51,13 +52,14 @@ def fetch_experts(w: PyTree, placement: Placement, *, group: GroupOrAxes) -> PyT
       group: the ranks, as in ``route``. A group of two levels is not supported.
 
     Returns:
-      [S, ...] like ``w``: the weights of the expert in each of this rank's S spare slots, and zeros
-      for an empty slot.
+      Arrays [S, ...] like ``w``: for each of this rank's S spare slots, the weights of its expert,
+      or zeros if it is empty.
 
     Raises:
-      TypeError: if an argument has the wrong type or dtype, or the placement has other shapes.
-      ValueError: if an argument has the wrong shape, the placement has other ranks or lacks the
-          home form, or the group has two levels.
+      TypeError: if an argument has the wrong type or dtype, or the arrays of the placement have
+        wrong shapes.
+      ValueError: if an argument has the wrong shape, the placement has another number of ranks or
+          not the home form, or the group has two levels.
 
     Example:
       Two ranks have two experts and a spare slot each. Both spare slots have expert 0:
@@ -108,7 +110,7 @@ def fetch(arrays: list[jax.Array], placement: Placement, group: Group) -> list[j
     num_pieces = 1 << max(0, (max(sizes) // PIECE_ELEMENTS).bit_length() - 1)
     routing = _in_pieces(_routing_of_experts(placement, own_rank(group), num_ranks), num_pieces)
     tokens = [_pieces_of(x, num_pieces) for x in arrays]
-    # If a rank has an expert in several slots, the rank sends one sum of their gradients.
+    # If a rank has several replicas of an expert, it sends one sum of their gradients, in float32.
     is_wide = any(x.dtype == jnp.float64 for x in tokens)
     options = Options(wire_dtype=None if is_wide else jnp.dtype(jnp.float32))
     params: dict[str, Any] = dict(num_leaves=len(tokens), num_choice_arrays=0, options=options)
@@ -121,7 +123,7 @@ def fetch(arrays: list[jax.Array], placement: Placement, group: Group) -> list[j
 
 
 def _pieces_of(x: jax.Array, num_pieces: int) -> jax.Array:
-    """Return arrays [L, ...] as pieces [L * num_pieces, width], padded with zeros."""
+    """Return an array [L, ...], cut into pieces [L * num_pieces, width] and padded with zeros."""
     flat = x.reshape(x.shape[0], -1)
     if more := -flat.shape[1] % num_pieces:
         flat = jnp.pad(flat, ((0, 0), (0, more)))
@@ -129,12 +131,13 @@ def _pieces_of(x: jax.Array, num_pieces: int) -> jax.Array:
 
 
 def _routing_of_experts(placement: Placement, rank: jax.Array, num_ranks: int) -> RoutingArrays:
-    """Return the routing of a rank whose tokens are its experts, and whose rows are its spare
-    slots. An empty slot is padding, to which a dispatch writes zeros."""
+    """Return the routing of a rank, in which each expert is a token, and each spare slot is a row.
+    Empty slots are padding, to which a dispatch writes zeros."""
     num_experts, num_slots = placement.num_experts, placement.num_slots
     per_rank, slots_of_rank = num_experts // num_ranks, num_slots // num_ranks
     spare = slots_of_rank - per_rank
-    # The first slot of an expert is its home slot. The other slots, [R, L, K], are its choices.
+    # The first slot of an expert is its home slot. Its other slots, [R, L, K], are the choices of
+    # the token.
     slots = placement.expert_slots[:, 1:].reshape(num_ranks, per_rank, -1)
     choice_rank = jnp.where(slots >= 0, quotient(slots, slots_of_rank), -1)
     row = slots - choice_rank * slots_of_rank - per_rank
@@ -154,7 +157,8 @@ def _routing_of_experts(placement: Placement, rank: jax.Array, num_ranks: int) -
 
 
 def _in_pieces(routing: RoutingArrays, num: int) -> RoutingArrays:
-    """Return the routing of pieces: index t becomes the indices t * num to t * num + num - 1."""
+    """Return the routing of pieces: index t of an expert becomes the indices t * num to t * num +
+    num - 1."""
 
     def numbered(x: jax.Array, axis: int) -> jax.Array:
         x = jnp.repeat(x, num, axis)

@@ -1,15 +1,15 @@
-"""Define the forms in which a rank applies its experts to its rows.
+"""Define three *forms*: ways in which a rank applies its experts to its rows.
 
-A form is a function of rows, weights, group sizes and totals of the weights. It returns totals, and
-the outputs [C, H], which are unspecified after the last group. The forms are:
+A form is a function of rows, weights, group sizes and totals of the weights. It returns the outputs
+[C, H] and new totals. Outputs after the last group are unspecified. The forms are:
 
-- *fused*: kernels apply the activation and its derivative. If weights are trained in FP8, the
-  kernels also quantize.
-- *composed*: separate passes apply the activation between two products. Adapters add to products.
+- *fused*: the kernels of the products also apply the activation and its derivative. If weights are
+  trained in FP8, these kernels also quantize.
+- *composed*: separate passes apply the activation between two products. The products of LoRA
+  adapters are added.
 - *frozen*: products read rows and weights that are already in FP8. The weights have no gradient.
 
-If weights are trained in FP8, the first product reads ``RowsInFp8`` directly. If it gets other
-rows, it quantizes them.
+If weights are trained in FP8, the first product quantizes the rows, unless they are ``RowsInFp8``.
 """
 
 from __future__ import annotations
@@ -48,20 +48,22 @@ from .placed import Rows
 from .weights import Activation, Experts, Totals
 
 Form: TypeAlias = Callable[[Rows, Experts, jax.Array, Totals], tuple[jax.Array, Totals]]
-"""How a rank applies its experts. Fields of ``Experts`` may be tuples of home and spare weights,
+"""A way in which a rank applies its experts. Fields of ``Experts`` may be tuples (home, spare),
 unless the weights are trained in FP8."""
 
 
 def choose_form(weights: Experts, activation: Activation, tail: Tail) -> Form:
-    """Return the form for weights that ``flat`` returned. ``tail`` is the tail of the dispatch."""
+    """Return the form for weights in the shapes of ``flat``. ``tail`` is the option of the
+    dispatch."""
     width, intermediate = weights.w_in.shape[-1], weights.w_out.shape[-2]
-    # The function of ``KINDS`` replaces the user's activation on all paths, because some versions
-    # of JAX lack derivatives of the user's function.
+    # Use the function in ``KINDS`` in place of a known activation, because some versions of JAX
+    # cannot differentiate the activation that the caller passed.
     known = recognize(activation)
     if known is not None and known.width(intermediate) != width:
         known = None
     in_training = weights.is_trained_in_fp8
-    # The kernels that apply an activation leave rows unwritten, which jax.debug_nans must not see.
+    # Kernels that apply an activation do not write rows after the last group. Such rows may be NaN,
+    # for which jax_debug_nans would raise an error.
     fused = None if tail != "unspecified" else known
     if known is None:
         why = (
@@ -75,7 +77,7 @@ def choose_form(weights: Experts, activation: Activation, tail: Tail) -> Form:
         why = "no kernel computes the derivative of an activation that is quantized"
     else:
         why = "jax_debug_nans must not see the rows that the kernels leave unwritten"
-    # Keep only the operands of the activation. The backward pass computes the activation again.
+    # For the backward pass, keep only the operands of the activation, and compute it again.
     activate = jax.checkpoint(partial(_activate, known or activation, intermediate, why))
     if isinstance(weights.w_in, QuantizedExperts) and not in_training:
         return _frozen(activate, fused, tail)
@@ -109,7 +111,7 @@ def _composed(
     activate: Callable[[jax.Array, Rows, jax.Array], Any],
 ) -> tuple[jax.Array, Totals]:
     """Apply experts with two products. ``multiply`` is a function like ``_multiply``. ``activate``
-    maps first products, rows and sizes to rows for the second product."""
+    maps the first product, ``rows`` and ``sizes`` to the rows of the second product."""
 
     def dot(rows: Any, w: Any) -> jax.Array:
         return unspecified_dot(floats_of(rows), w, sizes)
@@ -131,7 +133,7 @@ def _composed(
 def _multiply(
     rows: Any, w: Any, sizes: jax.Array, total: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return the products of rows, and the total of the weights if they have one."""
+    """Return the products of rows and weights, and the new total of the weights, or None."""
     if total is not None:
         return summing_dot(rows, w, total, sizes)
     if isinstance(w, tuple):
@@ -142,9 +144,9 @@ def _multiply(
 
 
 def _frozen(activate: Callable[..., jax.Array], fused: FusedActivation | None, tail: Tail) -> Form:
-    """Return the form for ``RowsInFp8`` and frozen weights. ``activate`` is ``_activate`` for one
-    activation. With ``fused``, one pass over the rows in use applies this activation and quantizes
-    the result."""
+    """Return the form for ``RowsInFp8`` and frozen weights. ``activate`` calls ``_activate``. With
+    ``fused``, one kernel applies this activation and quantizes the result, for the rows of all
+    groups."""
 
     def multiply(rows: Any, w: Any, sizes: jax.Array, _: object) -> tuple[jax.Array, None]:
         return dot_of_frozen(rows, w, sizes, tail=tail), None
@@ -168,8 +170,8 @@ def _frozen(activate: Callable[..., jax.Array], fused: FusedActivation | None, t
 
 
 unfused_p = compat.Primitive("moe_a2a_unfused_activation")
-"""An identity that marks separate passes of an activation for ``explain``. Its parameter ``why``
-says why the kernels do not apply the activation."""
+"""An identity that marks an activation outside of the kernels, so that ``explain`` can report it.
+Its parameter ``why`` is the reason."""
 
 register_fixed(unfused_p)
 
@@ -190,16 +192,17 @@ def _activate(
     row_weights: jax.Array,
     is_row: jax.Array,
 ) -> jax.Array:
-    """Return the activations of rows times their weights, [C, I], in the dtype of ``product``.
+    """Return ``row_weights * activation(product)``, [C, I], in the dtype of ``product``.
 
-    Rows without a token, and their weights, hold unspecified values. None of these values may reach
-    a gradient. If the activation reads an array of the enclosing function, each row without a token
-    adds 0 * act'(row) to the gradient of that array. It is not enough to zero these rows before the
-    activation, because act' may be infinite at any fixed value. Therefore each row without a token
-    gets the values of a row with a token before the activation, and becomes zero after it.
+    Rows without a token, and their weights, have unspecified values, which must not affect a
+    gradient. The activation may read an array of the enclosing function. Each row without a token
+    then adds 0 * act'(row) to the gradient of that array. Zeros in place of these rows would not be
+    safe, because act' may be infinite at 0, or at any other fixed value. Therefore each row without
+    a token is replaced by a row with a token before the activation, and by zeros after it.
     """
     has_token = is_row[:, None]
-    # If any row holds a token, the first row does. Otherwise use 0.5: most functions are finite.
+    # If any row has a token, the first row has one. If no row has, use 0.5, where most activations
+    # and their derivatives are finite.
     first = jnp.where(has_token[:1], unfused_p.bind(product[:1], why=why), 0.5)
     act = activation(jnp.where(has_token, product, first))
     expected = (product.shape[0], intermediate)

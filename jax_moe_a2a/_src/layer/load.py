@@ -1,4 +1,4 @@
-"""Count the rows of ranks and experts, for a training log."""
+"""Count the rows of each rank and of each expert, for example for a training log."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from .sums import sum_counts
 
 @dataclasses.dataclass(frozen=True)
 class ExpertLoad:
-    """The load of all experts and ranks after one dispatch, as a pytree of int32 arrays.
+    """A pytree of int32 arrays: how many rows and choices each expert and each rank has.
 
-    E is the number of experts of all ranks, and R the number of ranks. The arrays are equal on all
-    ranks. They may have leading axes, for example for layers or for training steps.
+    E is the number of experts of all ranks, and R is the number of ranks. All ranks have equal
+    arrays. Leading axes are possible, for example for layers or for training steps.
     """
 
     rows_per_expert: jax.Array
@@ -34,34 +34,33 @@ class ExpertLoad:
     dropped_per_rank: jax.Array
     """[..., R]: number of rows that each rank dropped because its capacity was too small."""
     wanted_per_expert: jax.Array
-    """[..., E]: number of choices of each expert on all ranks, dropped or not. Update a router's
-    bias with this array, because experts with dropped rows look idle in ``rows_per_expert``."""
+    """[..., E]: number of choices of each expert on all ranks, including dropped choices. Update a
+    router's bias with this array, because ``rows_per_expert`` does not include dropped rows."""
     invalid_per_rank: jax.Array
-    """[..., R]: number of ids outside [-1, E) of each rank's tokens. No expert receives them. If
-    all ranks hold the same tokens, rank 0 counts these ids."""
+    """[..., R]: number of ids outside [-1, E) of each rank's tokens. They are sent to no expert. If
+    all ranks have the same tokens, only rank 0 counts these ids."""
 
     @property
     def max_over_mean(self) -> jax.Array:
-        """Return the load of the busiest rank as a multiple of the mean load, [...] float32.
+        """Return the largest load of a rank, divided by the mean load of ranks, [...] float32.
 
-        Dropped rows count as load. The result is 1 if all ranks have the same load, and 0 if there
-        is no load. A capacity factor of ``max_over_mean`` would have dropped nothing.
+        The load includes dropped rows. The result is 1 if all ranks have the same load, and 0 if no
+        rank has load. With a capacity factor of ``max_over_mean`` or more, no row would have been
+        dropped.
         """
         return _max_over_mean(self.rows_per_rank + self.dropped_per_rank)
 
     @property
     def expert_max_over_mean(self) -> jax.Array:
-        """Return the choices of the busiest expert as a multiple of the mean, [...] float32.
-
-        Dropped rows count as load.
-        """
+        """Return the largest number of choices of an expert, divided by the mean over experts,
+        [...] float32. The choices include dropped choices."""
         return _max_over_mean(self.wanted_per_expert)
 
     @property
     def entropy(self) -> jax.Array:
         """Return the entropy of the experts' shares of the choices, divided by ``log(E)``, [...]
-        float32. It is 1 if all experts have equal shares, and 0 if one expert has all choices.
-        Dropped rows count as load."""
+        float32. It is 1 if all experts have equal shares, and 0 if one expert has all choices. The
+        choices include dropped choices."""
         wanted = jnp.asarray(self.wanted_per_expert, jnp.float32)
         shares = wanted / jnp.maximum(wanted.sum(axis=-1, keepdims=True), jnp.float32(1))
         return jax.scipy.special.entr(shares).sum(axis=-1) / math.log(max(shares.shape[-1], 2))
@@ -73,7 +72,7 @@ class ExpertLoad:
 
     @property
     def dropped_share(self) -> jax.Array:
-        """Return the dropped rows of all ranks as a share of all rows, [...] float32 in [0, 1]."""
+        """Return the number of dropped rows divided by the number of wanted rows, [...] float32."""
         dropped, rows = (
             jnp.sum(jnp.asarray(array, jnp.float32), axis=-1)
             for array in (self.dropped_per_rank, self.rows_per_rank)
@@ -90,19 +89,18 @@ jax.tree_util.register_dataclass(
 def expert_load(recv: Recv | AnyRouting, *, placement: Placement | None = None) -> ExpertLoad:
     """Count the rows of all experts and ranks after a ``dispatch``, on every rank.
 
-    Call ``expert_load`` on every rank, where the group's axes are in scope. One ``lax.psum`` sums
-    E + R counts over the ranks, or 2E + 3R counts if rows may be dropped.
+    Call ``expert_load`` on every rank, where the group's axes are in scope. The call makes one
+    ``lax.psum`` of E + R counts, or of 2E + 3R counts if rows may be dropped.
 
     Args:
       recv: the result of ``dispatch`` or ``dispatch_done``; or a ``Routing``, for example the
         routing that ``moe_mlp`` received.
-      placement: the placement whose slots were routed, or None. With a placement, E is its number
-        of experts, and the counts of an expert are summed over the expert's slots.
+      placement: the placement, if the routing has slots in place of experts; else None. With a
+        placement, the counts of an expert are sums over the expert's slots.
 
     Returns:
-      An ``ExpertLoad`` with arrays [E], [R], [R], [E] and [R]. It may be a result of ``jax.jit``,
-      ``jax.shard_map`` (with ``out_specs=P()``), ``jax.vmap`` and ``lax.scan``, and an auxiliary
-      output of ``jax.grad``.
+      An ``ExpertLoad`` with arrays [E], [R], [R], [E] and [R]. Functions under ``jax.jit``,
+      ``jax.vmap``, ``lax.scan`` or ``jax.shard_map`` (with ``out_specs=P()``) may return it.
 
     Raises:
       TypeError: if ``recv`` is neither a ``Recv`` nor a ``Routing``, or its arrays have another
@@ -150,27 +148,28 @@ def expert_load(recv: Recv | AnyRouting, *, placement: Placement | None = None) 
 
 
 def most_choices(axes: tuple[str, ...], ids: jax.Array) -> int:
-    """Return a number that no count of choices, rows or drops of all ranks can exceed."""
+    """Return an upper bound of each count: choices, rows or dropped rows of all ranks."""
     return math.prod(map(lax.axis_size, axes)) * ids.shape[0] * (ids.shape[1] + 1)
 
 
 def sum_choices(
     axes: tuple[str, ...], columns: jax.Array, rows: jax.Array, num_columns: int
 ) -> jax.Array:
-    """Return sums over mesh axes as one int32 array: the choices of each column [num_columns], and
-    ``rows``. The arguments are results of ``columns_of`` and ``rows_of``."""
+    """Return one int32 array of sums over mesh axes: first how often each column occurs
+    [num_columns], then ``rows``. ``columns_of`` and ``rows_of`` return the arguments ``columns``
+    and ``rows``."""
     own = one_hot(columns, num_columns).sum(axis=(0, 1), dtype=jnp.int32)
     return sum_counts(axes, jnp.concatenate([own, rows]), most_choices(axes, columns))
 
 
 @scopes.load
 def columns_of(routing: AnyRouting) -> jax.Array:
-    """Return the column that counts each choice, int32 [T, K]: e for the expert e, E + r for an
-    invalid id on the rank r, and -1 for no column. Over all ranks, each choice is counted once."""
+    """Return the index of the counter of each choice, int32 [T, K]: e for expert e, E + r for an
+    invalid id on rank r, and -1 for no counter. One rank counts each choice."""
     rank, ids, num_experts = own_rank(routing.group), routing.topk_ids, routing.num_experts
     is_valid = (ids >= 0) & (ids < num_experts)
     columns = jnp.where(is_valid, ids, jnp.where(ids == -1, -1, num_experts + rank))
-    if routing.replicated:  # the ranks hold the same ids
+    if routing.replicated:  # all ranks have the same ids
         per_rank = num_experts // routing.group.size
         is_own = jnp.where(is_valid, ids // per_rank == rank, rank == 0)
         columns = jnp.where(is_own, columns, -1)
@@ -179,16 +178,16 @@ def columns_of(routing: AnyRouting) -> jax.Array:
 
 @scopes.load
 def rows_of(routing: AnyRouting) -> jax.Array:
-    """Return the counts of this rank's rows, with zeros for other ranks, int32 [R * (L + 2)]. Each
-    rank has L + 2 counts: the rows of its L experts, all its rows, and its dropped rows.
+    """Return int32 [R * (L + 2)]: L + 2 counts of this rank, and zeros for all other ranks. The
+    counts are the rows of each of its L experts, the number of its rows, and its dropped rows.
 
-    If no row can be dropped, the array is empty, because each choice then has exactly one row.
+    If no row can be dropped, the array is empty, because the choices then determine the rows.
     """
     if not routing.may_drop(*routing.topk_ids.shape):
         return jnp.zeros(0, jnp.int32)
     here = routing.group_sizes
     if routing.alignment > 1:
-        # Padding follows the rows with a token in each group, and group sizes include padding.
+        # In each group, padding follows the rows with a token. Group sizes include the padding.
         row = jnp.arange(routing.capacity, dtype=jnp.int32)[:, None]
         ends = jnp.cumsum(here, dtype=jnp.int32)[None]
         is_row = (routing.row_rank >= 0)[:, None] & (row >= ends - here[None]) & (row < ends)
@@ -200,7 +199,8 @@ def rows_of(routing: AnyRouting) -> jax.Array:
 
 @scopes.load
 def load_of(counts: jax.Array, sizes: tuple[int, int], placement: Placement | None) -> ExpertLoad:
-    """Return the load from the result of ``sum_choices``. ``sizes`` are R, and E or P."""
+    """Return the load from the result of ``sum_choices``. ``sizes`` is (R, E), or (R, P) with a
+    placement."""
     num_ranks, num_experts = sizes
     wanted, invalid, rows = jnp.split(counts, (num_experts, num_experts + num_ranks))
     if rows.size:
@@ -215,7 +215,7 @@ def load_of(counts: jax.Array, sizes: tuple[int, int], placement: Placement | No
 
 
 def _of_experts(counts: jax.Array, placement: Placement) -> jax.Array:
-    """Return the counts of slots [P] as counts of experts [E]."""
+    """Return the counts of experts [E], as sums over the counts of their slots [P]."""
     if counts.shape != (placement.num_slots,):
         raise ValueError(
             f"placement must have the {counts.shape[0]} slots that were routed as experts; got "

@@ -1,15 +1,15 @@
-"""Multiply tokens by the router with the precision of float32.
+"""Multiply tokens by the router's kernel with the precision of float32.
 
 By default, GPUs and TPUs compute a float32 product in fewer bits (TF32 on NVIDIA GPUs). If two
-logits of a token are almost equal, the token could then choose other experts than on a CPU.
+logits of a token are almost equal, the token could then choose another expert than with float32.
 ``router_dot_p`` sums exact products of float32 numbers. The primitive is bilinear, and its
-transposes are the same primitive. Therefore derivatives of any order have the same precision, and
-they read bfloat16 tokens without a float32 copy.
+transposes are calls of the same primitive. Therefore derivatives of any order have the same
+precision, and need no float32 copy of bfloat16 tokens.
 
 A float32 number is the sum of three bfloat16 numbers, its *pieces*. On GPUs, a product of bfloat16
-and float32 arrays is one product of bfloat16 arrays, which hold the pieces side by side. This
-product has three times as many multiplications, but on tensor cores each multiplication takes half
-the time of a multiplication in TF32.
+and float32 arrays is one product of bfloat16 arrays: the pieces are side by side in one array. This
+product has three times as many multiplications, but on tensor cores each takes half the time of a
+multiplication in TF32.
 """
 
 from __future__ import annotations
@@ -49,16 +49,17 @@ def _dot(a: jax.Array, b: jax.Array, *, dtype: jnp.dtype) -> jax.Array:
 
 
 def _dot_on_gpu(a: jax.Array, b: jax.Array, *, dtype: jnp.dtype) -> jax.Array:
-    """Compute the result of ``_dot``. If an array is bfloat16, use products of bfloat16 arrays."""
+    """Compute the result of ``_dot``. If ``a`` or ``b`` is bfloat16, use products of bfloat16
+    arrays."""
     if a.dtype == b.dtype and a.dtype.itemsize == 2:
-        return _matmul(a, b, dtype)  # products of 16 bits are exact in float32
+        return _matmul(a, b, dtype)  # float32 can represent products of 16-bit floats exactly
     if _sum_dtype(a, b) != jnp.float32:
         return _dot(a, b, dtype=dtype)
     if a.dtype == jnp.bfloat16:
         return _dot_of_pieces(a, b, dtype)
     if b.dtype == jnp.bfloat16:
         return _dot_of_pieces(b.mT, a.mT, dtype).mT
-    if dtype == jnp.bfloat16:  # the smallest pieces would not change the result
+    if dtype == jnp.bfloat16:  # products with smaller pieces would not change the result
         (a_0, a_1, _), (b_0, b_1, _) = _pieces(a), _pieces(b)
         a, b = jnp.concatenate((a_1, a_0, a_0), -1), jnp.concatenate((b_0, b_1, b_0), -2)
         return _matmul(a, b, dtype)
@@ -79,7 +80,8 @@ def _pieces(x: jax.Array) -> list[jax.Array]:
     """Return three bfloat16 arrays, from large to small, whose sum is ``x``."""
     rest, pieces = x.astype(jnp.float32), list[jax.Array]()
     for _ in range(3):
-        # XLA may omit a conversion to bfloat16 and back, but not this operation.
+        # XLA may remove a conversion to bfloat16 and back, but it does not remove
+        # ``reduce_precision``.
         piece = lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)
         pieces.append(piece.astype(jnp.bfloat16))
         rest -= piece
@@ -87,9 +89,9 @@ def _pieces(x: jax.Array) -> list[jax.Array]:
 
 
 def _matmul(a: jax.Array, b: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Multiply arrays of 16 bits. Sums are in float32."""
+    """Multiply arrays of 16-bit floats with sums in float32."""
     result = dtype if dtype == a.dtype else jnp.float32
-    precision = lax.Precision.DEFAULT  # ignores the caller's default precision
+    precision = lax.Precision.DEFAULT  # ignores jax_default_matmul_precision
     return jnp.matmul(a, b, precision=precision, preferred_element_type=result).astype(dtype)
 
 
@@ -109,7 +111,8 @@ def _transpose(ct: Any, a: Any, b: Any, *, dtype: jnp.dtype) -> list[Any]:
 
 
 def _batch(args: Any, dims: Any, *, dtype: jnp.dtype) -> tuple[jax.Array, int]:
-    """Batch the product. If only one operand is batched, the batch becomes rows or columns."""
+    """Batch the product. If only one operand is batched, merge the batch with the rows of ``a`` or
+    the columns of ``b``."""
     (a, b), (i, j) = args, dims
     dot = partial(bind, router_dot_p, dtype=dtype)
     if j is None:

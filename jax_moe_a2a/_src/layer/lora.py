@@ -1,7 +1,7 @@
-"""Define low-rank adapters of the weights of experts (LoRA, Hu et al., arXiv:2106.09685).
+"""Define ``LoRA``: low-rank adapters of the weights of experts (Hu et al., arXiv:2106.09685).
 
-Rows are multiplied by frozen weights W [K, N] and by their adapter separately, as ``rows W + scale
-(rows a) b``. Therefore W may be in FP8, and no array of the shape of W is made for the adapter.
+A layer computes ``rows W + scale (rows a) b`` from frozen weights W [K, N] and their adapter (a,
+b). Therefore W may be in FP8, and ``a b`` is never computed.
 """
 
 from __future__ import annotations
@@ -23,28 +23,29 @@ from ..grouped.weights import QuantizedExperts
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class LoRA:
-    """A low-rank adapter of weights W of ``Experts``: ``W + scale * a b`` takes the place of W.
+    """A low-rank adapter of weights W of ``Experts``: the layer uses ``W + scale * a b`` in place
+    of W.
 
-    The arrays have the dtype of the tokens. The arrays of a shared expert have no axis E.
+    ``a`` and ``b`` have the dtype of the tokens. For a shared expert, they have no axis E.
     """
 
     a: Any
     """[E, K, r], where K is H for ``lora_in``, and I for ``lora_out``."""
     b: Any
-    """The shape of the weights with r in place of K, such as [E, r, 2, I] for ``lora_in``."""
+    """``b`` has the shape of W with r in place of K, such as [E, r, 2, I] for ``lora_in``."""
     _: dataclasses.KW_ONLY
     scale: float = dataclasses.field(default=1.0, metadata=dict(static=True))
-    """A number above 0: alpha / r in the paper."""
+    """A number above 0, called alpha / r in the paper."""
 
     def replace(self, **fields: Any) -> LoRA:
-        """Return the adapter with other fields."""
+        """Return a copy with some fields replaced."""
         return dataclasses.replace(self, **fields)
 
 
 def draw_lora(
     key: jax.Array, w: Any, num_lead: int, rank: int, scale: float, dtype: DTypeLike
 ) -> LoRA:
-    """Draw an adapter of weights with ``num_lead`` axes before K."""
+    """Return a new random adapter of weights, which have ``num_lead`` axes before K."""
     check_int("rank", rank, least=1)
     *lead, k = w.shape[: num_lead + 1]
     a = jax.random.normal(key, (*lead, k, rank), dtype) * k**-0.5
@@ -54,12 +55,13 @@ def draw_lora(
 def add_product(
     product: jax.Array, rows: Any, lora: LoRA | None, dot: Callable[..., jax.Array]
 ) -> jax.Array:
-    """Add the product of rows and an adapter. ``dot`` multiplies rows by ``a`` or ``b``."""
+    """Return ``product`` plus the product of rows and the adapter. ``dot`` multiplies rows by ``a``
+    or ``b``."""
     return product if lora is None else product + dot(dot(rows, lora.a) * lora.scale, lora.b)
 
 
 def merge(w: Any, lora: LoRA | None, num_lead: int) -> jax.Array:
-    """Return weights with their adapter added. The weights have ``num_lead`` axes before K."""
+    """Return ``W + scale * a b``. The weights have ``num_lead`` axes before K."""
     if isinstance(w, QuantizedExperts):
         raise TypeError(
             "merge_lora needs float weights; got QuantizedExperts. Merge, then quantize"
@@ -74,7 +76,8 @@ def merge(w: Any, lora: LoRA | None, num_lead: int) -> jax.Array:
 
 
 def check_lora(name: str, lora: Any, w: Any, num_lead: int, x: Any) -> LoRA:
-    """Return an adapter with JAX arrays. Raise an error if it does not fit w or the tokens x."""
+    """Return the adapter with JAX arrays. Raise an error if it does not fit w, or has not the dtype
+    of the tokens x."""
     if not isinstance(lora, LoRA):
         raise TypeError(f"{name} must be a LoRA or None; got {type(lora).__name__}")
     check_factor(f"the scale of {name}", lora.scale)
@@ -91,7 +94,8 @@ def check_lora(name: str, lora: Any, w: Any, num_lead: int, x: Any) -> LoRA:
 
 
 def spec_of(lora: LoRA | None, weights: P, num_lead: int) -> LoRA | None:
-    """Return the placement of an adapter, from the placement of its weights."""
+    """Return the ``PartitionSpec`` of ``a`` and ``b``, from the ``PartitionSpec`` of the
+    weights."""
     if lora is None:
         return None
     lead, k, columns = weights[:num_lead], weights[num_lead], weights[num_lead + 1 :]

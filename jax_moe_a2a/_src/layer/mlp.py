@@ -2,8 +2,8 @@
 
 Router weights w multiply the activations a before the second product, because w (a W) = (w a) W.
 The combine then sums rows without weights, and the backward pass does not need the result of the
-second product. Let D be the dispatched gradient of the output, and P = D W^T. The gradient of a is
-w P, the gradient of w is <a, P>, and the gradient of W is (w a)^T D.
+second product. Let D be the gradient of the output after its dispatch, and P = D W^T. Then the
+gradient of a is w P, the gradient of w is <a, P>, and the gradient of W is (w a)^T D.
 
 With ``weigh_input``, the weights multiply the rows before the first product instead.
 """
@@ -52,7 +52,7 @@ from .weights import (
 
 
 class LayerOptions(NamedTuple):
-    """The options of a layer, except the options of its exchange."""
+    """The options of an expert layer, except the options of its exchange."""
 
     activation: Activation
     placement: Placement | None
@@ -70,10 +70,10 @@ def moe_mlp(
     placement: Placement | None = None,
     return_totals: bool = False,
 ) -> jax.Array | tuple[jax.Array, Totals | None]:
-    """Send tokens to their experts, apply the experts, and return the weighted sums.
+    """Send tokens to their experts, apply the experts, and return the weighted sum for each token.
 
-    ``Experts`` defines what an expert computes. The call is equivalent to ``dispatch``,
-    ``grouped_dot``, the activation, ``grouped_dot`` and ``combine`` in this order. It makes two
+    ``Experts`` defines what an expert computes. The call does the work of ``dispatch``,
+    ``grouped_dot``, the activation, ``grouped_dot`` and ``combine``, in this order. It makes two
     exchanges in the forward pass and two in the backward pass. All JAX transformations work as for
     ``dispatch``, with derivatives of any order.
 
@@ -82,37 +82,37 @@ def moe_mlp(
     activations [C, I]. The backward pass computes the activation again, and never needs the results
     of the second product. Policies of ``jax.checkpoint`` can save the names
     ``ROWS_CHECKPOINT_NAME``, ``ROUTING_CHECKPOINT_NAME`` and ``PRODUCTS_CHECKPOINT_NAME``. With
-    ``QuantizedExperts``, products are in FP8 (docs/fp8.md).
-
-    To read how many rows were dropped, pass a ``Routing`` in place of the ids. Read its
-    ``num_dropped``, or pass it to ``expert_load``.
+    ``QuantizedExperts``, products are in FP8 (docs/fp8.md). To read how many rows were dropped,
+    pass a ``Routing`` in place of the ids. Read its ``num_dropped``, or call
+    ``expert_load(routing)``.
 
     Args:
       x: tokens, floats [T, H] of 16 bits or more.
       choices: ``RouterChoices``, as ``TopK`` returns them. The ids are integers [T, K] as in
-        ``route``, or a ``Routing``. With a ``Routing``, omit the arguments of ``route``, or pass
-        equal values. The weights are floats [T, K], or None for an unweighted sum. The weights
-        multiply the activations in float32, and the products are rounded to the dtype of ``x``.
-        With ``experts.weigh_input``, the weights multiply the rows instead. Scores are not read.
+        ``route``, or a ``Routing``. With a ``Routing``, omit ``group``, ``num_experts`` and the
+        options of ``route`` in ``exchange``, or pass the values of the routing. The weights are
+        floats [T, K], or None for an unweighted sum. The weights multiply the activations in
+        float32, and the products are rounded to the dtype of ``x``. With ``experts.weigh_input``,
+        the weights multiply the rows instead. The call does not read the scores.
       experts: the weights of this rank's L experts. L is ``num_experts // group.size``.
       group: the ranks, as in ``route``.
       num_experts: number of experts of all ranks together, as in ``route``.
-      exchange: how tokens travel, an ``Exchange``. With ``replicated``, the result is this rank's
-        partial sum; add the partial sums of all ranks with ``lax.psum``.
+      exchange: how tokens travel, an ``Exchange``. With ``replicated``, each rank returns a partial
+        sum. Add the partial sums of all ranks with ``lax.psum``.
       placement: a ``Placement`` with replicas of experts, or None. It has no leading axes, and is
         equal on all ranks. Each choice goes to one replica of its expert (``choose_slots``). If
-        ``experts`` are the E / R home experts, the placement must have the home form. The weights
-        of spare slots are then fetched in one exchange (``fetch_experts``), and fetched again in
-        the backward pass. With ``num_chunks``, they are fetched once for all chunks, and kept. If
+        ``experts`` are the E / R home experts, the placement must have the home form. The call then
+        fetches the weights of spare slots in one exchange (``fetch_experts``), and again in the
+        backward pass. With ``num_chunks``, it fetches them only once, and keeps them. If
         ``experts`` are the experts of all P / R slots of this rank (``move_experts``), nothing is
-        fetched. Weights to train in FP8 must not be quantized before the call (``Experts.in_fp8``).
-        A ``Routing`` must be a routing of slots. If ``activation`` reads arrays, keep them equal on
-        all ranks, because a replica reads the arrays of its own rank.
+        fetched. To train in FP8, pass ``experts.in_fp8()``, which is not yet quantized. A
+        ``Routing`` must be a routing of slots. If ``activation`` reads arrays, they must be equal
+        on all ranks, because a replica reads the arrays of its rank.
       return_totals: True to also return the totals that ``accumulate_grads`` reads.
 
     Returns:
-      [T, H] with the dtype of ``x``. Dropped choices add nothing. With ``return_totals``, a pair of
-      this array and totals: ``experts.totals`` for the next use of the experts, or None.
+      [T, H] with the dtype of ``x``. Dropped choices add 0. With ``return_totals``, a pair of this
+      array and the totals: ``experts.totals`` for the next use of the experts, or None.
 
     Raises:
       TypeError: if an argument has the wrong type or dtype.
@@ -179,9 +179,9 @@ def moe_mlp(
 def with_fetched(
     weights: LayerWeights, route_arguments: RouteArguments, placement: Placement | None
 ) -> LayerWeights:
-    """Fetch the weights of spare slots once, if each chunk would otherwise fetch them."""
+    """Return the weights of a rank, with the weights of spare slots if the chunks need them."""
     if not isinstance(placement, Placement) or route_arguments.group is None:
-        return weights  # ``mlp_and_routing`` raises the errors
+        return weights  # ``mlp_and_routing`` will raise an error
     group, given = check_scope(route_arguments.group), weights.experts
     home = placement.num_experts // group.size
     if placement.num_slots == placement.num_experts or given.w_in.shape[0] != home:
@@ -203,7 +203,7 @@ def quantized_once(
     if is_done or weights.fetched is not None:
         return in_chunks(layer, num_chunks, tokens, weights, totals)
 
-    # The backward pass quantizes again, because quantized weights would need memory until then.
+    # The backward pass quantizes again, so that quantized weights do not fill memory until then.
     @jax.checkpoint
     def quantized(experts: Experts) -> Any:
         encoded = experts.map_weights(
@@ -221,8 +221,8 @@ def mlp_and_routing(
     weights: LayerWeights,
     totals: Totals,
 ) -> tuple[jax.Array, AnyRouting, Totals]:
-    """Return the result of ``moe_mlp``, the routing of its tokens, and the totals of the weights.
-    With a placement, the routing has slots in place of experts."""
+    """Return the result of ``moe_mlp``, the routing of its tokens, and the new totals of the
+    weights. With a placement, the routing has slots in place of experts."""
     activation, placement, weigh_input = layer_options
     x, topk_ids, topk_weights = tokens[:3]
     given, hidden = weights.experts, x.shape[1]
@@ -230,7 +230,7 @@ def mlp_and_routing(
     is_frozen = in_fp8 and not given.is_trained_in_fp8
     exchange = route_arguments.exchange
     if in_fp8:
-        if given.w_in.k > hidden:  # pad tokens, because there are fewer tokens than rows
+        if given.w_in.k > hidden:  # pad the tokens and not the rows, because there are more rows
             x = jnp.pad(x, ((0, 0), (0, given.w_in.k - hidden)))
         group = topk_ids.group if isinstance(topk_ids, AnyRouting) else route_arguments.group
         travels = group is None or check_scope(group).size > 1
@@ -248,12 +248,13 @@ def mlp_and_routing(
     decode = exchange.token_format is not None and not is_frozen
     arguments = check_dispatch(*arrays, route_arguments, decode=decode, tail="unspecified")
     if decode and given.is_trained_in_fp8 and isinstance(exchange.token_format, BlockwiseFp8):
-        # The first product reads rows in FP8. The gradient of w_in reads the decoded rows.
+        # Keep both forms: the first product reads rows in FP8, and the gradient of w_in reads
+        # decoded rows.
         kept = arguments.options._replace(keeps_encoded=True)
         arguments = arguments._replace(options=kept)
     options, tail = arguments.route_options, arguments.options.tail
     _warn_of_few_rows(exchange, options, x.shape[0])
-    num_given, spare = given.w_in.shape[0], 0  # number of slots whose weights are fetched
+    num_given, spare = given.w_in.shape[0], 0  # ``spare``: number of fetched slots
     if placement is not None and num_given == placement.num_experts // options.group.size:
         spare = options.num_local_experts - num_given
     _check_num_experts(given, options, options.num_local_experts - spare)
@@ -270,16 +271,16 @@ def mlp_and_routing(
         y, totals = form(rows, given, recv.group_sizes, totals)
     routing = recv.routing
     back = check_combine(y, routing, None, exchange.wire_dtype)
-    # The gradient of y may hold any values after the last group, because only grouped products read
-    # this gradient, and grouped products ignore these rows.
+    # The gradient of y may have any values after the last group, because only grouped products read
+    # it, and they ignore these rows.
     back = back._replace(options=arguments.options.unencoded)
     sums = back.sums(bind(COMBINE, back.payload, routing, **back.params))
     return sums if y.shape[1] == hidden else sums[:, :hidden], routing, totals
 
 
 def format_in_fp8(fmt: TokenFormat | None, *, is_frozen: bool, travels: bool) -> TokenFormat | None:
-    """Return the format of tokens for products in FP8, or raise an error. Tokens that stay on their
-    rank may stay floats; the products then quantize them."""
+    """Return the token format for experts in FP8, or raise an error. If tokens do not travel and
+    experts are trained, the format may be None, because the products quantize."""
     if not is_frozen:
         return BlockwiseFp8() if fmt is None and travels else fmt
     if not isinstance(fmt, BlockwiseFp8 | None):
@@ -306,7 +307,7 @@ def _check_num_experts(experts: Experts, options: RouteOptions, expected: int) -
 
 
 def _warn_of_few_rows(given: Exchange, options: RouteOptions, num_tokens: int) -> None:
-    """Warn if a capacity leaves less than one row for each token, counted over all ranks."""
+    """Warn if the capacity of all ranks together is less than one row for each token."""
     size, replicated = options.group.size, options.replicated
     if given.capacity is None and given.capacity_factor is None:
         return
@@ -323,8 +324,8 @@ def _warn_of_few_rows(given: Exchange, options: RouteOptions, num_tokens: int) -
 
 
 def _weighted_rows(recv: Recv, dtype: jnp.dtype) -> Rows:
-    """Return the rows of a rank with their weights. Without router weights, rows with a token have
-    the weight 1. Padding has the weight 0. Rows after the last group may have any weight."""
+    """Return the rows of a rank with their weights. Without router weights, the weight of a row
+    with a token is 1. The weight of padding is 0. Rows after the last group may have any weight."""
     has_token = recv.routing.row_rank >= 0
     weights = has_token if recv.weights is None else recv.weights
     return Rows(recv.rows, weights.astype(dtype), has_token)
@@ -350,7 +351,7 @@ def _weighted_inputs(rows: Rows) -> Rows:
 
 
 def check_tokens(value: object) -> jax.Array:
-    """Return the tokens of a rank if they are one float array [T, H]; otherwise raise an error."""
+    """Return the tokens of a rank. Raise an error if they are not one float array [T, H]."""
     if not jax.tree_util.treedef_is_leaf(jax.tree.structure(value)):
         raise TypeError(
             f"x must be one array [num_tokens, hidden]; got {jax.tree.structure(value)}"

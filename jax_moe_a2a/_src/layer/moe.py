@@ -1,4 +1,4 @@
-"""Define the whole layer on global arrays: router, losses, experts, and placements of arrays."""
+"""Define ``moe``, the complete layer on global arrays: router, losses, experts and placements."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ from .weights import (
 )
 
 OUTPUTS = "logits", "choices"
-# Terms of losses are first added in groups of this many tokens, and then the sums are added.
+# Sums over tokens first add groups of this many tokens, and then the sums of the groups.
 TOKENS_PER_SUM = 64
 
 
 class MoEStatistics(NamedTuple):
-    """The second result of ``moe``: losses and load over the tokens of the whole batch."""
+    """The second result of ``moe``: losses, and the load of experts and ranks, over all tokens."""
 
     balance_loss: jax.Array
     """[] float32: the ``load_balancing_loss``, without a coefficient; 0 if choices have no
@@ -63,12 +63,12 @@ class MoEStatistics(NamedTuple):
     z_loss: jax.Array
     """[] float32: the ``router_z_loss``, without a coefficient; 0 if there is no router."""
     load: ExpertLoad
-    """Rows of experts and ranks, summed over data axes and chunks. Pass ``load.wanted_per_expert``
-    [E] to ``update_select_bias``."""
+    """The load of experts and ranks, as sums over the data axes and over chunks. Pass
+    ``load.wanted_per_expert`` [E] to ``update_select_bias``."""
     logits: jax.Array | None = None
     """[..., E] floats with the leading axes of the tokens, if ``outputs`` has ``"logits"``."""
     choices: RouterChoices | None = None
-    """Ids [..., K] and weights [..., K] of the tokens, if ``outputs`` has ``"choices"``. In masked
+    """Ids [..., K] and weights [..., K] of the tokens, if ``outputs`` has ``"choices"``. For masked
     tokens, ids are -1 and weights are 0."""
     totals: Totals | None = None
     """``experts.totals`` for the next use of the experts (``accumulate_grads``)."""
@@ -80,15 +80,15 @@ class MoEStatistics(NamedTuple):
 
     @property
     def num_invalid(self) -> jax.Array:
-        """Return the number of ids outside [-1, E), [] int32. Choices with such ids
-        add nothing to the output."""
+        """Return the number of ids outside [-1, E), [] int32. Choices with such ids add 0 to the
+        output."""
         return self.load.invalid_per_rank.sum(axis=-1)
 
     def summary(self) -> dict[str, jax.Array]:
         """Return scalars by name for a training log, such as Weights & Biases or TensorBoard.
 
-        The method works in ``jax.jit`` and on arrays of numpy. If the statistics have leading axes,
-        for example for layers or steps, the results are arrays with these axes.
+        The method accepts traced arrays and NumPy arrays. If the statistics have leading axes, for
+        example for layers or steps, the results are arrays with these axes.
 
         | name | meaning |
         | --- | --- |
@@ -119,56 +119,57 @@ def moe(
     placement: Placement | None = None,
     outputs: tuple[str, ...] = (),
 ) -> tuple[jax.Array, MoEStatistics]:
-    """Apply a whole mixture-of-experts layer to the arrays of all ranks, outside ``shard_map``.
+    """Apply a complete mixture-of-experts layer to global arrays, outside of ``jax.shard_map``.
 
-    The router computes logits with the precision of float32, and chooses experts, which ``moe_mlp``
-    then applies. Apart from rounding, and from dropped rows if the rows have a capacity, the result
-    does not depend on the mesh. Call ``moe`` inside ``jax.jit``, because JAX otherwise compiles
-    each operation separately.
+    The router computes logits with the precision of float32, and chooses experts. ``moe_mlp`` then
+    applies these experts. The result does not depend on the mesh, except for rounding, and for
+    dropped rows if there is a capacity. Call ``moe`` inside ``jax.jit``, because JAX otherwise
+    compiles each operation separately.
 
-    The call makes the group, enters ``jax.shard_map``, and places its arrays as follows. Mesh axes
+    The call makes the group, enters ``jax.shard_map``, and divides its arrays as follows. Mesh axes
     may be Auto or Explicit. Over Explicit axes, arrays are resharded, and the result has the
     placement of ``x``. Store the weights in the placements that ``moe_partition_specs`` returns.
 
     - The data axes and the expert axes divide the tokens along the first axis of ``x``, or along
       its first two axes if that needs less padding. If the mesh axes do not divide these sizes,
-      tokens are padded. Padding chooses no expert, and statistics do not include it. If all axes
-      are Explicit and ``x`` is already divided over exactly these axes, its placement is kept.
-    - If there are fewer tokens than ranks, the ranks of a group hold the same tokens
-      (``replicated`` as in ``route``). If there are also fewer tokens than indices of the
-      data axes, all devices hold the same tokens.
+      tokens are padded. Padding chooses no expert, and statistics do not include it. If all these
+      axes are Explicit and divide ``x`` already, and no other axis does, ``x`` keeps its placement.
+    - If there are fewer tokens than ranks, all ranks of a group have the same tokens
+      (``replicated`` as in ``route``). If there are also fewer tokens than groups, all devices have
+      the same tokens.
     - The expert axes divide the experts. The tensor axis divides the I columns of each expert, and
-      partial sums are added in the dtype of ``x``. Along all other mesh axes, devices repeat the
-      work. If such an axis divides ``x``, a ``UserWarning`` names it once. Inside ``jax.jit``, the
-      warning names Auto axes that may divide ``x``, because JAX does not know if they do.
+      partial sums are added in the dtype of ``x``. Devices repeat the work along all other mesh
+      axes. If such an axis divides ``x``, a ``UserWarning`` says so once. Inside ``jax.jit``, the
+      warning includes all such Auto axes, because JAX does not know if they divide ``x``.
 
     Args:
       x: tokens, floats [..., H] of 16 bits or more.
-      router: a ``Router``, ``router.replay(ids)``, or ``RouterChoices``. A replay uses its ids with
-        the router's weights. ``RouterChoices`` have the leading axes of ``x``, and are divided over
-        the ranks like the tokens. With a ``TopK``, the kernel of the router has E columns.
+      router: a ``Router``, ``router.replay(ids)``, or ``RouterChoices``. A replay uses the experts
+        ``ids``, with weights from the router's logits. ``RouterChoices`` have the leading axes of
+        ``x``, and are divided over the ranks like the tokens. With a ``TopK``, the kernel of the
+        router has E columns.
       experts: the weights of all E experts, with the dtype of ``x`` or in FP8.
-      axes: an ``Axes``, or the first argument of ``Axes``, such as ``"ep"``. The mesh is the mesh
-        of ``jax.set_mesh``, or the mesh of a ``Group`` in ``axes``. If experts are divided over one
-        axis that spans 2 to 32 hosts, and all axes of the mesh are Auto, tokens travel in two
-        levels, as in a ``Group`` with ``two_level=True``.
+      axes: an ``Axes``, or the first argument of ``Axes``, such as ``"ep"``. ``jax.set_mesh``, or a
+        ``Group`` in ``axes``, defines the mesh. Tokens travel in two levels, as in a ``Group`` with
+        ``two_level=True``, if one axis divides the experts and spans 2 to 32 hosts, and if all mesh
+        axes are Auto.
       shared: a shared expert, which is applied to all tokens, or None: ``Experts`` without the axis
-        E, with any width and the dtype of ``x``.
+        E, with any size I and the dtype of ``x``.
       mask: booleans [...], False for tokens that choose no expert, such as padding; or None. Masked
-        tokens may hold any value. They have zero output and zero gradients.
+        tokens may have any values. Their outputs and gradients are zero.
       router_input: floats [..., H'] that the router reads in place of ``x``, or None. Use it, for
         example, if the experts read a projection of the token.
       exchange: how tokens travel, an ``Exchange``.
-      placement: replicas of experts as in ``moe_mlp``, or None. ``experts`` are then the router's E
-        experts, or the already placed experts in the P slots of all ranks. The router and the
-        statistics always have E experts.
+      placement: replicas of experts as in ``moe_mlp``, or None. With a placement, ``experts`` are
+        the router's E experts, or the experts in the P slots of all ranks (``move_experts``). The
+        router and the statistics have E experts in both cases.
       outputs: names of arrays to return in the statistics: ``"logits"``, ``"choices"``, both, or
         none. Results of a jitted function stay in memory, so return only what you need.
 
     Returns:
       The output with the shape and dtype of ``x``, and ``MoEStatistics``. Add
       ``coefficient * balance_loss`` and ``coefficient * z_loss`` to the loss of the model.
-      Statistics that a program does not use cost nothing under ``jax.jit``.
+      Under ``jax.jit``, statistics that the program does not use are not computed.
 
     Raises:
       TypeError: if an argument has the wrong type or dtype.
@@ -176,8 +177,8 @@ def moe(
         axis does not exist or is already manual.
 
     Example:
-      Eight devices form two domains of four ranks. ``init_moe`` draws each parameter on its own
-      devices:
+      Eight devices form two domains of four ranks. ``init_moe`` creates each parameter on the
+      devices that store it:
 
       ```python
       import jax
@@ -252,7 +253,7 @@ def moe(
         flat_x = flat_tokens(x)
         per_token = {name: flat_tokens(array) for name, array in of_tokens.items()}
         mask, read = per_token.get("mask"), per_token.get("router_input")
-        # Masked tokens may hold any value, which must not reach a gradient.
+        # Masked tokens may have any values, which must not affect a gradient.
         if has_mask and mask is not None:
             flat_x = jnp.where(mask[:, None], flat_x, 0)
             read = None if read is None else jnp.where(mask[:, None], read, 0)
@@ -270,7 +271,7 @@ def moe(
                 kept = kept * _open_gates(flat_x, of_all.output_gate).astype(kept.dtype)
             if mask is not None:  # masked tokens have zero output
                 kept = jnp.where(mask, kept, 0)
-            if tokens.replicated:  # keep one result, because the ranks' results are added
+            if tokens.replicated:  # add the result of one rank only
                 kept = jnp.where(lax.axis_index(scope.group.axes) == 0, kept, 0)
         totals, y, counts = _experts(
             Tokens(flat_x, choices.ids, choices.weights, kept),
@@ -329,14 +330,15 @@ def _statistics(
     sizes: tuple[int, int],
     placement: Placement | None,
 ) -> tuple[tuple[jax.Array, jax.Array], ExpertLoad]:
-    """Return the balance loss, the z-loss and the load. A loss is 0 if its inputs are missing.
+    """Return the balance loss, the z-loss and the load. Without scores, the balance loss is 0.
+    Without logits, the z-loss is 0.
 
-    The sums over a rank's tokens form one array, so that one all-reduce adds them over ranks.
+    All sums over a rank's tokens are in one array, so that one all-reduce adds them over ranks.
 
     Args:
       axes: the mesh axes that divide the tokens.
       all_axes: ``axes`` and the axes of the group.
-      counts: the results of ``columns_of`` and ``rows_of`` on this rank.
+      counts: this rank's results of ``columns_of`` and ``rows_of``.
       sizes: the number of ranks, and the number of experts (or slots) of the routing.
     """
     found = [jnp.zeros((), jnp.float32)] * 2
@@ -345,7 +347,8 @@ def _statistics(
     if choices.scores is not None:
         shares = check_logits(choices.scores, "scores")
         if is_top_k:
-            # Shares of a TopK are 0 in masked tokens, and all other tokens have valid ids.
+            # Scores of a TopK are already shares, with 0 for masked tokens. All other tokens have
+            # valid ids.
             is_token = jnp.ones_like(shares[:, 0], bool) if mask is None else mask
         else:
             shares, is_token = shares_of(shares, choices.ids)
@@ -369,7 +372,7 @@ def _statistics(
     if logits is not None:
         found[1] = z_loss_of(sums[num_sums - 2], sums[num_sums - 1])
     if choices.scores is not None:
-        # The router may have more scores than there are experts.
+        # A function ``choose`` may return scores with more columns than there are experts.
         wanted = jnp.pad(load.wanted_per_expert, (0, num_scores - load.wanted_per_expert.size))
         found[0] = balance_loss_of(sums[:num_scores], sums[num_scores], wanted)
     return (found[0], found[1]), load
@@ -377,13 +380,14 @@ def _statistics(
 
 @scopes.shared_expert
 def _open_gates(x: jax.Array, output_gate: jax.Array) -> jax.Array:
-    """Return the gate values [T], which multiply the outputs of a shared expert."""
+    """Return the numbers [T] that multiply the outputs of a shared expert with an
+    ``output_gate``."""
     return jax.nn.sigmoid(router_logits(x, output_gate[:, None], None)[:, 0])
 
 
 def _biased_once(experts: Experts, tensor: str | None) -> Experts:
-    """Return experts with zeros as ``b_out``, except on index 0 of the tensor axis, because partial
-    sums are added over this axis."""
+    """Return experts with zeros as ``b_out``, except on index 0 of the tensor axis. The sum over
+    this axis then includes ``b_out`` once."""
     if experts.b_out is None or tensor is None:
         return experts
     return experts.replace(b_out=jnp.where(lax.axis_index(tensor) == 0, experts.b_out, 0))
@@ -443,10 +447,10 @@ def _experts(
 
 
 def _warn_of_repeated_work(scope: _Scope, x: jax.Array) -> None:
-    """Warn if an axis that no argument names may divide the tokens [..., H]."""
+    """Warn if a mesh axis may divide the tokens [..., H] but is not in ``axes`` of ``moe``."""
     named = (*scope.data, *scope.group.axes)
     if math.prod(x.shape[:-1]) < 2 * scope.size(named):
-        return  # there are too few tokens to divide them over one more axis
+        return  # one more axis could not divide so few tokens
     auto, spec = scope.axes_of_type(AxisType.Auto), scope.spec_of(x)
     is_traced = isinstance(x, jax.core.Tracer)
     if auto and not is_traced:
@@ -470,24 +474,25 @@ def _warn_of_repeated_work(scope: _Scope, x: jax.Array) -> None:
 
 
 class _Tokens(NamedTuple):
-    """The division of tokens among all ranks."""
+    """How ``moe`` divides the tokens over all ranks."""
 
     spec: P
     """Placement of the leading axes, after padding."""
     axes: tuple[str, ...]
     """The mesh axes over which different ranks have different tokens."""
     replicated: bool
-    """True if the ranks of a group have the same tokens."""
+    """True if all ranks of a group have the same tokens."""
     sizes: tuple[int, ...]
-    """The leading sizes without padding."""
+    """The sizes of the leading axes without padding."""
     padding: tuple[int, ...]
-    """The padding of each leading axis."""
+    """The number of tokens to append to each leading axis."""
     home: P | None
-    """Placement of the caller's tokens and of the result over Explicit axes."""
+    """The placement of the caller's tokens over Explicit axes, which the result also gets."""
 
     @property
     def unpadded(self) -> P:
-        """Return the placement for adding and removing padding: no axis divides padded axes."""
+        """Return ``spec`` without the mesh axes of padded axes. Padding is added and removed in
+        this placement."""
         spec = (*self.spec, *(None,) * (len(self.padding) - len(self.spec)))
         return P(*(None if more else axes for axes, more in zip(spec, self.padding)))
 
@@ -507,8 +512,8 @@ def _divide_tokens(scope: _Scope, x: jax.Array, replicated: bool | None) -> _Tok
     for first in range(len(axes), -1 if len(sizes) > 1 else len(axes) - 1, -1):
         parts = (axes[:first], axes[first:])[: len(sizes)]
         divisors = (*map(scope.size, parts), *(1,) * (len(sizes) - len(parts)))
-        # An empty axis gets one token of padding for each part, because XLA of jax 0.11.2 crashes
-        # on the gradient if an argument of shard_map has no elements.
+        # An axis of size 0 gets one token of padding for each shard, because XLA of jax 0.11.2
+        # crashes on the gradient if an argument of shard_map has no elements.
         more = tuple(-size % by if size else by for size, by in zip(sizes, divisors))
         padded = math.prod(size + n for size, n in zip(sizes, more))
         choices.append((padded, -first, P(*(part or None for part in parts)), more))
@@ -529,8 +534,8 @@ def _with_padding(tokens: _Tokens, array: jax.Array) -> jax.Array:
 
 @scopes.padding
 def _without_padding(tokens: _Tokens, y: jax.Array, *, keeps_last: bool = True) -> jax.Array:
-    """Return the results of the caller's tokens, with the placement of these tokens. Without
-    ``keeps_last``, the last axis is not divided."""
+    """Return ``y`` without padding, placed like the caller's tokens. If ``keeps_last`` is False, no
+    mesh axis divides the last axis."""
     if any(tokens.padding):
         y = place(y, tokens.unpadded)[tuple(map(slice, tokens.sizes))]
     if tokens.home is None:
@@ -540,13 +545,13 @@ def _without_padding(tokens: _Tokens, y: jax.Array, *, keeps_last: bool = True) 
 
 @dataclasses.dataclass(frozen=True)
 class _Scope:
-    """The mesh of a call, and the roles of its axes."""
+    """The mesh of a call, and which mesh axes divide tokens, experts and columns."""
 
     mesh: Mesh | AbstractMesh
     group: Group
     axes: Axes
     in_context: bool
-    """True if the mesh is in scope. False if only the group has this mesh."""
+    """True if ``mesh`` is the mesh in scope. False if it comes from the group."""
 
     @property
     def data(self) -> tuple[str, ...]:
@@ -570,19 +575,20 @@ class _Scope:
 
     def divides(self, spec: P, axes: tuple[str, ...]) -> bool:
         """Return True if a placement of tokens divides them over exactly these axes, and all axes
-        are Explicit. Only in this case does the type of the tokens guarantee their placement."""
+        are Explicit. JAX guarantees the placement of an array only for Explicit axes."""
         used = [name for entry in spec[:-1] for name in names_of(entry)]
         is_explicit = self.axes_of_type(AxisType.Explicit) >= set(axes)
         return is_explicit and set(used) == set(axes) and not names_of(spec[-1])
 
     def shard_map(self, layer: Any, **specs: Any) -> Any:
-        """Turn a function of one rank's arrays into a function of all ranks' arrays."""
+        """Return the function of global arrays that applies ``layer`` to the arrays of each
+        rank."""
         axes = self.axes_of_type(AxisType.Explicit, AxisType.Auto)
         if self.in_context:
             return jax.shard_map(layer, axis_names=axes, **specs)
 
         def mapped(*args: jax.Array) -> Any:
-            # The mesh of the caller may have other axes, over the same devices in the same order.
+            # The mesh in scope may have other axes, over the same devices in the same order.
             with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
                 return jax.shard_map(layer, mesh=self.mesh, axis_names=axes, **specs)(*args)
 
@@ -590,14 +596,14 @@ class _Scope:
 
 
 def _check_scope(axes: Axes) -> _Scope:
-    """Return the mesh of a call and the roles of its axes, or raise an error."""
+    """Return the mesh of a call and the use of its axes, or raise an error."""
     group = axes.experts
     of_group = group.mesh if isinstance(group, Group) else None
     of_devices = of_group if isinstance(of_group, Mesh) else compat.mesh_in_context()
     here = jax.sharding.get_abstract_mesh()
     mesh = of_group if here.empty else here
     if mesh is None or (here.empty and of_devices is None):
-        # JAX does not show the mesh of ``with mesh:`` to the program.
+        # A program cannot read the mesh of ``with mesh:`` with a public function of JAX.
         found = (
             "only the mesh of `with mesh:`" if compat.in_context_of_old() else "no mesh in scope"
         )
@@ -628,8 +634,8 @@ def _check_scope(axes: Axes) -> _Scope:
     if of_devices is None:
         raise _no_devices(f"the abstract mesh {dict(here.shape)}", group)
     if not isinstance(group, Group):
-        # JAX may use the traced program again with other devices, so the group must not hold
-        # devices. Only ``two_level`` depends on them.
+        # JAX may run the traced program again on other devices, so the group must not contain
+        # devices. They only determine ``two_level``.
         two_level = Group(of_devices, group).two_level
         group = Group(here, group, two_level=two_level)
     levels = group.divided_by_hosts(of_devices)
@@ -671,8 +677,8 @@ def _check_experts(
     placement: Placement | None,
     num_outputs: int | None,
 ) -> tuple[int, Experts]:
-    """Return the number of experts and their weights with JAX arrays, or raise an error.
-    ``num_outputs`` is the number of experts that the router requires, or None."""
+    """Return the number of experts, and the experts with JAX arrays, or raise an error.
+    ``num_outputs`` is the number of experts of the router, or None."""
     found = check_weights(experts, x)
     num = num_weights = found.w_in.shape[0]
     if num_outputs is not None:
@@ -689,7 +695,7 @@ def _check_experts(
     if placement is not None:
         check_placement(placement, scope.group.size, num_experts=num, or_none=True)
         if num_weights == placement.num_slots:
-            expected = num_weights  # weights that are already placed
+            expected = num_weights  # weights that ``move_experts`` placed
         else:
             placement.check_home()
     if num_weights != expected:
@@ -732,7 +738,7 @@ def _check_outputs(outputs: object, router: RouterLike) -> None:
 
 
 def _check_tensor_parts(scope: _Scope, name: str, experts: Experts) -> None:
-    """Raise an error if the tensor axis cannot divide the columns of weights into parts."""
+    """Raise an error if the tensor axis cannot divide the I columns of the weights."""
     tensor = scope.axes.tensor
     num_parts = 1 if tensor is None else scope.size((tensor,))
     least = BLOCK if isinstance(experts.w_in, QuantizedExperts) else 1

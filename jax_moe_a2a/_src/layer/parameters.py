@@ -1,4 +1,4 @@
-"""Place and draw the parameters of ``moe``."""
+"""Initialize the parameters of ``moe`` at random, and place them over a mesh."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from .weights import Activation, Experts, Names, check_type, specs_of
 
 
 def shortest(spec: P) -> P:
-    """Return a placement without trailing entries of None. XLA returns this form over Auto axes,
-    and JAX compiles a jitted function again for an equal placement in another form."""
+    """Return a ``PartitionSpec`` without None at its end. Results of XLA over Auto axes have such
+    specs. For an equal placement with another spec, JAX would compile a function again."""
     entries = list(spec)
     while entries and entries[-1] is None:
         entries.pop()
@@ -32,16 +32,16 @@ def shortest(spec: P) -> P:
 
 
 def moe_partition_specs(params: Mapping[str, Any], axes: AxesLike) -> dict[str, Any]:
-    """Return the placements of the parameters of ``moe``, as a pytree of their structure.
+    """Return a ``PartitionSpec`` for each parameter of ``moe``, in a pytree like the parameters.
 
     Args:
       params: arguments of ``moe`` by name: ``router``, ``experts`` and ``shared``, or some of these
-        parameters. Only their shapes matter, so the result of ``jax.eval_shape`` is enough.
+        parameters. Only their shapes are read, so they may be a result of ``jax.eval_shape``.
       axes: as in ``moe``. The axes of ``fsdp`` divide the H axis.
 
     Returns:
-      A dict with a ``PartitionSpec`` in place of each array. The specs have no trailing entries of
-      None, like the placements that XLA returns over Auto axes.
+      A dict like ``params``, with a ``PartitionSpec`` in place of each array. The specs do not end
+      with None, like the placements that XLA returns over Auto axes.
 
     Raises:
       TypeError: if ``moe`` does not accept the type of ``axes``, or a parameter is not a ``Router``
@@ -75,7 +75,7 @@ def moe_partition_specs(params: Mapping[str, Any], axes: AxesLike) -> dict[str, 
         check_type(value, name)
         lead = leads[name]
         if name == "shared" and isinstance(value.w_in, QuantizedExperts):
-            lead = (None,)  # the axis E, of size 1
+            lead = (None,)  # for the axis E of size 1
         if len(value.w_out.shape) != len(lead) + 2:
             raise ValueError(
                 f"params must be those of one layer of moe by name; got {name}.w_out="
@@ -88,7 +88,7 @@ def moe_partition_specs(params: Mapping[str, Any], axes: AxesLike) -> dict[str, 
 
 
 def _only(names: tuple[str, ...]) -> Names:
-    """Return the entry of a ``PartitionSpec`` for names, in the form of XLA's results."""
+    """Return the entry of a ``PartitionSpec`` for mesh axes: None, a name, or a tuple of names."""
     return names if len(names) > 1 else names[0] if names else None
 
 
@@ -97,9 +97,9 @@ class MoEConfig:
     """The sizes and dtypes of a layer, for ``init_moe`` and the Flax modules."""
 
     hidden: int
-    """H, features of a token."""
+    """H, the number of features of a token."""
     expert_hidden: int
-    """I, width of an expert."""
+    """I, the number of columns of an expert."""
     num_experts: int
     """E, number of experts of all ranks together."""
     choose: Choose
@@ -110,9 +110,9 @@ class MoEConfig:
     bias: bool = False
     """True to add biases, which are zeros, to the router and to the experts."""
     shared_hidden: int | None = None
-    """J, width of a shared expert, or None for no shared expert."""
+    """J, the number of columns of a shared expert, or None for no shared expert."""
     shared_gate: bool = False
-    """True for a shared expert with an ``output_gate``."""
+    """True to give the shared expert an ``output_gate``, as in ``Experts``."""
     weigh_input: bool = False
     """True if weights of choices multiply the inputs of the experts, as in ``Experts``."""
     dtype: DTypeLike = jnp.float32
@@ -120,8 +120,8 @@ class MoEConfig:
     router_dtype: DTypeLike = jnp.float32
     """dtype of the router."""
     initializer: Callable[..., jax.Array] | None = None
-    """A function ``(key, shape, dtype)`` that draws one matrix [inputs, outputs]. It draws the
-    router and each matrix of each expert. None means ``jax.nn.initializers.lecun_normal()``."""
+    """A function ``(key, shape, dtype)`` that returns a random matrix [inputs, outputs], for the
+    router and for each matrix of each expert. None means ``jax.nn.initializers.lecun_normal()``."""
 
     def __post_init__(self) -> None:
         sizes = ["hidden", "expert_hidden", "num_experts"]
@@ -139,13 +139,14 @@ class MoEConfig:
 
 
 def init_moe(key: jax.Array, config: MoEConfig, axes: AxesLike | None = None) -> dict[str, Any]:
-    """Draw the parameters of ``moe``, as keyword arguments by name.
+    """Return random parameters of ``moe``, as a dict of keyword arguments.
 
     Args:
       key: a key of ``jax.random``.
-      config: which parameters to draw.
+      config: the sizes and dtypes of the layer.
       axes: as in ``moe``, or None to leave the placement to JAX. With axes, the parameters are
-        drawn where ``moe_partition_specs`` says, and the call must be under ``jax.set_mesh``.
+        created in the placements of ``moe_partition_specs``, and the call must be under
+        ``jax.set_mesh``.
 
     Returns:
       A dict. ``router`` is a ``Router`` with a kernel [H, E]. ``experts`` are ``Experts`` with
@@ -172,18 +173,18 @@ def init_moe(key: jax.Array, config: MoEConfig, axes: AxesLike | None = None) ->
     if not isinstance(config, MoEConfig):
         raise TypeError(f"config must be a MoEConfig; got {config!r}")
     fields = (getattr(config, field.name) for field in dataclasses.fields(config))
-    is_hashable = all(isinstance(value, Hashable) for value in fields)  # not all functions are
+    is_hashable = all(isinstance(value, Hashable) for value in fields)  # some functions are not
     compiled = _compiled if is_hashable else _compiled.__wrapped__
     if axes is None:
         return compiled(config, None)(key)
     params = compiled(config, as_axes(axes))(key)
-    # Inside an outer ``jit``, the results of an inner ``jit`` have types without a placement.
+    # Inside an outer ``jit``, the types of these results do not contain their placements.
     return jax.tree.map(place, params, moe_partition_specs(params, axes))
 
 
 def place(array: jax.Array, spec: P) -> jax.Array:
-    """Reshard an array over the Explicit axes of the mesh in scope, because ``shard_map`` refuses
-    any other placement over these axes. Over Auto axes, the compiler moves arrays."""
+    """Reshard an array over the Explicit axes of the mesh in scope, because ``shard_map`` accepts
+    no other placement over these axes. Over Auto axes, the compiler reshards."""
     mesh = jax.sharding.get_abstract_mesh()
     every = zip(mesh.axis_names, mesh.axis_types, strict=True)
     explicit = {name for name, of_axis in every if of_axis is AxisType.Explicit}
@@ -194,7 +195,7 @@ def place(array: jax.Array, spec: P) -> jax.Array:
 
 
 def names_of(entry: Any) -> tuple[str, ...]:
-    """Return the mesh axes of an entry of a ``PartitionSpec``."""
+    """Return the mesh axes in one entry of a ``PartitionSpec``."""
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
@@ -202,7 +203,8 @@ def names_of(entry: Any) -> tuple[str, ...]:
 
 @functools.cache
 def _compiled(config: MoEConfig, axes: AxesLike | None) -> Any:
-    """Return the function that draws parameters, compiled once for all layers of a model."""
+    """Return the jitted function that creates the parameters. The cache avoids a new compilation
+    for each layer of a model."""
     draw = functools.partial(_draw, config)
     if axes is None:
         return jax.jit(draw)
@@ -242,7 +244,7 @@ def _draw(config: MoEConfig, key: jax.Array) -> dict[str, Any]:
         w_in = jnp.stack([gate, up], axis=1)
         params["shared"] = Experts(w_in, w_out, activation=config.activation)
         if config.shared_gate:
-            # Splitting ``key`` into 8 keys would change all other parameters.
+            # Do not split ``key`` into 8 keys: this would change all other parameters.
             column = draw_matrix(jax.random.fold_in(keys[6], 0), (hidden, 1), dtype)
             params["shared"] = params["shared"].replace(output_gate=column[:, 0])
     return params

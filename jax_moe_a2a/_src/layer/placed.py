@@ -1,8 +1,8 @@
-"""Apply a rank's home experts, and the replicas in its spare slots, whose weights are fetched.
+"""Apply a rank's home experts, and the replicas in its spare slots with fetched weights.
 
-Most products read home weights and spare weights as two arrays. Products that quantize weights read
-only one array, so the experts are then applied twice: first the home experts, then the experts in
-the spare slots.
+Most products accept two arrays, the home weights and the spare weights. Products that quantize
+weights accept only one array. In that case, the home experts are applied first, and the experts in
+the spare slots are applied in a second call.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .weights import Experts, paired
 
 
 class Rows(NamedTuple):
-    """The rows of a rank, with their weights and a mask."""
+    """The rows of a rank, their router weights, and which rows have a token."""
 
     rows: Any
     """[C, H]: an array or ``RowsInFp8``."""
@@ -46,8 +46,8 @@ class Rows(NamedTuple):
 def to_slots(
     topk_ids: ArrayLike | AnyRouting, given: RouteArguments, placement: Placement
 ) -> tuple[Any, RouteArguments]:
-    """Return slot ids in place of expert ids, and the route arguments for these slots. A routing is
-    returned unchanged, because its experts are already slots."""
+    """Return slot ids in place of expert ids, and the route arguments for these slots. If
+    ``topk_ids`` is a routing, return it unchanged, because its ids are already slots."""
     if isinstance(topk_ids, AnyRouting):
         check_placement(placement, topk_ids.group.size, or_none=True)
         if topk_ids.num_experts != placement.num_slots:
@@ -60,7 +60,7 @@ def to_slots(
             given = given._replace(num_experts=placement.num_slots)
         return topk_ids, given
     if given.group is None:
-        return topk_ids, given  # ``check_dispatch`` raises the error
+        return topk_ids, given  # ``check_dispatch`` will raise the error
     group = check_scope(given.group)
     check_placement(placement, group.size, or_none=True)
     if given.num_experts not in (None, placement.num_experts):
@@ -81,8 +81,8 @@ def apply_to_both(
     placement: Placement,
     fetched: Experts | None,
 ) -> jax.Array:
-    """Fetch the weights of spare slots unless they are ``fetched``, and return the outputs of all
-    rows. The groups of ``recv`` are the home experts, followed by the spare slots."""
+    """Return the outputs of all rows. Fetch the weights of spare slots if ``fetched`` is None. The
+    groups of ``recv`` are the home experts, followed by the spare slots."""
     sizes, group = recv.group_sizes, recv.routing.group
 
     def with_spare(rows: Rows, home: Experts, spare: Experts, sizes: jax.Array) -> jax.Array:
@@ -99,7 +99,7 @@ def apply_to_both(
     if fetched is not None:
         return with_spare(rows, home, fetched, sizes)
 
-    # Without the checkpoint, the fetched weights would be kept for the backward pass.
+    # Without ``jax.checkpoint``, JAX would keep the fetched weights for the backward pass.
     @partial(jax.checkpoint, policy=_keeps_all_but_fetched)
     def of_both(rows: Rows, home: Experts, sizes: jax.Array, placement: Placement) -> jax.Array:
         return with_spare(rows, home, fetch_all(home, placement, group), sizes)
@@ -108,8 +108,8 @@ def apply_to_both(
 
 
 def fetch_all(home: Experts, placement: Placement, group: Group) -> Experts:
-    """Fetch the weights of spare slots from the home experts of all ranks. Transposed values do not
-    travel, because the backward pass can transpose the values."""
+    """Fetch the weights of spare slots from the home experts of all ranks. Transposed FP8 values
+    are not fetched, because the backward pass can transpose the values."""
     in_fp8 = lambda w: isinstance(w, QuantizedExperts)
     cut = lambda w: dataclasses.replace(w, transposed=None) if in_fp8(w) else w
     given, treedef = jax.tree.flatten(home.map_weights(cut))
@@ -127,7 +127,8 @@ def _keeps_all_but_fetched(primitive: compat.Primitive, *_: object, **__: object
 
 
 def _only(rows: Rows, is_kept: jax.Array) -> Rows:
-    """Return rows that have a token, a weight and gradients only where ``is_kept`` is True."""
+    """Return the rows. Rows that ``is_kept`` excludes have no token, no gradient and the weight
+    0."""
     floats = _with_gradients_of(floats_of(rows.rows), is_kept)
     in_fp8 = isinstance(rows.rows, RowsInFp8)
     return Rows(
@@ -139,8 +140,8 @@ def _only(rows: Rows, is_kept: jax.Array) -> Rows:
 
 @jax.custom_jvp
 def _with_gradients_of(rows: jax.Array, is_kept: jax.Array) -> jax.Array:
-    """Return rows unchanged. Only kept rows have tangents, because the gradients of other rows may
-    hold any values."""
+    """Return rows unchanged. The tangents of rows that are not kept are zero, because their
+    gradients may have any values."""
     del is_kept
     return rows
 

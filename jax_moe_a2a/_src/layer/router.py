@@ -21,23 +21,25 @@ Choose: TypeAlias = TopK | Callable[[jax.Array, jax.Array, Any, Any], RouterChoi
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Router:
-    """The router of a layer: it computes logits of tokens, and chooses experts from the logits.
+    """A pytree, the router of a layer: it computes the logits of tokens, and chooses experts from
+    them.
 
-    Logits are ``tokens @ kernel + bias``, with the precision of float32. A router is a pytree. The
-    field ``choose`` is static; other fields are pytrees of arrays or of ``PartitionSpec``.
+    Logits are ``tokens @ kernel + bias``, with the precision of float32. The field ``choose`` is
+    static. All other fields contain arrays, or a ``PartitionSpec`` in place of each array.
 
-    ``choose`` may be a function ``choose(tokens, logits, per_token, whole)``. ``moe`` calls it on
-    each rank with the rank's T tokens [T, H] and logits [T, E], and with the router's arrays.
-    Arrays in ``per_token`` then have the axis T in place of the leading axes. Arrays in ``whole``
-    are passed unchanged. The function returns ``RouterChoices`` with ids [T, K], and with scores
-    [T, E] or None. Ids outside [-1, E) choose nothing, and the statistics count them as
-    ``num_invalid``. Masked tokens choose nothing, whatever the function returns. Pass traced arrays
-    in ``per_token`` and ``whole``, because JAX refuses arrays of the enclosing function over
-    Explicit axes. Define the function once, at the top of a module, because JAX traces a program
-    again for each new function.
+    ``choose`` may be a function ``choose(tokens, logits, per_token, whole)``. On each rank, ``moe``
+    calls this function with the rank's T tokens [T, H], their logits [T, E], and the fields
+    ``per_token`` and ``whole``. Arrays in ``per_token`` then have the axis T in place of the
+    leading axes of the tokens. Arrays in ``whole`` are unchanged. The function returns
+    ``RouterChoices`` with ids [T, K], and with scores [T, E] or None. Ids outside [-1, E) choose no
+    expert, and the statistics count them in ``num_invalid``. The ids of masked tokens are ignored.
+    Pass traced arrays in ``per_token`` and ``whole``: over Explicit axes, JAX does not allow the
+    function to read traced arrays of an enclosing function. Define the function once, at the top of
+    a module, because JAX traces a program again for each new function.
 
     Example:
-      A hash layer chooses the expert from a token's id. The weight is the sigmoid of the logit:
+      A hash layer chooses the expert from the id of a token in the vocabulary. The weight is the
+      sigmoid of the logit:
 
       ```python
       import jax
@@ -76,24 +78,24 @@ class Router:
     """A ``TopK``, or a function."""
     per_token: Any = None
     """A pytree of arrays for the function ``choose``, with the leading axes of the tokens. They are
-    divided over the ranks and padded with zeros. Floats are 0 in masked tokens."""
+    divided over the ranks and padded with zeros. Floats of masked tokens become 0."""
     whole: Any = None
-    """A pytree of arrays for the function ``choose``. Each rank receives them unchanged."""
+    """A pytree of arrays for the function ``choose``. Each rank gets the same arrays."""
 
     def replace(self, **fields: Any) -> Router:
-        """Return the router with other fields, for example another ``select_bias``."""
+        """Return a copy of the router with some fields replaced, for example ``select_bias``."""
         return dataclasses.replace(self, **fields)
 
     def replay(self, ids: ArrayLike) -> Replay:
-        """Return a router for ``moe`` whose experts are already chosen.
+        """Return a router for ``moe`` that uses the experts ``ids`` and chooses none itself.
 
-        The router computes weights and scores for these experts, so that gradients reach the
-        kernel. For example, a trainer in reinforcement learning replays the experts that the
-        sampler chose (``statistics.choices.ids``).
+        The router computes weights and scores for these experts, so the kernel has gradients. For
+        example, a trainer in reinforcement learning replays the experts that the sampler chose
+        (``statistics.choices.ids``).
 
         Args:
           ids: integers [..., K] with the leading axes of the tokens. Ids outside [0, E), such as
-            -1, choose nothing.
+            -1, choose no expert.
         """
         return Replay(self, ids)
 
@@ -101,7 +103,7 @@ class Router:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Replay:
-    """A router whose experts are already chosen, as ``Router.replay`` returns it."""
+    """The result of ``Router.replay``: a router whose experts are already chosen."""
 
     router: Router
     ids: Any
@@ -112,8 +114,8 @@ RouterLike: TypeAlias = Router | Replay | RouterChoices
 
 
 def map_arrays(router: Any, per_token: Callable[[Any], Any], whole: Callable[[Any], Any]) -> Any:
-    """Apply ``per_token`` to the arrays of a ``RouterLike`` that have the leading axes of tokens,
-    and ``whole`` to all other arrays."""
+    """Apply the function ``per_token`` to the arrays of a ``RouterLike`` that have the leading axes
+    of tokens, and the function ``whole`` to all other arrays."""
     if isinstance(router, RouterChoices):
         return jax.tree.map(per_token, router)
     if isinstance(router, Replay):
@@ -123,8 +125,9 @@ def map_arrays(router: Any, per_token: Callable[[Any], Any], whole: Callable[[An
 
 
 def num_outputs(router: Any, tokens: Any) -> int | None:
-    """Return the number of experts that a ``RouterLike`` requires, or None. Raise an error if
-    ``router`` is no ``RouterLike``, or does not fit the tokens [..., H]."""
+    """Return the number of columns of the kernel if ``choose`` is a ``TopK``, else None. Raise an
+    error if ``router`` is not a ``RouterLike``, or if its kernel does not fit the tokens [...,
+    H]."""
     own = router.router if isinstance(router, Replay) else router
     if isinstance(own, RouterChoices):
         return None
@@ -144,7 +147,8 @@ def num_outputs(router: Any, tokens: Any) -> int | None:
 
 
 def check_router(router: RouterLike, tokens: Any, num_experts: int) -> RouterLike:
-    """Check a ``RouterLike`` that ``num_outputs`` accepts, and return it with JAX arrays."""
+    """Return a ``RouterLike`` with JAX arrays, or raise an error. ``num_outputs`` has accepted
+    it."""
     leading = tokens.shape[:-1]
     if isinstance(router, RouterChoices):
         return check_choices("router", router, leading, num_experts)
@@ -186,7 +190,7 @@ def check_router(router: RouterLike, tokens: Any, num_experts: int) -> RouterLik
 def check_choices(
     name: str, choices: object, leading: tuple[int, ...], num_experts: int
 ) -> RouterChoices:
-    """Return choices as JAX arrays. Raise an error if they do not have these leading axes."""
+    """Return choices as JAX arrays. Raise an error if their leading axes are not ``leading``."""
     if not isinstance(choices, RouterChoices):
         raise TypeError(f"{name} must be RouterChoices; got {choices!r}")
     ids = check_ids(f"ids of {name}", choices.ids, leading, num_experts)
@@ -212,7 +216,7 @@ def choose_experts(
     router: RouterLike, tokens: jax.Array, num_experts: int, mask: jax.Array | None
 ) -> tuple[RouterChoices, jax.Array | None]:
     """Return the choices of a rank's tokens [T, H] and their logits [T, E]. If ``router`` is
-    ``RouterChoices``, the logits are None. The arrays of ``router`` belong to these tokens."""
+    ``RouterChoices``, the logits are None."""
     if isinstance(router, RouterChoices):
         return _without_masked(router, mask), None
     own = router.router if isinstance(router, Replay) else router
@@ -223,7 +227,7 @@ def choose_experts(
         return own.choose(logits, select_bias=own.select_bias, mask=mask), logits
 
     def kept(array: jax.Array) -> jax.Array:
-        """Zero an array in masked tokens, because their values must not reach a gradient."""
+        """Set floats of masked tokens to 0, because these floats must not affect a gradient."""
         if mask is None or not jnp.issubdtype(array.dtype, jnp.floating):
             return array
         axes = (1,) * (array.ndim - 1)
@@ -235,7 +239,7 @@ def choose_experts(
 
 
 def _without_masked(choices: RouterChoices, mask: jax.Array | None) -> RouterChoices:
-    """Return choices in which masked tokens have the ids -1, and zeros as weights and scores."""
+    """Return choices in which masked tokens have the id -1, the weight 0 and the score 0."""
     if mask is None:
         return choices
     rest = jax.tree.map(lambda x: jnp.where(mask[:, None], x, 0), choices)

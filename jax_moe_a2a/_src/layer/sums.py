@@ -1,4 +1,4 @@
-"""Sum numbers and counts over ranks in one all-reduce."""
+"""Sum arrays over ranks, such that XLA can merge the sums into one all-reduce."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from ..compat import align_varying
 
 
 def sum_over(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
-    """Return the sums of an array over mesh axes."""
+    """Return the array, summed over mesh axes."""
     (aligned,) = align_varying([x], axes)
     return lax.psum(aligned, axes) if axes else x
 
 
-DIGITS = 24  # bits of a float32 mantissa
+DIGITS = 24  # number of bits of a float32 mantissa
 
 
 def exact_in_float32(most: int) -> bool:
-    """Return True if float32 holds every integer from 0 to ``most`` exactly."""
+    """Return True if float32 can represent every integer from 0 to ``most``."""
     return most <= 2**DIGITS
 
 
 def sum_counts(axes: tuple[str, ...], counts: jax.Array, most: int) -> jax.Array:
     """Return the sums of counts [N] over mesh axes, int32 [N].
 
-    Counts travel as float32 together with losses and gradients, because XLA merges sums of one
-    dtype into one all-reduce. The sums are exact, because counts that may be large are split into
-    groups of a few bits.
+    The sums are in float32, like sums of losses and gradients, because XLA merges sums of one dtype
+    into one all-reduce. They are exact, because counts are split into groups of a few bits if sums
+    may be large.
 
     Args:
       counts: int32, or float32 below 2**24; not negative.
-      most: the largest sum of a count, for example the number of choices of all ranks.
+      most: an upper bound of the sums, for example the number of choices of all ranks.
     """
     ranks = math.prod(map(lax.axis_size, axes))
     if exact_in_float32(most):

@@ -25,15 +25,15 @@ Score: TypeAlias = Literal["softmax", "sigmoid"]
 
 @dataclasses.dataclass(frozen=True)
 class TopK:
-    """The choice of the ``k`` best experts of each token from router logits, and their weights.
+    """A function that chooses ``k`` experts for each token from router logits.
 
     The scores of a token are the softmax or the sigmoid of its logits, in float32. The token
-    chooses the experts with the highest select_bias``. The weights are the scores of
-    these experts, divided by their sum if ``renormalize``, times ``scale``. If two experts are
-    equally good, the expert with the lower id comes first. Logits of 0.0 and -0.0 are equally good.
+    chooses the experts with the highest ``scores + select_bias``. The weights are the scores of
+    these experts, divided by their sum if ``renormalize``, times ``scale``. If two experts have
+    equal sums, the expert with the lower id comes first. Logits of 0.0 and -0.0 are equal.
 
-    A ``TopK`` is a function of logits, and the field ``choose`` of a ``Router`` can hold it. A
-    ``TopK`` holds no arrays, and communicates nothing. The routers of published models:
+    Pass a ``TopK`` to a ``Router`` as ``choose``. A ``TopK`` contains no arrays, and does not
+    communicate. The routers of published models:
 
     | model | ``TopK`` |
     | --- | --- |
@@ -47,21 +47,20 @@ class TopK:
     | Llama 4 | ``TopK(1, score="sigmoid")``, with ``weigh_input`` of ``Experts`` |
 
     Tests compare these routers and their gradients with the routers of transformers, without random
-    noise. GPT-OSS adds a bias to its logits, and applies the softmax only to the logits of the
-    chosen experts. This is equal to the renormalized softmax. DeepSeek-V3 adds 1e-20 to the sum of
-    the chosen scores. This class subtracts logarithms instead; the weights differ by at most 1e-6
-    if a chosen score is above 1e-14.
+    noise. GPT-OSS applies the softmax only to the logits of the chosen experts, which is equal to
+    the renormalized softmax. DeepSeek-V3 adds 1e-20 to the sum of the chosen scores, and this class
+    does not. The weights differ by at most 1e-6 if a chosen score is above 1e-14.
 
     Args:
       k: K, the number of experts of each token, 1 to 32 and at most E.
       score: ``"softmax"`` over all experts, or ``"sigmoid"`` of each logit.
       num_groups: number of groups of consecutive experts, or None for no groups. A token chooses
-        only from its best groups.
-      top_groups: number of groups that a token may choose from. Needs ``num_groups``.
+        only from the ``top_groups`` groups with the highest values.
+      top_groups: number of groups that a token may choose from, or None for no groups.
       top_in_group: the value of a group is the sum of its ``top_in_group`` highest
           ``scores + select_bias``. DeepSeek-V3 uses 2, and DeepSeek-V2 uses 1.
       renormalize: True if the weights of a token sum to ``scale``. None means ``k > 1``. With
-        ``k=1``, a renormalized weight is constant, so the router is not trained.
+        ``k=1``, a renormalized weight is constant, so its gradient does not train the router.
       scale: a number above 0 that multiplies the weights.
 
     Raises:
@@ -69,8 +68,7 @@ class TopK:
       ValueError: if an argument has the wrong range.
 
     Example:
-      The bias changes which experts the token chooses, but not the scores of the experts. The
-      second token is masked:
+      The bias makes the first token choose expert 2. The second token is masked:
 
       ```python
       import jax.numpy as jnp
@@ -128,21 +126,21 @@ class TopK:
         select_bias: ArrayLike | None = None,
         mask: ArrayLike | None = None,
     ) -> RouterChoices:
-        """Choose the experts of tokens.
+        """Choose the experts of each token, and compute their weights.
 
         Args:
           logits: floats [..., E] of 16 bits or more: the logits of the E experts for each token.
-          select_bias: floats [E], or None. The bias is added to the scores when experts are chosen,
-            but not to the weights. It has no gradient: ``update_select_bias`` adjusts it.
+          select_bias: floats [E], or None. The bias affects which experts are chosen, but not their
+            weights. It has no gradient: ``update_select_bias`` adjusts it.
           mask: booleans [...], False for tokens that choose no expert, such as padding; or None.
-            The logits of masked tokens may hold any value, and have zero gradients.
+            The logits of masked tokens may have any values, and their gradients are zero.
 
         Returns:
-          A ``RouterChoices`` with ids [..., K] (best expert first), weights [..., K] and scores
-          [..., E]. The scores of each token are divided by their sum, so that a balance loss
-          includes sigmoids that are too small for float32. Masked tokens have the ids -1, and zeros
-          as weights and scores. Weights and scores are differentiable in the logits. Their dtype is
-          float32, or float64 for float64 logits.
+          A ``RouterChoices`` with ids [..., K] (highest first), weights [..., K] and scores [...,
+          E]. The scores of each token are divided by their sum, with logarithms, so that a balance
+          loss includes sigmoids that are too small for float32. For masked tokens, ids are -1, and
+          weights and scores are 0. Weights and scores are differentiable in the logits. Their dtype
+          is float32, or float64 for float64 logits.
 
         Raises:
           TypeError: if an argument has the wrong type or dtype.
@@ -155,8 +153,8 @@ class TopK:
         groups = None
         if self.num_groups is not None and self.top_groups is not None:
             groups = Groups(self.num_groups, self.top_groups, self.top_in_group)
-        # Logits have the same order as their scores, and differ even if their scores are rounded to
-        # equal numbers.
+        # Compare logits if possible: their order is the order of the scores, but rounding may make
+        # different scores equal.
         keys = logits if select_bias is None and groups is None else scores
         if select_bias is not None:
             keys = lax.stop_gradient(keys) + _for_tokens(select_bias, keys)
@@ -168,17 +166,17 @@ class TopK:
     def replay(
         self, logits: ArrayLike, ids: ArrayLike, *, mask: ArrayLike | None = None
     ) -> RouterChoices:
-        """Return choices with these ids, and compute their weights as in a call.
+        """Return choices with the given ids, and compute their weights as in a call.
 
         Args:
           logits: as in a call.
           ids: integers [..., K']: the experts of each token. Ids outside [0, E), such as -1, choose
-            nothing, and have the weight 0.
+            no expert, and have the weight 0.
           mask: as in a call.
 
         Returns:
-          A ``RouterChoices`` with the ids, weights [..., K'], and scores as in a call. For ids
-          that a call chose, the weights equal the weights of this call.
+          A ``RouterChoices`` with the ids, weights [..., K'], and scores as in a call. If the ids
+          come from a call with these logits, the weights are equal to that call's weights.
 
         Raises:
           TypeError: if an argument has the wrong type or dtype.
@@ -189,7 +187,8 @@ class TopK:
         scores, probs = self._scores(logits)
         ids = _kept(mask, ids, -1)
         is_choice = (ids >= 0) & (ids < logits.shape[-1])
-        # If a token has no choice, count all its ids, because a softmax of no logits is NaN.
+        # If all ids of a token are invalid, treat all as valid here, because a softmax of no logits
+        # is NaN.
         counts = is_choice | ~is_choice.any(axis=-1, keepdims=True)
         values = logits if self._weighing.renormalizes else scores
         weights = self._weighing(at(values, ids), counts)
@@ -204,18 +203,18 @@ class TopK:
         mask: ArrayLike | None = None,
         num_bins: int = 1000,
     ) -> jax.Array:
-        """Return a histogram for each expert: the biases above which tokens choose the expert.
+        """Return a histogram for each expert: how large its bias must be so that tokens choose it.
 
-        ``quantile_select_bias`` computes the next bias from the histogram, and shows the formula.
-        For several micro-batches, add their histograms.
+        ``quantile_select_bias`` computes the next bias from the histogram, and its documentation
+        has the formula. For several micro-batches, add their histograms.
 
         Args:
           logits: as in a call, for example the ``logits`` of ``MoEStatistics``.
           select_bias: floats [E], as in a call.
           mask: as in a call. Masked tokens are not counted.
           num_bins: N. The bins have equal width, from ``min(select_bias) - 1`` to
-            ``max(select_bias) + 1``. All counted biases are in this range, because scores are in
-            [0, 1]. Use more bins if scores are small, as in a softmax over many experts.
+            ``max(select_bias) + 1``. This range includes all biases, because scores are in [0, 1].
+            Use more bins if scores are small, as in a softmax over many experts.
 
         Returns:
           [E, N] int32: number of tokens in each bin.
@@ -290,23 +289,23 @@ class TopK:
 
 
 def _kept(mask: jax.Array | None, array: jax.Array, other: int = 0) -> jax.Array:
-    """Return an array [..., N] with ``other`` in masked tokens."""
+    """Return an array [..., N] with the number ``other`` for masked tokens."""
     return array if mask is None else jnp.where(mask[..., None], array, other)
 
 
 def _for_tokens(bias: jax.Array, scores: jax.Array) -> jax.Array:
-    """Return a bias [E] with the number of axes and the dtype of scores, without derivatives."""
+    """Return a bias [E] in the dtype of scores, reshaped to [1, ..., E], without derivatives."""
     bias = lax.stop_gradient(bias).astype(scores.dtype)
     return bias.reshape((1,) * (scores.ndim - 1) + bias.shape)
 
 
 def bin_width(bias: jax.Array, num_bins: int) -> jax.Array:
-    """Return the width of the bins of a histogram for a bias [..., E], as [..., 1]."""
+    """Return the width of the bins of a histogram, [..., 1], for a bias [..., E]."""
     return (bias.max(axis=-1, keepdims=True) - bias.min(axis=-1, keepdims=True) + 2) / num_bins
 
 
 def check_logits(value: object, name: str = "logits") -> jax.Array:
-    """Return floats [..., E] as an array of the accumulation dtype, or raise an error."""
+    """Return floats [..., E] in the accumulation dtype, or raise an error."""
     array = as_array(value)
     check_floats(name, array, "Cast it")
     if array.ndim < 1 or not array.shape[-1]:
@@ -314,7 +313,7 @@ def check_logits(value: object, name: str = "logits") -> jax.Array:
             f"{name} must be an array [..., num_experts] with at least one expert; got "
             f"{short(array)}"
         )
-    array = jnp.asarray(array)  # unlike astype, does not warn if float64 is not enabled
+    array = jnp.asarray(array)  # astype would warn if float64 is not enabled
     return array.astype(accumulation_dtype(array.dtype))
 
 

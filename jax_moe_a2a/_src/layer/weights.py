@@ -1,4 +1,4 @@
-"""Define the weights of experts as one pytree, in the layout that every function uses."""
+"""Define ``Experts``, the pytree with the weights of experts."""
 
 from __future__ import annotations
 
@@ -30,45 +30,47 @@ from .lora import LoRA, check_lora, draw_lora, merge, spec_of
 
 Activation: TypeAlias = Callable[[jax.Array], jax.Array]
 Names: TypeAlias = str | tuple[str, ...] | None  # an entry of a ``PartitionSpec``
-WEIGHTS = "w_in", "w_out"  # fields that may be in FP8
+WEIGHTS = "w_in", "w_out"  # the fields that may be ``QuantizedExperts``
 BIASES = "b_in", "b_out"
-ADAPTERS = {"lora_in": "w_in", "lora_out": "w_out"}  # field of an adapter: field of its weights
+ADAPTERS = {"lora_in": "w_in", "lora_out": "w_out"}  # adapter: weights
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Totals:
-    """The float32 sums to which products add the gradients of the weights of ``Experts``
-    (``accumulate_grads``). In the forward pass, these sums are zeros."""
+    """The arrays to which products add the gradients of the weights of ``Experts``, in float32.
+    ``accumulate_grads`` creates them. In the forward pass, they are zeros."""
 
     w_in: Any = None
     w_out: Any = None
     name: str = dataclasses.field(default="", metadata=dict(static=True))
-    """The name of the parameters whose gradients are added to the totals."""
+    """A name that ``accumulate_grads`` gives to the ``Experts`` of these totals."""
 
     def of(self, experts: Experts) -> Totals:
-        """Return totals of the same name that hold the weights of experts in place of the sums."""
+        """Return ``Totals`` with the same name, in which the weights of ``experts`` replace the
+        sums."""
         return dataclasses.replace(self, w_in=experts.w_in, w_out=experts.w_out)
 
     def like(self, others: Totals) -> Totals:
-        """Return the totals, reshaped to the shapes of ``others``."""
+        """Return the totals in the shapes of ``others``."""
         return jax.tree.map(lambda x, other: jnp.reshape(x, other.shape), self, others)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Experts:
-    """The weights of experts. Each expert is a network of two products.
+    """The weights of experts, which are networks with two products, as a pytree.
 
     Expert e maps a token to ``activation(x @ w_in[e] + b_in[e]) @ w_out[e] + b_out[e]``. The arrays
-    are leaves of a pytree, and the activation is static. A shared expert, which is applied to all
-    tokens, has arrays without the axis E. Inside ``jax.shard_map``, E is the number L of experts of
-    the rank.
+    are leaves of the pytree, and ``activation`` is static. A shared expert, which is applied to all
+    tokens, has arrays without the axis E. Inside ``jax.shard_map``, the axis has only the L experts
+    of the rank.
 
-    Both weights are either arrays with the dtype of the tokens, or ``QuantizedExperts``. With
-    ``QuantizedExperts``, products are in FP8 (docs/fp8.md), tokens are bfloat16 or float32, and
-    sizes of weights are multiples of 128 (``padded``). Quantized weights of a shared expert keep
-    the axis E, of size 1, and are decoded to the dtype of the tokens.
+    Both ``w_in`` and ``w_out`` are arrays with the dtype of the tokens, or both are
+    ``QuantizedExperts``. With ``QuantizedExperts``, products are in FP8 (docs/fp8.md), tokens are
+    bfloat16 or float32, and H and I of the weights are multiples of 128 (``padded``). Quantized
+    weights of a shared expert keep the axis E, of size 1, and are decoded to the dtype of the
+    tokens.
     """
 
     w_in: Any
@@ -79,58 +81,60 @@ class Experts:
     b_in: Any = None
     """Biases of the first product, [E, 2, I], or [E, I] without a gate; or None."""
     b_out: Any = None
-    """Biases of the second product, [E, H], or None. The weights of choices multiply the biases."""
+    """Biases of the second product, [E, H], or None. Router weights multiply these biases, too."""
     output_gate: Any = None
     """[H] or None, only for a shared expert of ``moe``. ``sigmoid(x @ output_gate)`` multiplies the
     expert's outputs, as in Qwen2-MoE."""
     _: dataclasses.KW_ONLY
     activation: Activation | None = dataclasses.field(default=None, metadata=dict(static=True))
     """A function that maps floats [C, 2I], with gate and up side by side, to [C, I], such as
-    ``gated(jax.nn.gelu)``. Without a gate, it maps [C, I] to [C, I], such as ``jax.nn.gelu``. It
-    treats each row independently. None means ``gated(jax.nn.silu)``, and is an error without a
-    gate. In ``moe_mlp``, the function may read arrays of the enclosing function, which then have
-    gradients. Rows without a token get the values of a row with a token, or 0.5 if no row has a
-    token. With a tensor axis, I is the size of a part, so the function must treat all columns
-    equally. JAX traces a program again for a new function, so define the function once."""
+    ``gated(jax.nn.gelu)``. Without a gate, it maps [C, I] to [C, I], such as ``jax.nn.gelu``. A
+    result row must depend only on its input row. None means ``gated(jax.nn.silu)``, and is an error
+    without a gate. In ``moe_mlp``, the function may read arrays of the enclosing function, and
+    these arrays get gradients. Input rows without a token contain the values of a row with a token,
+    or 0.5 if no row has one. With a tensor axis, each rank passes only its columns, so the function
+    must apply the same formula to all columns. Define the function once, because JAX traces a
+    program again for each new function."""
     weigh_input: bool = dataclasses.field(default=False, metadata=dict(static=True))
-    """True if weights of choices multiply the inputs of experts and not their outputs, as in Llama
-    4. The layer then computes the sum of ``f_e(weight_e * x)``, where ``f_e`` is expert e. Each
+    """True if router weights multiply the inputs of experts and not their outputs, as in Llama 4.
+    The layer then computes the sum of ``f_e(weight_e * x)``, where ``f_e`` is expert e. Each
     product ``weight_e * x`` is rounded to the dtype of ``x``, and kept for the backward pass. If
-    tokens arrive in FP8 for products in FP8, the weights also multiply the scales of the rows."""
+    products are in FP8 and tokens arrive in FP8, the weights also multiply the scales of the
+    rows."""
     lora_in: LoRA | None = None
-    """An adapter of ``w_in``, or None. With an adapter, ``w_in`` and ``w_out`` are frozen: their
-    gradients are zeros, and no product computes them. Biases keep their gradients."""
+    """An adapter of ``w_in``, or None. If there is an adapter of ``w_in`` or ``w_out``, both
+    weights are frozen: their gradients are zeros, without a computation. Biases have gradients."""
     lora_out: LoRA | None = None
     """An adapter of ``w_out``, or None."""
     totals: Totals | None = None
-    """Totals that ``accumulate_grads`` sets. They are valid until the weights change."""
+    """The ``Totals`` that ``accumulate_grads`` creates, or None. ``replace`` removes them if
+    weights change."""
 
     def replace(self, **fields: Any) -> Experts:
-        """Return the experts with other fields. If weights are replaced, the experts have no
-        totals."""
+        """Return a copy with some fields replaced. A copy with other weights has no totals."""
         if not fields.keys().isdisjoint(WEIGHTS):
             fields.setdefault("totals", None)
         return dataclasses.replace(self, **fields)
 
     def in_fp8(self) -> Experts:
-        """Return the experts with products in FP8, for training.
+        """Return experts whose products are in FP8, for training.
 
-        Each call of a layer quantizes the weights once, and keeps a byte for each weight for its
-        backward pass. Derivatives treat quantization as the identity, so weights keep their
-        gradients. To quantize only once for several micro-batches, call
-        ``quantize_experts(experts, trainable=True)`` instead. Both return ``padded`` experts.
+        Each call of a layer quantizes the weights once. For the backward pass, it stores one byte
+        per weight. The derivative of quantization is defined as the identity, so the weights have
+        gradients. To quantize only once for several micro-batches, call ``quantize_experts(experts,
+        trainable=True)`` instead. Both return ``padded`` experts.
         """
         return self.padded().map_weights(lambda w: QuantizedExperts(source=w))
 
     def padded(self, *, outputs: bool = True) -> Experts:
-        """Return the experts, padded with zeros to multiples of 128 on the axes H and I.
+        """Return the experts with zeros appended, so that H and I are multiples of 128.
 
-        Layers in FP8 accept padded experts for tokens of H features. If the activation maps zeros
-        to zeros, results and gradients keep their values, and gradients of padding are zeros.
+        Layers in FP8 accept padded experts for tokens without padding. If the activation maps zeros
+        to zeros, padding does not change results and gradients, and its gradients are zeros.
 
         Args:
-          outputs: False to leave the last axis of ``w_out`` and ``b_out`` unpadded. Only products
-            of gradients sum over this axis.
+          outputs: False to leave the last axis of ``w_out`` and ``b_out`` unpadded. Only the
+            backward pass sums over this axis.
         """
         first, last = self.w_out.ndim - self.w_in.ndim - 2, (-1,) * outputs
         axes = dict(w_in=(first, -1), w_out=(-2, *last), b_in=(-1,), b_out=last)
@@ -147,13 +151,13 @@ class Experts:
     def with_lora(
         self, key: jax.Array, *, rank: int, scale: float = 1.0, dtype: DTypeLike | None = None
     ) -> Experts:
-        """Return the experts with a new ``LoRA`` of rank r for each of their weights.
+        """Return the experts with new adapters of rank r for ``w_in`` and ``w_out``.
 
-        As in the paper on LoRA, ``a`` is drawn from a normal distribution (with the variance 1 /
-        K), and ``b`` is zero. At first, the outputs of the experts therefore do not change. The
-        kernels need r to be a multiple of 8. Without ``dtype``, adapters have the dtype of the
-        weights, or bfloat16 if the weights are in FP8. ``moe_partition_specs`` returns the
-        placements of the adapters.
+        As in the paper on LoRA, ``a`` is random with a normal distribution (variance 1 / K), and
+        ``b`` is zero, so new adapters do not change the outputs of experts. The kernels can only
+        compute products with adapters if r is a multiple of 8. Without ``dtype``, the adapters have
+        the dtype of the weights, or bfloat16 if the weights are in FP8. ``moe_partition_specs``
+        returns the placements of the adapters.
         """
         dtype = getattr(self.w_out, "dtype", jnp.bfloat16) if dtype is None else dtype
         lead, keys = len(self.w_out.shape) - 2, jax.random.split(key)
@@ -161,28 +165,28 @@ class Experts:
         return self.replace(lora_in=draw(keys[0], self.w_in), lora_out=draw(keys[1], self.w_out))
 
     def merge_lora(self) -> Experts:
-        """Return the experts with their adapters added to their weights, and without adapters.
+        """Return the experts without adapters, after the adapters are added to the weights.
 
-        Weights become ``w + scale * a b``, computed in float32 (float64 for float64) and rounded
-        once. Weights in FP8 raise a TypeError.
+        The new weights ``w + scale * a b`` are computed in float32 (float64 for float64 weights),
+        and rounded once. Weights in FP8 raise a TypeError.
         """
         lead = len(self.w_out.shape) - 2
         w_in, w_out = merge(self.w_in, self.lora_in, lead), merge(self.w_out, self.lora_out, lead)
         return self.replace(w_in=w_in, w_out=w_out, lora_in=None, lora_out=None)
 
     def map_weights(self, function: Callable[[Any], Any]) -> Experts:
-        """Apply a function to both weights, and return the experts with the results."""
+        """Return the experts with ``function(w_in)`` and ``function(w_out)`` as weights."""
         w_in, w_out = function(self.w_in), function(self.w_out)
         return dataclasses.replace(self, w_in=w_in, w_out=w_out)
 
     @property
     def has_lora(self) -> bool:
-        """Return True if an adapter freezes the weights."""
+        """Return True if there is an adapter, so that the weights are frozen."""
         return self.lora_in is not None or self.lora_out is not None
 
     @property
     def is_trained_in_fp8(self) -> bool:
-        """Return True if products are in FP8, and weights have gradients."""
+        """Return True if the products are in FP8 and the weights have gradients."""
         return isinstance(self.w_in, QuantizedExperts) and self.w_in.source is not None
 
 
@@ -192,36 +196,38 @@ def quantize_experts(
     transposed: bool = False,
     trainable: bool = False,
 ) -> Experts | QuantizedExperts:
-    """Quantize the weights of experts to ``BlockwiseFp8``, for products in FP8.
+    """Quantize weights of experts to ``BlockwiseFp8``, for products in FP8.
 
     Each 128 x 128 block has one scale: the smallest power of two, at least 2**-117, for which no
-    value of the block exceeds 448. The call reads all weights, so call it once when weights are
-    loaded, or once in a training step.
+    quotient of a weight and the scale exceeds 448. The call reads all weights, so call it once when
+    weights are loaded, or once in a training step.
 
-    Quantized numbers have no gradient. To train a parameter ``w``, call
-    ``quantize_experts(w, trainable=True)`` inside the function that is differentiated. Layers then
-    multiply in FP8, and the gradients of their weights flow to ``w``.
+    Quantized values have no gradient. To train a parameter ``w``, call ``quantize_experts(w,
+    trainable=True)`` inside the function that is differentiated. Layers then multiply in FP8, and
+    ``w`` gets the gradients of the weights.
 
     Args:
       w: ``Experts``, or one array of weights. Weights of ``Experts`` are first ``padded``. An array
         is bfloat16, float16 or float32 [L, K, N] as in ``grouped_dot``, or [L, K, 2, I] as in
         ``Experts``, where K is a multiple of 128. A ``Quantized``, or an object with ``qvalue`` and
-        ``scale`` like a ``QArray`` of qwix, is already quantized and keeps its numbers. Its values
-        are float8_e4m3fn in one of these shapes. Its scales are float32
-        [L, K / 128, N / 128 rounded up], or [L, K / 128, 2, I / 128 rounded up].
-      transposed: True to also keep the values [L, K, N], which the gradient of rows reads.
-      trainable: True to keep these values, and ``w`` as ``source``, which receives the gradients.
+        ``scale`` like a ``QArray`` of qwix, is already quantized, and its values and scales do not
+        change. Its values are float8_e4m3fn in one of these shapes. Its scales are float32 [L, K /
+        128, N / 128 rounded up], or [L, K / 128, 2, I / 128 rounded up].
+      transposed: True to also return the values in the layout [L, K, N], which the gradient of rows
+        reads.
+      trainable: True to also return these values, and ``w`` as ``source``, which gets the
+        gradients.
 
     Returns:
-      ``QuantizedExperts``, or ``Experts`` with them, placed like the weights over a mesh. An axis
-      may be gathered if the sizes of its parts are not multiples of 128. To quantize the experts
-      of several layers, use ``jax.vmap``. If the weights are already stored as [L, N, K], make a
-      ``QuantizedExperts`` from them directly.
+      ``QuantizedExperts``, or ``Experts`` that contain them, placed like the weights over a mesh.
+      If the shards of an axis do not have multiples of 128, the axis may be gathered. To quantize
+      the experts of several layers, use ``jax.vmap``. If the weights are already stored as [L, N,
+      K], make a ``QuantizedExperts`` from them directly.
 
     Raises:
-      TypeError: if an array has the wrong dtype, or weights to train are already quantized.
-      ValueError: if an array has the wrong shape, or holds an infinity or a NaN. Inside
-        ``jax.jit``, infinities and NaN are not found, and products with their blocks are NaN.
+      TypeError: if an array has the wrong dtype, or if ``trainable`` is True for quantized weights.
+      ValueError: if an array has the wrong shape, or contains an infinity or a NaN. Inside
+        ``jax.jit``, these raise no error, and products with their blocks are NaN.
     """
     quantize = partial(quantize_weights, transposed=transposed, trainable=trainable)
     if not isinstance(w, Experts):
@@ -232,7 +238,8 @@ def quantize_experts(
 
 
 def flat(experts: Experts) -> Experts:
-    """Return experts without an activation, and with gate and up side by side on one axis."""
+    """Return experts without an activation, in which gate and up are side by side: [..., 2, I]
+    becomes [..., 2I]."""
     lead = len(experts.w_out.shape) - 2
 
     def merged(array: Any, axis: int) -> Any:
@@ -255,8 +262,8 @@ def flat(experts: Experts) -> Experts:
 
 
 def totals_of(experts: Experts) -> Totals:
-    """Return the totals to which products of ``flat(experts)`` add. If the totals were cast
-    together with the weights, return ``Totals`` without arrays."""
+    """Return the totals in the shapes of ``flat(experts)``. If a cast of the weights has cast the
+    totals, too, return ``Totals`` without arrays."""
     given = experts.totals
     if given is None or given.w_in.dtype != accumulation_dtype(given.w_in.dtype):
         return Totals()
@@ -264,13 +271,13 @@ def totals_of(experts: Experts) -> Totals:
 
 
 def returned_totals(experts: Experts, totals: Totals) -> Totals | None:
-    """Return the new totals of experts in the shapes of the old totals."""
+    """Return new totals in the shapes of ``experts.totals``, or None."""
     given = experts.totals
     return given if given is None or not totals.name else totals.like(given)
 
 
 def paired(home: Experts, spare: Experts) -> Experts:
-    """Return experts whose fields are tuples (home, spare)."""
+    """Return ``Experts`` in which each array is replaced by a tuple (home array, spare array)."""
     pair = lambda name: (getattr(home, name), getattr(spare, name))
     biases = (None if getattr(home, name) is None else pair(name) for name in BIASES)
     lora: Any = (jax.tree.map(lambda *arrays: arrays, *pair(name)) for name in ADAPTERS)
@@ -280,8 +287,8 @@ def paired(home: Experts, spare: Experts) -> Experts:
 def specs_of(
     experts: Experts, lead: tuple[Names, ...], tensor: Names, fsdp: Names = None
 ) -> Experts:
-    """Return the placements of experts. If the experts have an axis E, it is divided over
-    ``lead``."""
+    """Return experts with a ``PartitionSpec`` for each array. The axes in ``lead`` divide the axis
+    E, if there is one."""
     gate = (None,) * (len(experts.w_in.shape) - len(lead) - 2)
     specs = dict(
         w_in=P(*lead, fsdp, *gate, tensor),
@@ -315,8 +322,8 @@ def check_weights(
     *,
     name: str = "experts",
 ) -> Experts:
-    """Return experts with JAX arrays for tokens [..., H], or raise an error. ``lead`` is (E,), or
-    () for a shared expert. None allows any E."""
+    """Return experts with JAX arrays. Raise an error if they do not fit the tokens [..., H].
+    ``lead`` is (E,), or () for a shared expert, or None for any E."""
     check_type(experts, name)
     if experts.has_lora:
         experts = experts.map_weights(partial(jax.tree.map, fixed)).replace(totals=None)
@@ -411,17 +418,17 @@ def check_type(experts: object, name: str) -> None:
 
 
 def _check_quantized(name: str, w: object, *, may_be_pairs: bool) -> QuantizedExperts:
-    """Return weights in FP8, or raise an error. Weights to train may have no values yet."""
+    """Return weights in FP8, or raise an error. Weights with a source may have no values."""
     if isinstance(w, QuantizedExperts) and w.values is None and w.source is not None:
         return QuantizedExperts(source=as_array(w.source))
     found = check_experts(name, w, may_be_pairs=may_be_pairs)
-    # Forbid gradients of numbers in FP8: an optimizer would update only the source.
+    # FP8 values must have no gradient, because an optimizer updates only the source.
     numbers = jax.tree.map(without_gradient, dataclasses.replace(found, source=None))
     return dataclasses.replace(numbers, source=found.source)
 
 
 def _decoded(name: str, w: object, dtype: Any) -> jax.Array:
-    """Decode the weights of a shared expert, or raise an error."""
+    """Return the decoded weights of a shared expert, or raise an error."""
     found = _check_quantized(name, w, may_be_pairs=True)
     if found.source is not None or found.shape[0] != 1:
         raise ValueError(
@@ -432,7 +439,7 @@ def _decoded(name: str, w: object, dtype: Any) -> jax.Array:
 
 
 def _check_fp8(name: str, found: dict[str, QuantizedExperts], x: Any) -> None:
-    """Raise an error if products in FP8, or their gradients, do not support the weights."""
+    """Raise an error if products in FP8 or their gradients do not support these weights."""
     if x.dtype not in RESULT_DTYPES:
         raise TypeError(
             f"x must be bfloat16 or float32 with products in FP8; got {short(x)}. Cast it"

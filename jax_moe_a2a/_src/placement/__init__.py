@@ -1,1 +1,1 @@
-"""Place replicas of experts on ranks, and choose the replica that a token uses."""
+"""Place replicas of experts on ranks, and choose which replica a token uses."""

@@ -1,4 +1,4 @@
-"""Choose the slot of each choice of a token, among the replicas of its expert."""
+"""Define ``choose_slots``, which sends each choice of a token to one slot of the chosen expert."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ..plan.plan import count_and_number, running_sum
 from ..routing.checks import as_int32, check_ids
 from .types import ALL, SHARE_BITS, Placement, check_placement
 
-# Multiples of this odd number, modulo ALL, are spread evenly, because it is about ALL / 1.618 (the
-# golden ratio).
+# Multiples of this odd number modulo ALL are spread evenly in [0, ALL), because the number is about
+# ALL divided by the golden ratio.
 STRIDE = 20253
 
 
@@ -29,23 +29,25 @@ def choose_slots(
     rank: ArrayLike | None,
     num_ranks: int,
 ) -> jax.Array:
-    """Return the slot of each choice of this rank's tokens. Pass these slots to ``route`` as ids.
+    """Return a slot of the chosen expert for each choice of this rank's tokens, as ids for
+    ``route``.
 
     Each slot of an expert should receive its share (``Placement.share_ends``) of the expert's rows
-    from all ranks. A rank first fills its own slot of the expert, up to the rows that this slot
-    should receive. It spreads its remaining rows evenly over the rows that the other slots still
-    lack. A rank does not know the rows of other ranks, and assumes that all ranks have equally many
-    rows.
+    from all ranks. If a rank has a slot of the expert, it first sends rows to this slot, up to the
+    rows that the slot should receive. It distributes its other rows over all slots of the expert,
+    in proportion to the rows that these should still receive. A rank does not know the rows of
+    other ranks, and assumes that all ranks have equally many rows.
 
-    The result depends only on the arguments. Two equal ids of a token are two rows of its expert,
-    and these rows may be in different slots.
+    The result depends only on the arguments. If a token has the same id twice, the two slots may
+    differ.
 
     Args:
-      ids: integers [T, K], the expert of each choice. -1 sends nothing and stays -1. Other ids
-        outside [0, E) stay outside [0, P), so that ``route`` counts them as invalid.
+      ids: integers [T, K], the expert of each choice. The id -1, for no expert, stays -1. For other
+        ids outside [0, E), the results are outside [0, P), so that ``route`` counts them as
+        invalid.
       placement: the placement, without leading axes. Its arrays may be traced.
       rank: this rank, an int32 scalar, for example ``jax.lax.axis_index("ep")``. None if all ranks
-        have the same tokens: all ranks then choose the same slots, with exact shares.
+        have the same tokens. Then all ranks choose the same slots, and the shares are exact.
       num_ranks: R, the number of ranks of the placement.
 
     Returns:
@@ -68,13 +70,12 @@ def _replicas(
     rank: ArrayLike | None,
     num_ranks: int,
 ) -> jax.Array:
-    """Return, for each choice, the index of its slot among the slots of its expert, int32 like
-    ``expert``.
+    """Return indices like ``expert``, int32: for each choice, which of its expert's slots to use.
 
-    Each expert has two lists of equal length. The first list has the expert's rows of all ranks,
-    rank after rank. The second list has each slot once for each row that the slot should receive.
-    Rows for a rank's own slot are first removed from both lists. Each other row goes to the slot at
-    the same place of the second list.
+    Each expert has a list of places. The list contains each slot as often as the slot should still
+    receive rows, after all ranks have sent rows to their own slots. Each remaining row of this rank
+    is sent to the slot at one place in the list. The places of a rank's rows are spread evenly over
+    the list.
     """
     num_experts, most = placement.expert_slots.shape
     if most == 1:
@@ -92,7 +93,7 @@ def _replicas(
     slot_rank = lax.div(placement.expert_slots, np.int32(placement.num_slots // num_ranks))
     slot_rank = jnp.where(placement.expert_slots >= 0, slot_rank, -1)
     is_on = slot_rank[None] == ranks[:, None, None]  # [R, E, M]
-    # If an expert has several slots on a rank, only the first slot counts as the rank's own.
+    # If an expert has several slots on a rank, only the first one is the rank's own slot.
     is_own = is_on & (running_sum(is_on.astype(jnp.int32), axis=2) == 1)
     own_rows = jnp.minimum(
         own_counts[None], jnp.where(is_own, quotas[None], 0).sum(2, dtype=jnp.int32)
@@ -111,8 +112,9 @@ def _replicas(
 
 
 def _slot_at(ends: jax.Array, place: jax.Array, expert: jax.Array, num_slots: jax.Array) -> Any:
-    """Return the index of the slot at a place of the expert's list. ``ends`` [E, M] is the end of
-    each slot's places. Places beyond the last end belong to the last slot."""
+    """Return the index of the slot at a place in the list of the expert. In this list, the places
+    of a slot end at its number in ``ends`` [E, M]. Places after the last end are places of the last
+    slot."""
     index = (ends[expert] <= place[..., None]).sum(-1, dtype=jnp.int32)
     return jnp.minimum(index, num_slots[expert] - 1)
 

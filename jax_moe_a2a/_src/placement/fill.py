@@ -1,8 +1,8 @@
-"""Fill the spare slots of ranks with replicas of popular experts, in NumPy or JAX. On NVIDIA GPUs,
-a kernel with equal results replaces the loop in JAX.
+"""Choose the replicas for the spare slots of ranks, in NumPy or JAX. On NVIDIA GPUs, a kernel with
+equal results replaces the loop in JAX.
 
-``fill_slots_p`` has the operands and results of ``fill_loop``. Batching adds leading axes to
-operands and results. It has no derivative, because all arrays hold integers.
+``fill_slots_p`` has the operands and results of ``fill_loop``. ``vmap`` adds leading axes. There
+are no derivatives, because all arrays are integers.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ fill_slots_p.multiple_results = True
 
 
 def fill_slots(xp: ModuleType, experts: Any, rows: Any, **params: Any) -> Any:
-    """Call ``fill_loop`` for NumPy arrays, or bind ``fill_slots_p``."""
+    """Call ``fill_loop`` for NumPy arrays, and bind ``fill_slots_p`` for JAX arrays."""
     if xp is np:
         return fill_loop(np, experts, rows, **params)
     return fill_slots_p.bind(*align_varying([experts, rows], ()), **params)
 
 
 def fill_loop(xp: Any, experts: Any, rows: Any, *, spare: int, most: int, min_rows: int) -> Any:
-    """Return the expert and the rows of each slot of ranks, int32 [R, L + spare].
+    """Return two arrays int32 [R, L + spare]: the expert and the number of rows of each slot.
 
     Args:
-      experts: int32 [R, L], the experts of these ranks, each once.
-      rows: int32 [R, L], the rows of these experts.
+      experts: int32 [R, L], the experts of each rank, without replicas.
+      rows: int32 [R, L], the number of rows of each of these experts.
       spare: the number of spare slots of each rank.
       most: the largest number of slots of an expert.
       min_rows: as in ``plan_placement``.
     """
     num_ranks, num_local = experts.shape
     total = rows.sum(dtype=np.int32)
-    # Even with ``most`` slots, an expert may have more rows per slot than the mean of the ranks.
+    # The target is at least the rows per slot of the largest expert if it has ``most`` slots.
     target = xp.maximum(-(-total // num_ranks), -(-rows.max() // most))
     rank_index = xp.arange(num_ranks, dtype=np.int32)[:, None]
     slot_index = xp.arange(num_local + spare, dtype=np.int32)[None, :]
@@ -78,14 +78,15 @@ def fill_loop(xp: Any, experts: Any, rows: Any, *, spare: int, most: int, min_ro
         )
 
     free = xp.full(num_ranks, spare, np.int32)
-    replicas = pad(xp.ones_like(experts), most)  # rows do not move out of spare slots
+    replicas = pad(xp.ones_like(experts), most)  # spare slots give no rows away
     start = pad(experts, -1), pad(rows, 0), free, replicas
     slots, rows, _, _ = repeat(xp, num_ranks * spare, fill, start, rows)
     return slots, rows
 
 
 def repeat(xp: ModuleType, most: int, step: Callable[..., Any], state: Any, read: Any) -> Any:
-    """Repeat ``goes_on, state = step(index, state)`` while ``goes_on``, at most ``most`` times."""
+    """Run ``goes_on, state = step(index, state)`` until ``goes_on`` is False, at most ``most``
+    times."""
     if xp is np:
         for index in range(most):
             goes_on, state = step(index, state)
@@ -104,7 +105,7 @@ def repeat(xp: ModuleType, most: int, step: Callable[..., Any], state: Any, read
 
 
 def why_no_kernel(num_ranks: int, num_experts: int) -> str:
-    """Return why no kernel fills slots of these sizes on this process's GPUs, or ''."""
+    """Return '' if the kernel can run for these sizes on this process's GPUs, else the reason."""
     if why := native.why_no_local_kernel():
         return why
     ranks, experts = native.limit("MAX_RANKS"), native.limit("MAX_PLANNED_EXPERTS")

@@ -1,4 +1,4 @@
-"""Move the weights of experts into the slots of a placement, and back."""
+"""Move the weights of experts to the slots of a placement, and back."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ def move_experts(
 ) -> PyTree:
     """Move the weights of experts to other slots, bit for bit.
 
-    ``target`` alone moves weights from the order of experts into slots. ``source`` alone moves them
-    back. Both together move them from one placement to the next. Also move all other arrays
-    with the axis of experts, such as the moments of an optimizer.
+    With only ``target``, weights in the order of experts move into slots. With only ``source``,
+    they move back. With both, they move from one placement to another. Also move all other arrays
+    that have an axis of experts, such as the moments of an optimizer.
 
-    JAX arrays keep their placement over Auto and Explicit axes, so the number of slots must be a
-    multiple of the number of parts of their first axis. A device receives one expert of each part
-    at a time. Inside ``jax.jit``, over Auto axes, the compiler places the result. NumPy arrays stay
-    NumPy arrays.
+    JAX arrays keep their sharding over mesh axes, so the number of shards of the first axis must
+    divide the number of slots. In each step, each device receives the experts for one slot of every
+    shard. Inside ``jax.jit``, over Auto axes, the compiler chooses the sharding of the result.
+    NumPy arrays stay NumPy arrays.
 
     Args:
       w: array [N, ...], or a pytree of arrays with this first axis, such as ``Experts``. N is the
         number of slots of ``source``, or E without ``source``.
-      source: the ``Placement`` of ``w``, or None for the order of experts. If an expert has several
-        slots, its first slot is read.
-      target: the ``Placement`` of the result, or None. ``target`` may have another number of ranks
-        than ``source``. Placements have no leading axes. They need not have the home form.
+      source: the ``Placement`` of ``w``, or None if ``w`` is in the order of experts. If an expert
+        has several slots, the call reads the first one.
+      target: the ``Placement`` of the result, or None for the order of experts. Its number of ranks
+        may differ from ``source``. Both placements have no leading axes, and need not have the home
+        form.
 
     Returns:
-      [N', ...] like ``w``, where N' is the number of slots of ``target``, or E without ``target``.
-      Empty slots hold zeros.
+      A pytree like ``w`` of arrays [N', ...]. N' is the number of slots of ``target``, or E without
+      ``target``. Empty slots get zeros.
 
     Raises:
       TypeError: if a placement has the wrong type or leading axes.
@@ -75,13 +76,14 @@ def move_experts(
     index = np.arange(size, dtype=np.int32) if source is None else source.expert_slots[:, 0]
     if target is not None:
         xp = jnp if isinstance(target.slot_experts, jax.Array) else np
-        # The expert -1 of an empty slot reads the last element of ``index``, which returns zeros.
+        # An empty slot has the expert -1, which reads the last element of ``index``, ``size``, for
+        # zeros.
         index = xp.append(index, np.int32(size))[target.slot_experts]
     return jax.tree.map(lambda x: _moved(as_array(x), index), w)
 
 
 def _moved(x: Any, index: Any) -> Any:
-    """Return the elements of an array at indices, with zeros for the index ``len(x)``."""
+    """Return ``x[index]``, with zeros where the index is ``len(x)``."""
     is_traced = isinstance(x, jax.core.Tracer) or isinstance(index, jax.core.Tracer)
     if not is_traced and not isinstance(x, jax.Array):
         found = x[np.minimum(index, len(x) - 1)]
@@ -96,7 +98,7 @@ def _moved(x: Any, index: Any) -> Any:
 
 @scopes.placement
 def _take(x: jax.Array, index: jax.Array, num_parts: int) -> jax.Array:
-    """Gather one index of each part at a time, because each device receives all data of a step."""
+    """Gather one index of each shard in a step, because each device receives all data of a step."""
     sharding = jax.typeof(x).sharding
     spec = sharding if any(axis is not None for axis in sharding.spec) else None
     take = lambda index: x.at[index].get(mode="fill", fill_value=0, out_sharding=spec)

@@ -1,6 +1,7 @@
-"""Plan the ranks of experts from the number of rows that each expert had.
+"""Define ``plan_placement``, which places experts on ranks from the rows that each expert had.
 
-The code is the same for NumPy and JAX. All numbers are int32, so that all ranks make the same plan.
+The code is the same for NumPy and JAX. All numbers are int32, so that all ranks compute the same
+plan.
 """
 
 from __future__ import annotations
@@ -29,33 +30,36 @@ def plan_placement(
     num_hosts: int = 1,
     min_rows: int = 1,
 ) -> Placement:
-    """Plan replicas of popular experts, and how many rows each replica should receive.
+    """Plan which experts get replicas, on which ranks, and how many rows each replica should
+    receive.
 
-    Each step fills an empty spare slot of the emptiest rank with a replica of the largest expert of
-    the fullest rank. The replica gets at most the rows that the emptiest rank lacks. Steps repeat
-    until all ranks have the mean load, or no spare slot helps.
+    Each step finds the rank with the most rows, and among ranks with an empty spare slot, the one
+    with the fewest rows. This slot gets a replica of the first rank's largest expert, with at most
+    as many rows as the second rank has below the mean. Steps repeat until all ranks have the mean
+    load, or no replica helps.
 
-    With ``home=False``, experts first move: each expert, from the largest to the smallest, moves
-    to the emptiest rank that has room. With ``spare=0``, this is the whole plan.
+    With ``home=False``, the plan first moves experts: each expert, from the largest to the
+    smallest, moves to the rank that has the fewest rows so far and room. With ``spare=0``, there
+    are no further steps.
 
     Args:
       load: integers [..., E], the rows of each expert, such as
         ``ExpertLoad.wanted_per_expert``. Their sum must be below 2**31. Leading axes are for
-        layers. Plan from the sum of several steps if routing varies between steps.
+        layers. If the load varies between training steps, pass the sum over several steps.
       num_ranks: R, the number of ranks, which divides E.
       spare: spare slots of each rank.
-      home: True for the home form of a ``Placement``, for training: experts stay, and only
-        replicas are added. False for serving.
-      num_hosts: number of hosts, which divides R. Each host has consecutive ranks. Replicas are on
-        the host of their expert, so that weights do not travel between hosts. With ``home=False``,
-        experts first move between hosts.
-      min_rows: the smallest number of rows for which a slot gets a replica.
+      home: True for the home form of a ``Placement``, for training: experts stay on their ranks,
+        and only replicas are added. False for inference.
+      num_hosts: number of hosts, which divides R. Each host has consecutive ranks. Replicas of an
+        expert are on its host, so that weights do not travel between hosts. With ``home=False``,
+        experts may move to other hosts.
+      min_rows: the smallest number of rows that a new replica must receive.
 
     Returns:
-      The placement of ``E + R * spare`` slots, with the leading axes of ``load``. If ``load`` is a
-      JAX array, the placement holds JAX arrays, and the call can be part of a program. Otherwise it
-      holds NumPy arrays. Both plans are equal, bit for bit. The static field ``home`` of the
-      placement is the argument ``home``, even if a plan with ``home=False`` moves nothing.
+      A placement with ``E + R * spare`` slots and the leading axes of ``load``. If ``load`` is a
+      JAX array, which may be traced, the placement has JAX arrays. Otherwise it has NumPy arrays
+      with equal values. Its field ``home`` is the argument ``home``, even if a plan with
+      ``home=False`` moves no expert.
     """
     array = as_array(load)
     if not jnp.issubdtype(array.dtype, jnp.integer):
@@ -101,8 +105,8 @@ def plan_placement(
 
 
 def _pack(xp: ModuleType, load: Any, experts: Any, num_packs: int) -> Any:
-    """Divide experts [n], with these loads [n], into packs of equal size and similar load. Return
-    the experts of each pack, int32 [num_packs, n / num_packs]."""
+    """Divide experts [n] with loads [n] into packs with equally many experts and similar load.
+    Return the experts of each pack, int32 [num_packs, n / num_packs]."""
     size = len(experts) // num_packs
     order = xp.argsort(-load, stable=True)
     load, experts = load[order], experts[order]

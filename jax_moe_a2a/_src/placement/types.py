@@ -1,4 +1,4 @@
-"""Define ``Placement``, a pytree: the slots of ranks, and the expert in each slot."""
+"""Define ``Placement``, which says which expert is in each slot of each rank."""
 
 from __future__ import annotations
 
@@ -14,42 +14,43 @@ from jax.typing import ArrayLike
 from ..checks import as_array, check_int, short
 from ..plan import plan
 
-# Sets of at most 32 bits hold a token's slots on ranks, and the ranks of an expert's replicas.
+# The largest number of slots of an expert, because sets of ranks and of slots are 32-bit integers.
 MAX_REPLICAS = 31
 
-SHARE_BITS = 15  # shares are multiples of 2**-15, so products with them fit in 32 bits
+SHARE_BITS = 15  # shares are multiples of 2**-15, so that products fit in 32 bits
 ALL = 2**SHARE_BITS
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The expert slots of all ranks, and the expert whose weights each slot holds.
+    """A pytree that says which expert's weights are in each expert slot of all ranks.
 
-    Each of R ranks has P / R expert slots; slot ``s`` is on rank ``s // (P / R)``. An expert in
-    several slots has *replicas*. The ranks exchange rows as if each slot were a separate expert:
-    ``choose_slots`` turns the ids of experts into the ids of slots.
+    Each of R ranks has P / R expert slots; slot ``s`` is on rank ``s // (P / R)``. If an expert is
+    in several slots, these are its *replicas*. Ranks exchange rows as if each slot were a separate
+    expert: ``choose_slots`` replaces ids of experts by ids of slots.
 
-    A placement is a pytree of int32 arrays, so a program is not compiled again for another
-    placement of the same shapes. The number of ranks and the form are static. All arrays may have
-    the same leading axes, for example for layers.
+    The arrays are int32, so JAX does not compile a program again for other placements of the same
+    shapes. ``num_ranks`` and ``home`` are static. All arrays may have the same leading axes, for
+    example for layers.
 
-    In the *home form*, the first E / R slots of rank ``r`` hold the experts from ``r * E / R`` on,
-    in order, as without a placement. Only the slots after them, the *spare* slots, depend on the
-    placement. Training uses this form: parameters stay where they are, and only the weights of
-    spare slots move.
+    In the *home form*, the first E / R slots of rank ``r`` contain the experts from ``r * E / R``
+    on, in order, as without a placement. Only the slots after them, the *spare* slots, depend on
+    the placement. Training uses this form: parameters do not move, and only spare slots get new
+    weights.
     """
 
     slot_experts: Any
     """[..., P]: expert of each slot, -1 for an empty slot."""
     expert_slots: Any
-    """[..., E, M]: slots of each expert, -1 after the last slot. They are sorted by their position
-    on their rank, then by rank. In the home form, the first slot is therefore the home slot."""
+    """[..., E, M]: slots of each expert, -1 after the last slot. The slots of an expert are sorted
+    by their position on their rank, then by rank. Therefore the first one is the home slot in the
+    home form."""
     num_replicas: Any
     """[..., E]: number of slots of each expert, from 1 to M."""
     share_ends: Any
-    """[..., E, M]: the share of an expert's rows that this slot and all slots before it should
-    receive together, in units of 2**-15. The last slot and all entries after it have 2**15."""
+    """[..., E, M]: in units of 2**-15, the share of an expert's rows that this slot and its slots
+    before it should receive together. It is 2**15 for the last slot and all entries after it."""
     num_ranks: int = dataclasses.field(metadata=dict(static=True))
     """R, the number of ranks."""
     home: bool = dataclasses.field(metadata=dict(static=True))
@@ -67,10 +68,11 @@ class Placement:
 
     @classmethod
     def from_slots(cls, slot_experts: ArrayLike, num_experts: int, *, num_ranks: int) -> Placement:
-        """Return a placement from a table of slots, for example a table of another system.
+        """Return a placement from an array of the expert in each slot, for example from another
+        system.
 
-        Examples of tables are ``physical_to_logical_map`` of vLLM and SGLang, and the first result
-        of ``rebalance_experts`` of EPLB.
+        Such arrays are ``physical_to_logical_map`` of vLLM and SGLang, and the first result of
+        ``rebalance_experts`` of EPLB.
 
         Args:
           slot_experts: integers [..., P], known outside ``jax.jit``: the expert of each slot, -1
@@ -79,9 +81,9 @@ class Placement:
           num_ranks: R, the number of ranks, which divides P.
 
         Returns:
-          A placement with NumPy arrays. All slots of an expert have equal shares of its rows. The
-          shapes depend only on P and E: M is ``min(31, P - E + 1)``. ``home`` is True if the table
-          has the home form in all layers.
+          A placement with NumPy arrays. All slots of an expert get equal shares of its rows. Shapes
+          depend only on P and E: M is ``min(31, P - E + 1)``. ``home`` is True if all layers have
+          the home form.
         """
         num_experts = check_int("num_experts", num_experts, least=1)
         num_ranks = check_int("num_ranks", num_ranks, least=1)
@@ -136,8 +138,9 @@ class Placement:
 def check_placement(
     placement: object, num_ranks: int, *, num_experts: int | None = None, or_none: bool = False
 ) -> Placement:
-    """Return the argument ``placement`` if it is a ``Placement`` without leading axes for these
-    ranks and experts (None: any number of experts). The values of the placement are not checked."""
+    """Return ``placement``. Raise an error if it is not a ``Placement`` without leading axes for
+    these numbers of ranks and experts (None for any number). The values in its arrays are not
+    checked."""
     if not isinstance(placement, Placement):
         kinds = "a Placement or None" if or_none else "a Placement"
         raise TypeError(f"placement must be {kinds}; got {type(placement).__name__}")
@@ -178,15 +181,15 @@ def max_replicas(num_slots: int, num_experts: int) -> int:
 def placement_of(
     xp: ModuleType, slot_experts: Any, slot_rows: Any, num_experts: int, home: bool
 ) -> Placement:
-    """Return the placement of a valid table of slots, int32 [R, P / R]. The shares of the slots of
-    an expert are proportional to ``slot_rows``; if all of them are zero, the first slot has all
+    """Return the placement for valid ``slot_experts``, int32 [R, P / R]. The shares of an expert's
+    slots are proportional to their ``slot_rows``. If these are all zero, the first slot gets all
     rows."""
     num_slots = slot_experts.size
     experts = xp.arange(num_experts, dtype=np.int32)
     num_replicas = (slot_experts.reshape(1, -1) == experts[:, None]).sum(-1, dtype=np.int32)
     by_position = np.arange(num_slots, dtype=np.int32).reshape(slot_experts.shape).T.ravel()
     order = xp.asarray(by_position)[xp.argsort(slot_experts.T.ravel(), stable=True)]
-    # Empty slots come first in this order.
+    # In ``order``, empty slots are before all others.
     first = running_sum(xp, num_replicas) - num_replicas + (num_slots - num_replicas.sum())
     replica = xp.arange(max_replicas(num_slots, num_experts), dtype=np.int32)[None, :]
     is_replica = replica < num_replicas[:, None]
@@ -203,8 +206,8 @@ def placement_of(
 
 
 def _shares(xp: ModuleType, ends: Any) -> Any:
-    """Return nondecreasing int32 ``ends`` as shares of the last end of each row, rounded down. Use
-    long division, because products would not fit in 32 bits."""
+    """Return ``ends * ALL / last end`` for each row of nondecreasing int32 ``ends``, rounded down.
+    Use long division, because ``ends * ALL`` would not fit in 32 bits."""
     total = ends[:, -1:].astype(np.uint32)
     rest, share = ends.astype(np.uint32), xp.zeros_like(ends)
     for _ in range(SHARE_BITS):
@@ -221,7 +224,7 @@ def running_sum(xp: ModuleType, x: Any, axis: int = 0) -> Any:
 
 
 def map_leading(xp: ModuleType, function: Callable[..., Any], *arrays: Any, ndim: int = 1) -> Any:
-    """Call a function of arrays with ``ndim`` axes once for each index of their leading axes."""
+    """Map a function of arrays with ``ndim`` axes over all leading axes of ``arrays``."""
     if arrays[0].ndim == ndim:
         return function(*arrays)
     inner = lambda *arrays: map_leading(xp, function, *arrays, ndim=ndim)
