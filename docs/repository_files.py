@@ -2,7 +2,7 @@
 
 Documents link to files of the repository by relative paths, which work on any host that shows the
 repository. In the site, these files are under ``repository/``, and this hook rewrites the links.
-Examples and the notebook become pages. The home page begins with the first part of README.md.
+Each example becomes a page. The home page begins with the first part of README.md.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages, and every file that a page links to."""
+    """Add the generated pages to the site, and every repository file that a page links to."""
     for example in sorted((ROOT / "examples").iterdir()):
         if example.suffix in (".py", ".ipynb"):
             uri = f"examples/{example.stem}.md"
@@ -98,7 +98,7 @@ def _in_site(markdown: str, own: Path, uri: str) -> str:
 
 
 def _opening_of_readme() -> str:
-    """Return the text of README.md without its title, and without all sections except those of HOME."""
+    """Return README.md without its title and without the sections that HOME does not list."""
     opening, *sections = re.split(r"^(?=## )", (ROOT / "README.md").read_text(), flags=re.M)
     kept = [text for text in sections if text.startswith(tuple(f"## {name}\n" for name in HOME))]
     return "".join([opening.partition("\n")[2], *kept])
@@ -130,7 +130,7 @@ def _parts_of(cell: dict[str, Any]) -> list[str]:
 
 
 def _outside(page: Path, target: str) -> str | None:
-    """Return the path of a linked file within the repository, or None if it is in docs/."""
+    """Return the path of a linked file within the repository, or None if the file is in docs/."""
     if "://" in target:
         return None
     path = (page.parent / target).resolve()
