@@ -2,7 +2,7 @@
 
 Documents link to files of the repository by relative paths, which work on any host that shows the
 repository. In the site, these files are under ``repository/``, and this hook rewrites the links.
-Examples and the notebook become pages. The home page begins with the first part of README.md.
+Each example becomes a page. The home page begins with the first part of README.md.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[1]
 FOLDER = "repository"
 PAGES = ("CONTRIBUTING.md",)
-FOR_CONTRIBUTORS = (f"{FOLDER}/", "protocol", "history/")  # the search of users omits these pages
+FOR_CONTRIBUTORS = (f"{FOLDER}/", "protocol", "history/")  # the site's search omits these pages
 OPENING = "<!-- the opening of README.md -->"  # up to the first heading that is not in HOME
 HOME = ("Install", "Quick start")
 LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)]*)?\))")
@@ -40,7 +40,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages, and every file that a page links to."""
+    """Add the generated pages to the site, and every repository file that a page links to."""
     for example in sorted((ROOT / "examples").iterdir()):
         if example.suffix in (".py", ".ipynb"):
             uri = f"examples/{example.stem}.md"
@@ -67,7 +67,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Rewrite links from docs/ to other files of the repository, and links from them to docs/."""
+    """Rewrite links between pages of docs/ and files outside docs/ to paths within the site."""
     uri = page.file.src_uri
     if uri.startswith((f"{FOLDER}/", "examples/")):
         page.edit_url = None  # a generated page
@@ -76,11 +76,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     own = Path(uri).relative_to(FOLDER) if uri.startswith(FOLDER + "/") else Path("docs") / uri
     opening = _in_site(_opening_of_readme(), Path("README.md"), uri) if OPENING in markdown else ""
     markdown = _in_site(markdown, own, uri).replace(OPENING, opening)
-    return PICTURE.sub(r"[\g<0>](\1)", markdown)  # a click shows the picture alone
+    return PICTURE.sub(r"[\g<0>](\1)", markdown)  # a click opens the picture
 
 
 def _in_site(markdown: str, own: Path, uri: str) -> str:
-    """Rewrite the links of a file of the repository for its page, which has this URI."""
+    """Rewrite the links in the text of the file `own` for its page in the site, `uri`."""
 
     def rewrite(match: re.Match[str]) -> str:
         before, target, after = match.groups()
@@ -98,14 +98,14 @@ def _in_site(markdown: str, own: Path, uri: str) -> str:
 
 
 def _opening_of_readme() -> str:
-    """Return README.md without its title, up to the first section that is not of the home page."""
+    """Return README.md without its title and without the sections that HOME does not list."""
     opening, *sections = re.split(r"^(?=## )", (ROOT / "README.md").read_text(), flags=re.M)
     kept = [text for text in sections if text.startswith(tuple(f"## {name}\n" for name in HOME))]
     return "".join([opening.partition("\n")[2], *kept])
 
 
 def _page_of(example: Path) -> str:
-    """Return the page of an example: its docstring or its Markdown cells, and its code."""
+    """Return the Markdown page of an example, with its docstring (or text cells) and its code."""
     text = example.read_text()
     if example.suffix == ".ipynb":
         cells = [part for cell in json.loads(text)["cells"] for part in _parts_of(cell)]
@@ -116,7 +116,7 @@ def _page_of(example: Path) -> str:
 
 
 def _parts_of(cell: dict[str, Any]) -> list[str]:
-    """Return a cell of a notebook as Markdown: its text or code, and its stored outputs."""
+    """Return a notebook cell as Markdown: first its text or code, then its stored outputs."""
     source = "".join(cell["source"])
     if cell["cell_type"] != "code":
         return [source]
@@ -130,7 +130,7 @@ def _parts_of(cell: dict[str, Any]) -> list[str]:
 
 
 def _outside(page: Path, target: str) -> str | None:
-    """Return the path of a linked file within the repository, or None if it is in docs/."""
+    """Return the path of a linked file within the repository, or None if the file is in docs/."""
     if "://" in target:
         return None
     path = (page.parent / target).resolve()
