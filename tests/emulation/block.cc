@@ -178,7 +178,7 @@ class FibersOfBlock {
     constexpr int kMaxBlocks = 64;
     static std::atomic<Fibers*> all[moe_a2a::kMaxRanks][kMaxBlocks];
     if (rank < moe_a2a::kMaxRanks && start_order < kMaxBlocks) {
-      // A block removes its fibers from `all` while it uses them. If launches of a rank overlap, the
+      // A block removes its fibers from `all` while it uses them. If launches of a rank overlap,
       // blocks of the second launch make new fibers.
       place_ = &all[rank][start_order];
       fibers_ = place_->exchange(nullptr);

@@ -17,7 +17,7 @@ inline cudaStream_t stream_of(int rank) {
 // random order if blockIdx.y is equal.
 void set_residency(int blocks);
 
-// Sets the seed for the random orders of blocks and threads in all launches.
+// Sets the seed of the random orders of blocks and threads.
 void set_seed(uint64_t seed);
 
 }  // namespace emulation

@@ -198,8 +198,8 @@ class Sequence {
   double first_timeout() const { return options_.number("first-timeout", timeout()); }
   uint64_t seed() const { return static_cast<uint64_t>(options_.whole("seed", 1)); }
 
-  // Reads the error records while the ranks run, as the host does. A record whose kind is not 0 must
-  // be complete.
+  // Reads the error records while the ranks run, as the host does. A record whose kind is not 0
+  // must be complete.
   void watch_records(const std::atomic<bool>& is_over) {
     // ThreadSanitizer would report a race with the volatile store by which kernels set the kind.
     if (kHasSanitizer) return;
