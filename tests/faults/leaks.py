@@ -44,7 +44,7 @@ def by_sort(targets):
 
 
 class Before:
-    """The processes, sockets, shared memory and descriptors before a run."""
+    """Processes, sockets, shared memory and descriptors before a run."""
 
     def __init__(self):
         self.processes = processes()
