@@ -277,7 +277,7 @@ def quantized(weights: list[jax.Array]) -> list[Any]:
 
 
 def make_inputs(mesh: Any, shape: Shape) -> tuple[Any, Any, Any]:
-    """Make random tokens, and experts whose outputs are about as large, on each rank's device.
+    """Make random tokens and experts on each rank's device. Outputs are about as large as tokens.
 
     Returns:
       (x [R, T, H], ids and weights [R, T, K]), w_in [R, L, H, 2, I] and w_out [R, L, I, H].

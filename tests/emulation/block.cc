@@ -332,7 +332,7 @@ void run_block(const BlockStart& start) {
       describe_threads();
       die("all threads of the block wait for each other");
     }
-    if (++rounds % 16 == 0) sched_yield();  // the block may wait for other blocks
+    if (++rounds % 16 == 0) sched_yield();  // this block may wait for other blocks: let them run
   }
   observe(&own.order);
   block = nullptr;

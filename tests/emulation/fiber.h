@@ -22,7 +22,7 @@ class Fiber {
 
   // Continues the fiber until it calls switch_back().
   void switch_to();
-  // Returns to the caller of switch_to(). The fiber itself calls this function.
+  // Returns to the caller of switch_to(). Only the running fiber may call this.
   void switch_back();
 
  private:

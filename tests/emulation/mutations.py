@@ -18,7 +18,7 @@ _CALL = re.compile(
     r"\b(__syncwarp|__syncthreads(?:_or|_and)?|(?:\w+\.)?sync|load_acquire_sys|store_release_sys|arrive"
     r"|fence_\w+|wait_until_read<[^>]*>|wait_until_loaded|wait_until_stored)\("
 )
-# A function of the device code begins like this.
+# Matches the begin of a function's definition.
 _DEFINITION = re.compile(r"__(?:device|global)__.*?\b(\w+)\(|^    (\w+_kernel)\(")
 
 
@@ -127,7 +127,7 @@ class Rule:
 
 
 _MISMATCH = ("--mismatch", 1, "--timeout", 2)
-# Rank 1 is late. A peer that does not wait for its head ends without an error.
+# Rank 1 is late. A peer that does not wait for rank 1's head ends without an error.
 _OTHER_HEADS = ("--heads", 1, "--stall", 1, "--phase", 3, "--delay", 0.05)
 RULES = [
     Rule("kIgnoreCredit", 1, "rdc", more=("--depth", 1)),
@@ -199,7 +199,7 @@ JUSTIFIED = {
 
 
 def seeds_of(mutation):
-    """Return the seeds to try for a mutation, in this order."""
+    """Return the seeds for a mutation, in the order of the tries."""
     first = _FIRST_SEED.get(mutation.name, 1)
     return [first, *(seed for seed in range(1, MAX_SEEDS + 1) if seed != first)]
 

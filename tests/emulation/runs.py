@@ -118,7 +118,7 @@ class Kind:
     """Sequences without a mutation, which must pass. A sequence's options depend on its seed."""
 
     variant: str
-    options: Callable[[int], list]  # maps a seed to the options
+    options: Callable[[int], list]  # seed -> options on the command line
     is_slow: bool = False  # run only a tenth of the seeds
 
     def seeds(self, first, count):

@@ -34,7 +34,7 @@ class Done:
 
 
 def kind_of(seed, number, kinds):
-    """Return a run's kind of fault. Of len(kinds) runs, each has a different kind, at random."""
+    """Return a run's kind of fault. Each round of len(kinds) runs has each kind once."""
     turn, place = divmod(number, len(kinds))
     return random.Random(f"{seed} {turn}").sample(sorted(kinds), len(kinds))[place]
 

@@ -53,7 +53,7 @@ class Before:
         self.descriptors = by_sort(descriptors())
 
     def left(self):
-        """Return a text for each sort of thing that is new since this object was made."""
+        """Return a text for each sort of leak: what is new since this object was made."""
         found = {
             "processes": processes() - self.processes,
             "sockets": of_campaign(sockets().items() - self.sockets.items()),

@@ -146,7 +146,7 @@ class Member(Inside):
         left["bytes"] = sum(self.driver.fake_used_bytes(gpu.id) for gpu in jax.local_devices())
         return left
 
-    # These methods cause faults in this process.
+    # The methods below cause faults in this process.
 
     def fail_after(self, calls):
         self.driver.fake_fail_after(ctypes.c_long(calls))
@@ -252,8 +252,8 @@ def bound_of(run):
 
 
 def judge(run, replies, start, *patterns, must_fail=False):
-    """Return the outcome. Every error must name a process or match `patterns`, and an error of a
-    different process than the victim must name the victim."""
+    """Return the outcome. Every error must name a process or match `patterns`. If processes other
+    than the victim have errors, one must name the victim, or the victim must have an error, too."""
     errors = {index: reply.error for index, reply in replies.items() if reply.error}
     victim = rf"process {run.victim}\b"
     for index, error in errors.items():
@@ -376,7 +376,7 @@ def stopped_and_continued(run):
 
 
 def damaged_notice(run):
-    """Damage the victim's notice. An error of the other processes must name the victim."""
+    """Damage the notice by which the victim announces itself. An error must name the victim."""
     start = time.monotonic()
     begin(run, victim_options=dict(damage=run.rng.choice(DAMAGES)))
     time.sleep(at_random(run))
@@ -430,7 +430,7 @@ def never_comes(run):
 
 
 def a_busy_device(run):
-    """The victim's device runs work without end. Its close() must then raise an error."""
+    """The victim's device runs work that does not end. close() must then raise an error."""
     victim = begin(run)
     run.all("reserve")
     start = time.monotonic()

@@ -374,7 +374,7 @@ class Expected:
         harness.assert_sums_agree(actual, sums, np.zeros(sums.shape), what)
 
     def check_cotangents_of_router_weights(self, cotangents, of_row_weights, slack):
-        """Check the cotangents of router weights. If combine uses the weights, it adds a term."""
+        """Check the router weights' cotangents. `of_row_weights` is the term of combine, if any."""
         total = self.directions["weights"]
         if of_row_weights is not None:
             is_row = self.routing.row_token >= 0

@@ -15,7 +15,7 @@ from jax_moe_a2a._src.group import native
 
 ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
 HERE = pathlib.Path(__file__).parent
-# No test needs this long. Of pytest-timeout, only "thread" can end a process that waits in XLA.
+# No test needs this long. Only the timeout method "thread" can end a process that waits in XLA.
 TEST_SECONDS = 90 * harness.TIMES_SLOWER
 
 
@@ -32,7 +32,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def machine_and_build_are_fit():
-    """Fail without the GPUs or the test hooks. If the tests were skipped, nobody would notice."""
+    """Fail if GPUs or test hooks are missing. If the tests were skipped, nobody would notice."""
     least = 1 if harness.RANKS_ON_ONE_GPU else 2
     if len(jax.devices("gpu")) < least:
         raise RuntimeError(

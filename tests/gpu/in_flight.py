@@ -29,7 +29,7 @@ def check_combine(shape, group, step, inflight):
 
 
 def split_whole(shape, group, step):
-    """Route, dispatch and combine. A matrix product overlaps the dispatch, and one the combine."""
+    """Route, dispatch and combine. Matrix products run during the dispatch and the combine."""
     routing = checked.route(shape, group, step)
     inflight = checked.dispatch_start(shape, group, step, routing)
     inflight, rows = ma.overlap(inflight, product, step)

@@ -134,7 +134,7 @@ def ids_of(name_index, group, step):
 
 
 def program(take_step, **jit_options):
-    """Return a program that runs STEPS steps. It maps (index of a routing, step, sums) to the same.
+    """Return a program of STEPS steps, from (index of a routing, step, sums) to their new values.
 
     On each rank, a step adds the pytree ``take_step(index of a routing, step)`` to the sums.
     """

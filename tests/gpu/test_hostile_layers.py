@@ -38,7 +38,7 @@ activation = jax.nn.relu
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    is_tight: bool  # True: the capacity is TIGHT_CAPACITY. False: it holds all rows
+    is_tight: bool  # True: the capacity is TIGHT_CAPACITY. False: it has room for all rows
     dtype: str
 
     @property

@@ -192,9 +192,9 @@ struct DeviceBuffer {
 };
 
 // The memory of all ranks of one GPU, which must be the current device in Take(). All ranks must
-// take arrays of the same sizes in the same order. One allocation has this array of all ranks, one
-// after another. Kernels for ranks that share a GPU need a constant distance between the arrays of
-// two ranks (device/ranks.cuh).
+// take arrays of the same sizes in the same order. One allocation contains the same array of all
+// ranks, one after another. Kernels for ranks that share a GPU need a constant distance between the
+// arrays of two ranks (device/ranks.cuh).
 class DeviceMemory {
  public:
   explicit DeviceMemory(int num_ranks) : num_ranks_(num_ranks) {}
