@@ -1,8 +1,8 @@
 """Compute the experts of a rank (SwiGLU over rows grouped by expert) in several ways.
 
-``Experts`` are functions ``experts(rows [C, H], w_in [L, H, 2, I], w_out [L, I, H], sizes [L]) ->
-[C, H]``, which are differentiable in all arguments except ``sizes``. Rows after the last group are
-zero, and their results are not read.
+``Experts`` is the type of functions ``experts(rows [C, H], w_in [L, H, 2, I], w_out [L, I, H],
+sizes [L]) -> [C, H]``. They are differentiable in all arguments except ``sizes``. Rows after the
+last group are zero, and nothing reads their results.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def swiglu(gate_up: jax.Array) -> jax.Array:
 
 
 def side_by_side(pairs: jax.Array) -> jax.Array:
-    """Return gate and up [..., 2, I] as [..., 2 I], the layout of grouped products."""
+    """Reshape gate and up [..., 2, I] to [..., 2 I], as grouped products need them."""
     return pairs.reshape(*pairs.shape[:-2], -1)
 
 
@@ -58,12 +58,12 @@ def fused(rows: jax.Array, w_in: jax.Array, w_out: jax.Array, sizes: jax.Array) 
     return primitives.bind_experts(operands, activation=activation)[0]
 
 
-# The names of the results of ``with_gradients``.
+# The names of the results of a function of ``with_gradients``.
 RESULTS = ("y", "d_rows", "d_w_in", "d_w_out")
 
 
 def with_gradients(experts: Experts) -> Callable[..., tuple[jax.Array, ...]]:
-    """Return a function (rows, w_in, w_out, sizes) -> ``RESULTS``. The cotangent is ``rows``."""
+    """Return a function (rows, w_in, w_out, sizes) -> ``RESULTS``. y's cotangent is ``rows``."""
 
     def run(
         rows: jax.Array, w_in: jax.Array, w_out: jax.Array, sizes: jax.Array
@@ -87,7 +87,7 @@ def mosaic_product() -> Product:
 
     def multiply(rows: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool) -> jax.Array:
         out = ragged_dot(rows, w, group_sizes=sizes, transpose_rhs=transposed, **tiles(rows))
-        # The kernel leaves rows after the last group unwritten. A product must not read them.
+        # The kernel does not write rows after the last group. The next product must not read them.
         return jnp.where(jnp.arange(out.shape[0])[:, None] < sizes.sum(), out, 0)
 
     def outer(x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -115,7 +115,7 @@ def library_product() -> Product:
 
 
 def _differentiable(multiply: Callable[..., jax.Array], outer: Callable[..., jax.Array]) -> Product:
-    """Make a product from functions (rows, w, sizes, transposed) and (x, y, sizes)."""
+    """Make a product from ``multiply(rows, w, sizes, transposed)`` and ``outer(x, y, sizes)``."""
 
     @jax.custom_vjp
     def product(rows: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -140,7 +140,7 @@ def _mosaic(name: str) -> Any:
 
 
 def fp8_product(rows: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Quantize rows and weights and multiply them, as in FP8 training with one micro-batch."""
+    """Quantize rows and weights and multiply them, as an FP8 step with one micro-batch does."""
     return straight_through.dot_in_fp8(rows, ma.QuantizedExperts(source=w), sizes)
 
 
@@ -160,7 +160,7 @@ def errors(
       fullest: the number of rows of the fullest expert.
 
     Returns:
-      The ``operations.squares`` [2] of each result and the exact result.
+      For each result, by name, ``operations.squares`` [2] of it and the exact result.
     """
     starts = jnp.cumsum(sizes) - sizes
 

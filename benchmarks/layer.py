@@ -9,10 +9,10 @@
 The method ``ours`` consists of dispatch, grouped products and combine. ``moe_mlp`` is the layer in
 one call. ``moe_mlp_fp8`` reads quantized weights, which get no gradients. ``moe_mlp_to_fp8``
 quantizes rows and weights for the products, with gradients. ``mosaic`` is ``all_gather`` with JAX's
-Mosaic GPU kernels. The choices of experts are inputs. Training is a forward pass, without and with
-the gradients of tokens, router weights and experts. Decode is a forward pass of up to 128 tokens.
-The result of a method must equal the result of ``all_gather`` within a tolerance. If the capacity
-drops rows, plain JAX would drop other rows, so the reference is ``ours``.
+Mosaic GPU kernels. The expert ids of the tokens are inputs. Training is a forward pass, once
+without and once with the gradients of tokens, router weights and experts. Decode is a forward pass
+of up to 128 tokens. The results of a method must equal those of ``all_gather`` within a tolerance.
+If the capacity drops rows, they must equal those of ``ours``: plain JAX would drop other rows.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ OF_MOE_MLP = {  # functions that make the experts of a method from the weights
 OURS = ("ours", *OF_MOE_MLP)
 ON_GPU = ("ragged", "ragged32", "mosaic")  # methods that need a GPU
 TOLERANCE = 2e-2  # bfloat16 has 8 bits, and methods round different partial sums
-FP8_TOLERANCE = 0.1  # the error of one product of random numbers is 3.7 %
+FP8_TOLERANCE = 0.1  # a single FP8 product of random numbers has an error of 3.7 %
 DECODE_REPS = 16
 SAMPLES = 5
 
@@ -69,7 +69,7 @@ class Shape(NamedTuple):
 
     @property
     def reference(self) -> str:
-        """Return the method that computes the reference."""
+        """Return the method with whose results all others are compared."""
         return "ours" if self.workload.dropped else "all_gather"
 
     @property
@@ -132,7 +132,7 @@ def shapes(args: argparse.Namespace, ranks: int, on_gpu: bool) -> list[Shape]:
 
 
 def methods(args: argparse.Namespace, shape: Shape, on_gpu: bool) -> list[str]:
-    """Return the methods that can compute a layer."""
+    """Return the methods of ``--methods`` that can compute this layer here."""
     wanted = [*args.methods]
     if not on_gpu:
         wanted = [method for method in wanted if method not in ON_GPU]
@@ -142,12 +142,12 @@ def methods(args: argparse.Namespace, shape: Shape, on_gpu: bool) -> list[str]:
 
 
 class Bench:
-    """The measurements of a layer by all methods."""
+    """The measurements of one layer with all methods."""
 
     def __init__(self, run: Run, shape: Shape):
         self.run, self.shape = run, shape
         self.group = run.group()
-        # Shapes, which ``measure`` replaces by arrays.
+        # Only shapes and dtypes. ``measure`` replaces them by arrays.
         self.state, *self.weights = jax.eval_shape(lambda: make_inputs(run.mesh, shape))
         self.reference: Any = None  # the results of the first method
         self.cases: list[Case] = []
@@ -173,7 +173,7 @@ class Bench:
         self.state = self.weights = self.reference = None  # frees memory for the next shape
 
     def layer_case(self, method: str) -> Case:
-        """Return the case of a method. The check compares the results with the reference."""
+        """Return the ``Case`` of a method. Its check compares results with the reference."""
         layer = self.layer(method)
         is_frozen = method == FROZEN
         prepare = self.run.per_rank(quantized) if is_frozen else lambda weights: weights
@@ -197,7 +197,7 @@ class Bench:
             options.update(reps=reps, keeps_results=reps == 1)
             return self.run.start(fn, self.state, *shapes, **options)
 
-        # XLA would quantize weights only once for all repetitions.
+        # With more repetitions, XLA would quantize the weights only once for all of them.
         reps = 1 if method == "moe_mlp_to_fp8" else self.shape.reps
         timed = start(forward, reps)
         jobs = [self.job("forward", method, timed)]
@@ -220,7 +220,7 @@ class Bench:
         return Case(what, check, jobs, self.group)
 
     def layer(self, method: str) -> Callable[..., jax.Array]:
-        """Return the layer of a method, a function of ids, tokens, router weights and weights."""
+        """Return the layer of a method: a function of ids, tokens, router weights, w_in, w_out."""
         workload = self.shape.workload
         if method in OF_MOE_MLP:
             one_call = functools.partial(
@@ -245,8 +245,8 @@ class Bench:
         return layer
 
     def job(self, op: str, method: str, program: Program) -> Job:
-        """Return the job of a program, whose arguments are the result of the check. The measured
-        time includes the tie, which takes about 1 % of a repetition."""
+        """Return the ``Job`` of a program. The program's arguments are the result of the check. The
+        measured time includes the tie (timing.py), which takes about 1 % of a repetition."""
         shape, is_ours = self.shape, method in OURS
 
         def row(result: timing.Timing) -> Row:
@@ -277,7 +277,7 @@ def quantized(weights: list[jax.Array]) -> list[Any]:
 
 
 def make_inputs(mesh: Any, shape: Shape) -> tuple[Any, Any, Any]:
-    """Draw normal tokens, and experts that keep the size of tokens, on the device of each rank.
+    """Make random tokens and experts on each rank's device. Outputs are about as large as tokens.
 
     Returns:
       (x [R, T, H], ids and weights [R, T, K]), w_in [R, L, H, 2, I] and w_out [R, L, I, H].

@@ -4,8 +4,8 @@
     python -m benchmarks.losses --steps 20 --only portable --out /tmp/losses.json
 
 Trainings with the same seed start from the same parameters and read the same text in the same
-batches (``examples/train_moe.py``). No row is dropped. The first losses differ by about one
-rounding error. Later, rounding errors grow and change choices of the router.
+batches (``examples/train_moe.py``). No row is dropped. The first losses of two trainings differ by
+about one rounding error. Later, rounding errors grow, and change the router's choices.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from . import record
 
 FOLDER = record.FOLDER / "losses"
 PROGRAM = record.ROOT / "examples/train_moe.py"
-WAYS = {  # options of the program
+WAYS = {  # options of examples/train_moe.py
     "bf16": "",
     "one_rank": "--mesh 1,1",
     "fp8": "--experts fp8",
@@ -42,15 +42,15 @@ NAMES = {
     "portable": "portable path, bfloat16",
     "dense": "every expert for every token, float32",
 }
-# Modules of the standard library, which are the text. They are equal in Python 3.11.7, 3.12.1 and
-# 3.13.0.
+# The training text is the source of these modules of the standard library. It is the same in Python
+# 3.11.7, 3.12.1 and 3.13.0.
 MODULES = """difflib optparse zoneinfo/_zoneinfo email/header heapq concurrent/futures/_base
 tomllib/_parser weakref email/headerregistry tracemalloc xml/sax/handler _markupbase json/__init__
 xml/etree/ElementPath stringprep xml/dom/xmlbuilder multiprocessing/synchronize xml/sax/saxutils
 string xml/dom/pulldom multiprocessing/heap pyclbr email/contentmanager email/quoprimime graphlib
 multiprocessing/spawn multiprocessing/reduction urllib/robotparser email/_encoded_words"""
 SEQUENCES = 16
-END = 100  # the record has the mean loss of the last 100 steps
+END = 100  # the entry "end" is the mean loss of the last 100 steps
 
 
 def text() -> bytes:
@@ -59,12 +59,12 @@ def text() -> bytes:
 
 
 def digest(data: bytes) -> str:
-    """Return the digest of a text, so that a test can compare the text of a record."""
+    """Return the digest of a text. A test compares it with the digest in a record."""
     return hashlib.sha256(data).hexdigest()[:16]
 
 
 def train(way: str, seed: int, *, steps: int, stop: int) -> list[float]:
-    """Return the losses of the first ``stop`` steps. The schedule is for ``steps`` steps."""
+    """Return the losses of the first ``stop`` steps of a training that has ``steps`` steps."""
     with tempfile.TemporaryDirectory() as folder:
         source, losses = pathlib.Path(folder, "text"), pathlib.Path(folder, "losses.json")
         source.write_bytes(text())
@@ -86,7 +86,7 @@ def smooth(losses: list[float], steps: int = 20) -> np.ndarray:
 
 
 def draw(rows: record.Rows, path: pathlib.Path) -> None:
-    """Plot the losses of the first seed, and the differences of all seeds from the dense model."""
+    """Plot the losses of the first seed, and all seeds' differences from the dense model."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -130,7 +130,7 @@ def main(argv: list[str] | None = None) -> int:
         draw(json.loads(args.draw.read_text())["rows"], args.draw.with_suffix(".png"))
         return 0
 
-    import jax  # only for the record, because each training runs in a separate process
+    import jax  # only for the record's head: each training runs in a separate process
 
     devices = jax.devices()
     gpus = f"{len(devices)} x {devices[0].device_kind}"

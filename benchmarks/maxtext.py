@@ -5,9 +5,9 @@
     python -m benchmarks.maxtext --ranks 4                        tiny sizes on CPU devices
 
 MaxText and the packages that it imports must be on Python's path. Each setting of a geometry runs
-in a separate process with a time limit, so an error, a lack of memory or a deadlock ends only one
-setting. The row of this setting then has the error. All settings of a geometry start from the same
-seed and read the same batch in each step. Each row has MaxText's options.
+in a separate process with a time limit. An error, a lack of memory or a deadlock therefore ends
+only one setting, and the row of this setting has the error. All settings of a geometry start from
+the same seed, and each step reads the same batch. Each row contains MaxText's options.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ SPARSE = dict(sparse_matmul=True, megablox=False)
 TOKAMAX = dict(SPARSE, use_tokamax_gmm=True)
 DENSE = dict(sparse_matmul=False, megablox=False, capacity_factor=1.25)
 TRANSFORMER_ENGINE = dict(SPARSE, te_moe_block=True, te_gmm_quantization="te_no_quant")
-# Values are (has expert parallelism, format of experts with `enable` or None, options of MaxText).
+# Values: (True for expert parallelism, "fp8" or "" with `enable` and None without it, options of
+# MaxText).
 SETTINGS: dict[str, tuple[bool, str | None, dict[str, Any]]] = {
     "enable": (True, "", SPARSE),
     "enable_fp8": (True, "fp8", SPARSE),
@@ -113,7 +114,7 @@ def main(argv: list[str] | None = None) -> int:
             head = head or found
             rows.append(row)
             print(describe(row), flush=True)
-            if head:  # a new head would start JAX, which reserves the memory of the GPUs
+            if head:  # of a process: to make it here would start JAX, which reserves GPU memory
                 record.write({**head, "command": command, "rows": rows}, args.out)
     print(table(rows))
     return 0
@@ -122,7 +123,7 @@ def main(argv: list[str] | None = None) -> int:
 def in_own_process(
     args: argparse.Namespace, geometry: str, setting: str, seconds: float
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Measure one setting in a separate process. Return the head of a record, and a row."""
+    """Measure one setting in a separate process. Return the head of a record, and its row."""
     row: dict[str, Any] = dict(sweep="maxtext", method=setting, geometry=geometry)
     if seconds < 20:
         return {}, row | dict(error="the time of all settings was spent")
@@ -177,11 +178,11 @@ def measure_one(args: argparse.Namespace) -> int:
     head["versions"] |= record.versions_of("flax", "optax", "tokamax", "qwix")
     args.out.write_text(json.dumps(dict(head=head, row=row)))
     sys.stdout.flush()
-    os._exit(0)  # threads of libraries may outlive the program
+    os._exit(0)  # do not wait for threads of libraries
 
 
 def timed(args: argparse.Namespace, setting: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the measured entries of a row."""
+    """Run and time a setting. Return the measured entries of its row."""
     enable = SETTINGS[setting][1]
     maxtext_program.load()
     if enable is not None:

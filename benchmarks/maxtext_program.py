@@ -1,8 +1,8 @@
 """Make a training program of the installed MaxText.
 
 Configuration, model, optimizer, synthetic data and train step are MaxText's. MaxText imports
-modules for clouds and data sets. Training on synthetic data never calls these modules, so an empty
-module replaces each of them that is not installed.
+packages for clouds and data sets, which training on synthetic data never calls. If one of these
+packages is not installed, an empty module replaces it.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ COMMON: dict[str, Any] = dict(
 
 
 class _Anything:
-    """The base of all classes of empty modules."""
+    """The base of all classes in empty modules."""
 
     def __init__(self, *_: Any, **__: Any):
         pass
 
 
 class _Empty(types.ModuleType):
-    """A module in which each name is a class or a mock."""
+    """A module in which each attribute is a class (capital letter) or a mock."""
 
     __path__: list[str] = []
     __version__ = "0"
@@ -119,7 +119,7 @@ def load() -> types.SimpleNamespace:
 
 
 class Program:
-    """MaxText's train step, compiled, with its state."""
+    """MaxText's compiled train step, with its state and data."""
 
     def __init__(self, options: Mapping[str, Any]):
         from flax import nnx
@@ -175,7 +175,7 @@ class Program:
         return float(count(self.config, log=False)[0])
 
     def step(self) -> dict[str, Any]:
-        """Start one training step. Return its metrics without a wait."""
+        """Start one training step. Return its metrics, but do not wait for them."""
         batch = self._loader.load_next_batch(rampup_manager=self._rampup)
         with self.scope():
             self.state, metrics = self.compiled(self.state, batch)

@@ -1,11 +1,11 @@
 """Exchange tokens with this package and with plain JAX.
 
-A method has two functions of the arrays of one rank. ``dispatch(x, ids, weights)`` returns rows
+A ``Method`` has two functions of the arrays of one rank. ``dispatch(x, ids, weights)`` returns rows
 grouped by local expert. All methods return the rows in the same order. ``combine(rows, state)``
 returns the weighted sums. The functions are differentiable in x, rows and weights.
 
-The methods in plain JAX gather rows along a permutation. Their gradients gather rows along the
-inverse permutation, because gathers are faster than scatters. These methods need valid ids.
+The methods in plain JAX gather rows by a permutation. Their gradients gather rows by the inverse
+permutation, because gathers are faster than scatters. These methods only accept valid ids.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ import jax_moe_a2a as ma
 
 from .workload import DTYPE, Workload
 
-GLOBAL_SCALE = 0.002  # of NVFP4, which then represents numbers up to 0.002 * 2688
+GLOBAL_SCALE = 0.002  # of NvFp4: the largest number is then 0.002 * 2688
 
 
 class Dispatched(NamedTuple):
     """The inputs of a rank's experts, and the state that combine needs."""
 
     rows: Any
-    """[capacity, hidden], zero after the last group; or values and scales of a format."""
+    """[capacity, hidden], zero after the last group. With a format: encoded values and scales."""
     weights: jax.Array | None
-    """[capacity], if the method sends router weights along with tokens."""
+    """[capacity] if the method sends router weights to the experts' ranks, otherwise None."""
     group_sizes: jax.Array
     """[local experts] int32."""
     state: Any
 
 
 class Method(NamedTuple):
-    """A way to exchange. ``route`` is None if routing is not a separate step."""
+    """A way to exchange tokens. ``route`` is None if routing is not a separate step."""
 
     dispatch: Callable[[jax.Array, Any, jax.Array], Dispatched]
     """(x [T, H], ids [T, K] or the result of ``route``, weights [T, K])."""
@@ -46,7 +46,7 @@ class Method(NamedTuple):
     """(rows [capacity, H], state) -> [T, H]."""
     route: Callable[[jax.Array], Any] | None = None
     decode: Callable[[Any], jax.Array] = lambda rows: rows
-    """Makes the argument of ``combine`` from the rows of ``dispatch``."""
+    """Returns the argument ``rows`` of ``combine`` from the rows of ``dispatch``."""
 
 
 def ours(workload: Workload, group: ma.Group) -> Method:
@@ -96,15 +96,15 @@ def all_gather(workload: Workload, group: ma.Group) -> Method:
 
 
 def dense(workload: Workload, group: ma.Group) -> Method:
-    """Send a row for each choice, sorted by expert, by an all_to_all. Padding gives all pairs of
-    ranks as many rows as the busiest pair."""
+    """Send a row for each choice, sorted by expert, by an all_to_all. All pairs of ranks send as
+    many rows as the busiest pair (with padding)."""
     setting, axis, ranks = workload.setting, group.axis_name, group.size
     local_experts, pair_capacity = setting.experts // ranks, workload.pair_capacity
 
     def dispatch(x: jax.Array, ids: jax.Array, weights: jax.Array) -> Dispatched:
         flat = ids.ravel()
         order, place, sizes = sort_by_key(flat, setting.experts, flat.size)
-        sizes = sizes.reshape(ranks, local_experts).sum(axis=1)  # of my choices, per rank
+        sizes = sizes.reshape(ranks, local_experts).sum(axis=1)  # choices for each rank
         starts = jnp.cumsum(sizes) - sizes
         slot = jnp.arange(pair_capacity)[None, :]
         slot_choice = order.at[starts[:, None] + slot].get(mode="clip")
@@ -137,14 +137,15 @@ def ragged(workload: Workload, group: ma.Group, updates: int = 1) -> Method:
     """Send a row for each choice, sorted by expert, by ``lax.ragged_all_to_all``.
 
     Args:
-      updates: the number of updates for each peer. XLA copies each update with one thread block,
-        so more updates are faster.
+      updates: into how many updates the rows for a peer are split. XLA copies each update with one
+        thread block, so more updates are faster.
     """
     setting, axis, ranks = workload.setting, group.axis_name, group.size
     local_experts = setting.experts // ranks
 
     def exchange(rows: jax.Array, length: int, sends: Any, there: Any, receives: Any) -> jax.Array:
-        """Send ``sends[p]`` rows to row ``there[p]`` of peer p, which has ``length`` rows."""
+        """Send ``sends[p]`` rows to each peer p, where they begin at row ``there[p]`` of
+        ``length`` rows."""
 
         def cut(counts: jax.Array) -> tuple[jax.Array, jax.Array]:
             edges = counts[:, None] * jnp.arange(updates + 1)[None] // updates
@@ -165,7 +166,7 @@ def ragged(workload: Workload, group: ma.Group, updates: int = 1) -> Method:
         rows_from_to = all_sizes.sum(axis=2)
         me = lax.axis_index(axis)
         sends, receives = rows_from_to[me], rows_from_to[:, me]
-        there = (jnp.cumsum(rows_from_to, axis=0) - rows_from_to)[me]  # where my rows land
+        there = (jnp.cumsum(rows_from_to, axis=0) - rows_from_to)[me]  # my first row at each peer
         at_home = (jnp.cumsum(rows_from_to, axis=1) - rows_from_to)[:, me]
         landed = exchange(spread(x, links), workload.capacity, sends, there, receives)
         labels = jnp.repeat(
@@ -207,11 +208,11 @@ class Links(NamedTuple):
 def sort_by_key(
     keys: jax.Array, num_keys: int, length: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Sort the entries ``keys`` [N] stably. Keys from ``num_keys`` on have no group.
+    """Sort the entries of ``keys`` [N] stably. Keys from ``num_keys`` on have no group.
 
     Returns:
-      Three int32 arrays: the entry at each place [length], -1 after the last group; the place of
-      each entry [N], -1 if the entry has no place; and the sizes of groups [num_keys].
+      Three int32 arrays: the index of the entry at each place [length], or -1 after the last group;
+      the place of each entry [N], or -1 if it has none; and the size of each group [num_keys].
     """
     indices = jnp.arange(keys.size, dtype=jnp.int32)
     order = jnp.argsort(keys, stable=True).astype(jnp.int32)
@@ -224,13 +225,13 @@ def sort_by_key(
 
 
 def take_rows(x: jax.Array, index: jax.Array) -> jax.Array:
-    """Return ``x[index]``, zero where the index is negative."""
+    """Return ``x[index]``, with zeros where the index is negative."""
     return x.at[index].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
 
 @jax.custom_vjp
 def spread(x: jax.Array, links: Links) -> jax.Array:
-    """Return the token of the choice of each row, [N, H] from [T, H]."""
+    """Return rows [N, H] from tokens x [T, H]: each row is the token of the row's choice."""
     top_k = links.choice_row.shape[1]
     return take_rows(x, links.row_choice // top_k)  # -1 stays -1
 
@@ -253,7 +254,7 @@ def permute(x: jax.Array, order: jax.Array, place: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def weighted_sum(rows: jax.Array, weights: jax.Array, links: Links) -> jax.Array:
-    """Return the weighted sum of the rows of each token, [T, H], computed in float32."""
+    """Return sums [T, H]: for each token, the weighted sum of its rows, computed in float32."""
     total = sum(
         weights[:, k, None] * take_rows(rows, links.choice_row[:, k]).astype(jnp.float32)
         for k in range(weights.shape[1])

@@ -6,15 +6,15 @@
     python -m benchmarks.model --geometries dsv3 --layers 2 --profile moe_mlp
 
 A step is a forward pass, gradients, clipping and AdamW. The methods differ only in the MoE layer.
-``slices.py`` has the models, and ``slice_layers.py`` has the MoE layers. ``--rows`` is the rows per
-expert of a micro-batch, which determine the tokens of a rank. With ``uniform`` routing, the choices
-are inputs, and every expert is equally likely. With ``learned`` routing, a router chooses after 60
-steps of training. The first setting has the first values of ``--rows``, ``--routing`` and
-``--micro-batches``. Each further setting replaces one of these values.
+``slices.py`` has the models, and ``slice_layers.py`` has the MoE layers. ``--rows`` is the mean
+rows per expert in a micro-batch. It determines the tokens of a rank. With ``uniform`` routing, the
+expert ids are inputs, and every expert is equally likely. With ``learned`` routing, a router that
+was trained for 60 steps chooses them. The first setting has the first values of ``--rows``,
+``--routing`` and ``--micro-batches``. Each further setting replaces one of these values.
 
-All methods start from the same state and batches, and their first losses must be equal. Then the
-methods take turns in random order, on one state whose weights do not change. After each turn, the
-program writes the record.
+All methods start from the same state and batches, and their first losses must agree. Then the
+methods are timed in turns, in random order, on one state whose weights do not change. After each
+turn, the program writes the record.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ CHECKED_STEPS = 3
 SAMPLES = 7
 SAMPLE_SECONDS = 0.6
 COMPILE_SECONDS = 240  # limit for all programs of a setting
-TURNS_SECONDS = 90  # no new turn starts later, except the first three
-TRAINED_STEPS = 60  # before a learned router is measured
+TURNS_SECONDS = 90  # after this time, no new turn starts, except the first three turns
+TRAINED_STEPS = 60  # training steps before a learned router is measured
 BATCHES = 4
 ROUTINGS = ("uniform", "learned")
 OURS = ("moe_mlp", "moe_mlp_to_fp8", "local")
 TINY_ROWS = 16
-# A row replaces an earlier row that has the same values of these entries.
+# A new row replaces an old row of the record if all of these entries are equal.
 KEYS = ("geometry", "layers", "rows", "routing", "micro_batches", "method")
 ON_GPU = ("mosaic", "ragged32")  # methods that need a GPU
 
@@ -68,7 +68,7 @@ class Step(NamedTuple):
 
     geometry: str
     rows: int
-    """Per expert, on average."""
+    """The mean rows per expert in a micro-batch."""
     routing: str
     micro_batches: int
 
@@ -158,7 +158,7 @@ class Bench:
         self.placed = (self.shardings, place(None, "ep"), place("ep"), place())
 
     def compile_all(self) -> None:
-        """Draw the inputs, and compile the programs of all methods."""
+        """Make random inputs, and compile the programs of all methods."""
         g, step, ranks = self.g, self.step, self.run.mesh.size
         setting = Setting(self.tokens, g.hidden, g.top_k, g.experts, capacity="worst")
         self.workload = draw(setting, ranks)
@@ -191,7 +191,7 @@ class Bench:
             return jitted.lower(state, self.batches[0], self.given, rate)
 
     def measure(self) -> None:
-        """Compare the losses of all methods. Then time the methods with the right losses."""
+        """Compare the losses of all methods. Then time the methods whose losses are correct."""
         say(f"{self.step}: comparing losses")
         _, *more = self.placed
         put = lambda a, sharding: None if a is None else jax.device_put(a, sharding)
@@ -200,7 +200,7 @@ class Bench:
         self.rates = [jax.device_put(np.float32(rate), more[2]) for rate in (RATE, 0)]
         rows: dict[str, dict[str, Any]] = {}
         reference = None
-        is_exact = lambda method: LAYERS[method].tolerance == EXACT  # without FP8, drops and bounds
+        is_exact = lambda method: LAYERS[method].tolerance == EXACT  # not FP8, drops or bounds
         for method in sorted(self.programs, key=lambda m: (m != "all_gather", not is_exact(m))):
             with self.run.attempt(f"{self.step}, {method}"):
                 rows[method] = self.check(method, reference)
@@ -227,8 +227,8 @@ class Bench:
         return results
 
     def check(self, method: str, reference: Any) -> dict[str, Any]:
-        """Return a row without times. Raise AssertionError if its losses differ too much from the
-        losses of the row ``reference``."""
+        """Run the first steps. Return a row without times. Raise AssertionError if its losses
+        differ too much from those of the row ``reference``."""
         program, layer = self.programs[method], LAYERS[method]
         self.state = None  # frees the memory of the previous state
         self.state = self.init()
@@ -253,7 +253,7 @@ class Bench:
         )
 
     def memory(self, method: str, program: Any) -> dict[str, float]:
-        """Return the GiB that XLA plans for the program on a GPU, plus our workspace."""
+        """Return the GiB of a GPU that XLA plans for the program, plus our workspace."""
         stats, g = program.memory_analysis(), self.g
         used = stats.argument_size_in_bytes + stats.output_size_in_bytes
         used += stats.temp_size_in_bytes - stats.alias_size_in_bytes
@@ -303,7 +303,7 @@ class Bench:
 
         def sample_us() -> float:
             if number > 1:
-                seconds(1)  # another method ran before
+                seconds(1)  # untimed, because a different method has run before
             return seconds(number) / number * 1e6
 
         return sample_us
@@ -332,7 +332,7 @@ class Bench:
 
 
 def mfu_of(tflops: float, device_kind: str) -> float | None:
-    """Return the share of the GPU's peak, or None if ``PEAK_TFLOPS`` does not have the GPU."""
+    """Return TFLOP/s as a share of the GPU's peak, or None if ``PEAK_TFLOPS`` lacks the GPU."""
     peak = PEAK_TFLOPS.get(device_kind)
     return round(tflops / peak, 4) if peak else None
 

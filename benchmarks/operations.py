@@ -1,4 +1,4 @@
-"""Make the operations of a method that are timed, and check the method's results."""
+"""Define the operations of a method that are timed, and check the method's results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STANDARD: tuple[Op, ...] = (
     *(ROUTE, EXCHANGE, ROUND_TRIP_ROUTED, DISPATCH, COMBINE, ROUND_TRIP, BACKWARD),
 )
 
-# bfloat16 has 8 bits. A method may round the partial sum of each rank, and the total.
+# bfloat16 has 8 bits. A method may round the partial sum of each rank and the total sum.
 TOLERANCE = 1e-2
 FORMAT_TOLERANCE = dict(BlockwiseFp8=5e-2, MxFp8=5e-2, NvFp4=0.2)
 
@@ -34,7 +34,7 @@ class Operation(NamedTuple):
     op: str
     includes_route: bool
     state: Callable[[dict[str, Any]], Any]
-    """Returns the argument of ``step`` from the results of the function of ``prepare``."""
+    """Returns the argument of ``step`` from the results of ``prepare``'s function."""
     step: Callable[[Any], Any]
     tied_axes: int | None
     """For ``timing.pick_tied``."""
@@ -49,10 +49,10 @@ def round_trip(method: Method, x: jax.Array, ids: Any, weights: jax.Array) -> ja
 def prepare(
     method: Method, ops: Collection[Op] = STANDARD
 ) -> tuple[Callable[..., dict[str, Any]], list[Operation]]:
-    """Return a function that computes the inputs of the operations, and the operations.
+    """Return a function that computes the operations' inputs, and the list of operations.
 
     The function has the arguments (x, ids, weights) of one rank. It must be traced before the
-    operations. ``check`` reads its results, among them ``errors``.
+    operations. It also computes ``errors``, and ``check`` reads its results.
     """
     vjp_treedef = None
 
@@ -113,7 +113,8 @@ def prepare(
         for op in (ROUTE, EXCHANGE, ROUND_TRIP_ROUTED):
             del makers[op]
 
-    # Without separate routing, parts of an operation may read different integer arrays.
+    # Without separate routing, the parts of an operation may read different integer arrays, which
+    # must all be tied.
     tied_axes = 2 if method.route is not None else None
     return run_once, [
         Operation(*op, *makers[op], tied_axes) for op in STANDARD if op in ops and op in makers
@@ -121,14 +122,14 @@ def prepare(
 
 
 def squares(actual: jax.Array, exact: jax.Array) -> jax.Array:
-    """Return [2]: the sums of the squares of the difference and of ``exact``."""
+    """Return two sums of squares, [2]: of ``actual - exact`` and of ``exact``."""
     exact = jnp.broadcast_to(exact.astype(jnp.float32), actual.shape)
     difference = actual.astype(jnp.float32) - exact
     return jnp.stack([(difference**2).sum(), (exact**2).sum()])
 
 
 def parts(op: str) -> tuple[str, ...]:
-    """Return the dispatches and combines of an operation."""
+    """Return the names of the dispatches and combines in an operation."""
     whole = {"route": (), "dispatch": ("dispatch",), "combine": ("combine",)}
     return whole.get(op, ("dispatch", "combine"))
 
@@ -141,13 +142,13 @@ def wire_bytes(op: str, workload: Workload) -> int:
 
 
 def relative_error(squares: Any) -> float:
-    """Return the relative error of all ranks from results of ``squares``."""
+    """Return the relative error over all ranks. The argument is each rank's ``squares``."""
     difference, exact = np.asarray(squares, np.float64).reshape(-1, 2).sum(axis=0)
     return float(np.sqrt(difference / exact))
 
 
 def check_errors(squares: dict[str, Any], tolerance: float = TOLERANCE) -> None:
-    """Raise AssertionError if a relative error is larger than the tolerance."""
+    """Raise AssertionError if a result's relative error is not below the tolerance."""
     for name, of_ranks in squares.items():
         error = relative_error(of_ranks)
         if not error < tolerance:
@@ -164,11 +165,11 @@ def _are_equal(a: Any, b: Any) -> jax.Array:
 def check(
     prepared: dict[str, Any], reference: dict[str, Any] | None, tolerance: float = TOLERANCE
 ) -> None:
-    """Check the results of the function of ``prepare``, for all ranks.
+    """Check the results of ``prepare``'s function on all ranks. Raise AssertionError.
 
     The experts return their rows, and the cotangent is x. Therefore, the output and the gradient of
-    x must be x, and the gradient of each weight must be <x, x>. Rows and group sizes must equal the
-    rows and group sizes of the reference bit for bit. Otherwise, raise AssertionError.
+    x must be x, and the gradient of each weight must be <x, x>. Rows and group sizes must equal
+    those of the results ``reference`` bit for bit.
     """
     check_errors(prepared["errors"], tolerance)
     if reference is not None:

@@ -55,7 +55,7 @@ def main() -> int:
 
 
 def table(rows: list[records.Row]) -> Iterator[str]:
-    """Yield the lines of the table of calculated layers, from the rows of a record."""
+    """Yield the lines of the table of docs/placement.md, from the rows of a record."""
     yield "| ranks, σ | no plan | home form | its fetch | pays from, tokens per rank |"
     yield "| --- | --- | --- | --- | --- |"
     loads = {(r["ranks"], r["sigma"], r["method"]): r["load"][0] for r in rows}
@@ -74,23 +74,23 @@ def table(rows: list[records.Row]) -> Iterator[str]:
 
 
 def layer_us(ranks: int, tokens: int, load: float) -> float:
-    """Return the calculated time of a forward pass on the fullest rank, without the fetch."""
+    """Return the calculated microseconds of a forward pass on the fullest rank, without fetches."""
     rows = load * tokens * TOP_K
-    # A token crosses to the rank if at least one of its choices is an expert of the rank.
+    # A token is sent to the fullest rank if at least one of its choices is an expert of that rank.
     crossing = tokens * (ranks - 1) * (1 - (1 - load / ranks) ** TOP_K)
     products = rows * 2 * WEIGHTS_OF_EXPERT / PRODUCTS_FLOPS
     return 1e6 * (products + 2 * crossing * HIDDEN * ITEM_BYTES / LINK_BYTES)
 
 
 def fetch_us(experts: int) -> float:
-    """Return the calculated time of a link for the weights of ``experts`` experts."""
+    """Return the calculated microseconds in which a link moves the weights of so many experts."""
     return 1e6 * experts * WEIGHTS_OF_EXPERT * ITEM_BYTES / LINK_BYTES
 
 
 def simulate(ranks: int, sigma: float, methods: Sequence[str]) -> Iterator[records.Row]:
     """Yield a row for each method. ``load`` is the rows of the fullest rank divided by the mean.
-    ``dropped`` is the share of the rows that do not fit in the capacity. Each is a pair: the mean
-    and the largest value of all batches."""
+    ``dropped`` is the share of rows that exceed the capacity. Each is a pair: the mean and the
+    largest value over all batches."""
     rng = np.random.default_rng([0, ranks])
     popularity = rng.normal(0, sigma, EXPERTS).astype(np.float32)
     counts = [_counts(popularity, ranks, rng) for _ in range(BATCHES + 1)]
@@ -140,7 +140,7 @@ def _plans(load: np.ndarray, ranks: int) -> dict[str, ma.Placement]:
 
 
 def _counts(popularity: Any, ranks: int, rng: np.random.Generator) -> np.ndarray:
-    """Draw the number of choices of each expert on each rank, [R, E]."""
+    """Return random counts [R, E]: how often the tokens of each rank choose each expert."""
     counts = np.empty((ranks, EXPERTS), np.int32)
     for rank in range(ranks):  # -log of an exponential random number is Gumbel noise
         keys = rng.standard_exponential((TOKENS, EXPERTS), np.float32)
@@ -151,7 +151,7 @@ def _counts(popularity: Any, ranks: int, rng: np.random.Generator) -> np.ndarray
 
 
 def _rank_rows(placement: ma.Placement, counts: Any, ranks: int) -> np.ndarray:
-    """Return the rows of each rank after ``choose_slots`` of ids with these counts."""
+    """Return the rows of each rank if ``ma.choose_slots`` gets ids with these counts."""
     rows = np.zeros(placement.num_slots, np.int64)
     for rank in range(ranks):
         ids = np.repeat(np.arange(EXPERTS, dtype=np.int32), counts[rank])[:, None]

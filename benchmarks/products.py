@@ -4,13 +4,13 @@
     python -m benchmarks.products --models Qwen3-30B-A3B DeepSeek-V3 --rows 256 512 --budget 1000
                                                    experts of models, each with this many rows
 
-Experts are two products with SwiGLU between them, forward and with all gradients. One rank has 32
-experts and 32,768 rows, as with 4,096 tokens on each of 4 ranks and top-8 of 128 experts. Some
-settings have few rows, as in decoding. The results must equal plain products of the first and the
-last group within a tolerance. With --models, the experts are the fused experts of `ma.moe_mlp`
-without biases, and the six products are also timed separately. Experts in FP8 quantize rows and
-weights. The times of products in FP8 do not include quantization. cuBLASLt is a method if JAX's
-library, or the library at --cublas-lt, has grouped products. All methods take samples in turns.
+Experts are two products with SwiGLU between them, timed forward and with all gradients. One rank
+has 32 experts and 32,768 rows, as with 4,096 tokens on each of 4 ranks and top-8 of 128 experts.
+Some settings have few rows, as in decoding. In the first and the last group, the results must equal
+plain products within a tolerance. With --models, the experts are the fused experts of `ma.moe_mlp`
+without biases, and the six products of experts are also timed separately. FP8 experts quantize rows
+and weights. Times of FP8 products do not include quantization. cuBLASLt is timed if JAX's library,
+or the library at --cublas-lt, has grouped products. Samples of all methods are taken in turns.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ TINY = 64  # without a GPU, rows and columns are divided by this number
 
 
 class Setting(NamedTuple):
-    """A product of rows [rows, k] with a matrix [k, n] for each group, or experts. Experts apply
-    SwiGLU to the n columns, and multiply the result by matrices [n / 2, k]."""
+    """A grouped product of rows [rows, k] with a matrix [k, n] for each group, or experts. Experts
+    then apply SwiGLU to the n columns, and multiply by a matrix [n / 2, k] for each group."""
 
     name: str
     k: int
@@ -75,8 +75,8 @@ SETTINGS = (
     Setting("A GEMM 2", 1536, 4096, ALL),
     *(Setting("A GEMM 2", 1536, 4096, FEW, rows) for rows in (32, 128, 512)),
 )
-# Hidden and intermediate size, and experts of a rank: of 8 ranks for DeepSeek-V3 and Kimi-K2,
-# otherwise of 4 ranks.
+# (hidden size, intermediate size, experts of a rank). DeepSeek-V3 and Kimi-K2 have 8 ranks, and the
+# other models 4.
 MODELS = {
     "Qwen3-30B-A3B": (2048, 768, 32),
     "DeepSeek-V3": (7168, 2048, 32),
@@ -86,13 +86,13 @@ MODELS = {
     "B": (7168, 2048, 16),
 }
 ROWS_OF_EXPERTS = (16, 32, 64, 128, 256, 512, 1024, 2048)
-# Additional rows of each expert, so that a kernel computes more tiles that are nearly empty.
+# Rows to add to each expert. A kernel then computes more tiles that are nearly empty.
 MORE_ROWS = {"equal": 0, "+ 8": 8, "+ 136": 136}
 SIZES = (*MORE_ROWS, "drawn", SKEWED)
 
 
 def of_model(name: str, rows: int, sizes: str) -> list[Setting]:
-    """Make the settings of the experts of a model with ``rows`` rows per expert on average."""
+    """Make the settings of a model's experts, with a mean of ``rows`` rows per expert."""
     hidden, width, groups = MODELS[name]
     rows = groups * (rows + MORE_ROWS.get(sizes, 0))
     products = {OURS: OPS, LIBRARY: OPS} | ({CUBLAS: OPS} if sizes in MORE_ROWS else {})
@@ -129,7 +129,8 @@ def sizes_of(setting: Setting) -> Any:
 
 @functools.cache
 def products() -> dict[str, Callable[..., Any]]:
-    """Return each implementation: a product (rows, w, sizes), or fused experts."""
+    """Return a dict from the name of each implementation to a product (rows, w, sizes) or, for
+    FUSED, to the function of fused experts."""
 
     def batched(rows: Any, w: Any, sizes: Any) -> Any:
         buckets = rows.reshape(w.shape[0], -1, rows.shape[1])
@@ -151,17 +152,17 @@ def products() -> dict[str, Callable[..., Any]]:
 
 
 class Work(NamedTuple):
-    """The operations of one product or of experts, and a check of their results."""
+    """The operations to time for one product or for experts, and a check of their results."""
 
     args: tuple[Any, ...]
     operation: Callable[[Callable[..., Any], str], Callable[..., Any]]
-    """Returns the operation of this name by an implementation, a function of ``args``."""
+    """(implementation, name of the operation) -> the operation, a function of ``args``."""
     error: Callable[[str, Any], float]
-    """Returns the relative error of an operation's result in the first and the last group."""
+    """(name of the operation, its result) -> relative error in the first and the last group."""
     flops: dict[str, int]
     weights: tuple[Any, ...]
     in_fp8: Callable[[str], tuple[Any, ...]] | None = None
-    """Returns the operands of ``grouped_dot`` in FP8 for the operation of this name."""
+    """name of the operation -> its operands in FP8, for ``ma.grouped_dot``."""
 
 
 def normal(seed: int, *shape: int) -> Any:
@@ -170,7 +171,7 @@ def normal(seed: int, *shape: int) -> Any:
 
 
 def one_product(setting: Setting) -> Work:
-    """Make the work of one product. Operations return the result or one gradient."""
+    """Make the ``Work`` of one product. An operation returns the result or one gradient."""
     sizes = sizes_of(setting)
     rows, ct = normal(0, setting.rows, setting.k), normal(1, setting.rows, setting.n)
     w = normal(2, setting.groups, setting.k, setting.n)
@@ -206,10 +207,10 @@ def one_product(setting: Setting) -> Work:
 
 
 def experts(setting: Setting) -> Work:
-    """Make the work of experts. Operations return the result, without or with gradients."""
+    """Make the ``Work`` of experts. An operation returns the result, or also all gradients."""
     sizes = sizes_of(setting)
     rows = normal(0, setting.rows, setting.k)
-    # Weights of this size keep the pre-activations near 1, where SwiGLU is not linear.
+    # With this scale of weights, pre-activations are near 1, where SwiGLU is not linear.
     w_in = normal(2, setting.groups, setting.k, 2, setting.n // 2) * setting.k**-0.5
     w_out = normal(3, setting.groups, setting.n // 2, setting.k) * setting.n**-0.5
     known = jnp.asarray(sizes)

@@ -1,4 +1,4 @@
-"""Write and read the record of a run, a JSON file."""
+"""Write and read records. A record is the JSON file of a benchmark's run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Found(NamedTuple):
 
 
 def head(gpus: str, ranks: int, **more: Any) -> dict[str, Any]:
-    """Return a record without rows, with ``more`` entries."""
+    """Return a record without rows, with the additional entries ``more``."""
     return dict(
         date=today(),
         commit=commit(),
@@ -40,7 +40,7 @@ def head(gpus: str, ranks: int, **more: Any) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Return MOE_A2A_COMMIT, or the commit of this folder, with "-dirty" if files have changed."""
+    """Return $MOE_A2A_COMMIT, or the repository's commit, with "-dirty" if files have changed."""
     if COMMIT_VARIABLE in os.environ:
         return os.environ[COMMIT_VARIABLE]
     try:
@@ -51,7 +51,7 @@ def commit() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the software that the figures depend on."""
+    """Return the versions of the software on which the figures depend."""
     found = {"python": platform.python_version()}
     found |= versions_of("jax", "jaxlib", "numpy", "jax-moe-a2a")
     found["platform"] = " ".join(jax.devices()[0].client.platform_version.split())
@@ -81,7 +81,7 @@ def today() -> str:
 
 
 def read(path: pathlib.Path) -> dict[str, Any]:
-    """Read a record, and add entries that rows of older records lack."""
+    """Read a record. Add entries that rows of old records do not have."""
     record = json.loads(path.read_text())
     return dict(record, rows=[OLD_ROWS | row for row in record["rows"]])
 
@@ -99,7 +99,7 @@ def newest(sweep: str) -> Found | None:
 
 def all_of(sweep: str, folder: pathlib.Path = FOLDER) -> list[Found]:
     """Return all records that have rows of a sweep ("" for the standard settings), with only these
-    rows. Records of more ranks come first, and then newer records."""
+    rows. Records with most ranks come first. With equal ranks, newer records come first."""
     found = []
     for path in sorted(folder.glob("*.json")):
         record = read(path)
@@ -111,12 +111,12 @@ def all_of(sweep: str, folder: pathlib.Path = FOLDER) -> list[Found]:
 
 
 def entry(rows: Rows, /, name: str = "us", **wanted: Any) -> Any:
-    """Return the entry ``name`` of the first row that has the ``wanted`` entries, or None."""
+    """Return the entry ``name`` of the first row with the ``wanted`` entries, or None."""
     return next((row.get(name) for row in rows if wanted.items() <= row.items()), None)
 
 
 def grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
-    """Return lists of rows by their key. Keys have the order of their first rows."""
+    """Return a dict from each key to its rows. Keys have the order of their first rows."""
     groups: dict[Any, list[Row]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row)

@@ -3,8 +3,8 @@
     python -m benchmarks.report                     README.md and docs/performance.md, and plots
     python -m benchmarks.report RECORD.json ...     prints and draws these records
 
-Use the first form after you added a record to ``results/``. It rewrites the marked parts of both
-documents from the newest record with the most GPUs, and draws the newest record of each sweep.
+Use the first form after you added a record to ``results/``. It rewrites the marked sections of
+both documents from the newest record with the most GPUs. It also draws each sweep's newest record.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ TITLES = {"": "Standard settings", "tokens": "Tokens", "sms": "SM budget"}  # of
 TITLES |= dict(formats="Token formats", products="Grouped products", model="Whole training steps")
 TITLES |= dict(stages="Stages of a whole layer")
 BARS = dict(products=("tflops", "TFLOP/s"), model=("tokens_per_s", "tokens/s per GPU"))
-LOG_FROM = 20  # a scale is logarithmic if its largest value is over 20 times the smallest
+LOG_FROM = 20  # an axis is logarithmic if its largest value is over 20 times the smallest
 
 COMBINE: Row = dict(op="combine", method="ours")
 OURS, GATHER, DENSE, RAGGED = (  # round trips with routing
     dict(op="round_trip", includes_route=True, method=method)
     for method in ("ours", "all_gather", "dense", "ragged")
 )
-# For each column of a table, the entries of the row with the figure. ``name`` is the entry that is
-# the figure, by default ``us``.
+# For each column of a table: entries of the row that has the column's figure. ``name`` is the entry
+# with the figure, by default ``us``.
 SUMMARY: dict[str, Row] = {"`all_gather`": GATHER, "dense `all_to_all`": DENSE}
 SUMMARY |= {"`ragged_all_to_all`": RAGGED, "this package": OURS}
 SUMMARY |= {"link limit": dict(OURS, name="wire_us")}
@@ -47,12 +47,12 @@ DETAILS: dict[str, Row] = {
     **{"combine": COMBINE, "round trip": OURS, "backward": dict(op="backward", method="ours")},
     **{"all_gather": GATHER, "dense all_to_all": DENSE, "ragged_all_to_all": RAGGED},
 }
-# The entry on the x axis of the plot of a sweep. Plots of other sweeps have a bar for each row.
+# For sweeps with an x axis: the entry on it. Plots of all other sweeps have a bar for each row.
 X = {"": "tokens", "tokens": "tokens", "topk": "top_k"}
 X |= dict(experts="experts", hidden="hidden", sms="num_sms")
-# All rows of a panel have the same values of these entries.
+# In all rows of a panel of a plot, these entries are equal.
 PANEL = ("title", "panel", "shape", "k", "n", "sizes", "tokens")
-DESCRIBING = (  # entries that may distinguish rows
+DESCRIBING = (  # entries that may differ among the rows of a sweep
     *(*PANEL, "hidden", "experts", "top_k", "skew", "sigma", "idle", "dtype"),
     *("capacity_kind", "batch", "batch_routing", "batch_axis", "format", "formatted", "mode"),
     *("grouped", "routing", "micro_batches", "op", "method"),
@@ -93,8 +93,8 @@ OPS = {
     "d_rows": "gradient of rows",
     "d_weights": "gradient of weights",
 }
-SORTED = ("layer", "products")  # panels of these sweeps compare methods, the best first
-# Columns of tables of whole steps. A function returns the text of the column for a row.
+SORTED = ("layer", "products")  # sweeps whose plots compare methods, with the best first
+# Columns of tables of whole steps, with functions from a row of the record to the column's text.
 STEP_COLUMNS: dict[str, Callable[[Row], str]] = {
     "ms": lambda r: ms(r["us"]),
     "range, ms": lambda r: f"{ms(r['min_us'])} to {ms(r['max_us'])}",
@@ -121,7 +121,7 @@ def main(paths: Sequence[str]) -> None:
 
 
 def with_section(text: str, name: str, section: str) -> str:
-    """Return a document with the section between the marks of this name."""
+    """Return ``text`` with ``section`` between the BEGIN and END marks of this name."""
     begin, end = BEGIN.format(name), END.format(name)
     before, _, rest = text.partition(begin)
     return f"{before}{begin}\n\n{section}\n\n{end}{rest.partition(end)[2]}"
@@ -145,21 +145,21 @@ def ms(us: float | None) -> str:
 
 
 def main_steps(rows: Rows) -> list[Row]:
-    """Return the rows with the most rows per expert, uniform routing and one micro-batch."""
+    """Return the steps with the most rows per expert, uniform routing and one micro-batch."""
     most = max(row["rows"] for row in rows)
     main = dict(rows=most, routing="uniform", micro_batches=1)
     return [row for row in rows if main.items() <= row.items()]
 
 
 def of_method(rows: Rows) -> dict[str, list[Row]]:
-    """Return lists of rows by their method, in the order of ``STEP_METHODS``."""
+    """Return a dict from each method to its rows, in the order of ``STEP_METHODS``."""
     found = grouped(rows, lambda row: row["method"])
     return {method: found[method] for method in STEP_METHODS if method in found}
 
 
 def steps_in_short(folder: pathlib.Path) -> str:
-    """Return README's table of whole steps on the most GPUs, with a column for each model, and the
-    plot of the oldest record of the table."""
+    """Return README's table of whole steps on the most GPUs, with a column for each model. Below
+    it is the plot of the oldest of the table's records."""
     found = records.all_of(STEPS)
     most = [f for f in found if f.record["ranks"] == found[0].record["ranks"]][::-1]
     columns = {
@@ -193,7 +193,7 @@ def steps_in_full(folder: pathlib.Path) -> str:
 
 
 def steps_of(rows: Rows) -> list[str]:
-    """Return a description and a table of whole steps for each setting of a record."""
+    """Return a description and a table for each setting of whole steps."""
     parts = []
     key = lambda row: tuple(row[k] for k in ("title", "rows", "routing", "micro_batches"))
     for (title, of_expert, routing, micro_batches), here in grouped(rows, key).items():
@@ -214,7 +214,7 @@ def steps_of(rows: Rows) -> list[str]:
 
 
 def standard(columns: dict[str, Row], folder: pathlib.Path) -> str:
-    """Return the table of the standard settings, and the machine and the record of the figures."""
+    """Return the table of the standard settings, and a line with its machine and its record."""
     found = records.newest("")
     assert found is not None, "no record"
     rows = sorted(of_main_size(found.record["rows"]), key=lambda row: row["tokens"])
@@ -236,13 +236,13 @@ def machine(record: Row) -> str:
 
 
 def of_main_size(rows: Rows) -> list[Row]:
-    """Return the rows of the sizes that most rows have."""
+    """Return the rows that have the most frequent sizes."""
     size = lambda row: tuple(row[key] for key in ("hidden", "top_k", "experts", "skew", "sigma"))
     return max(grouped(rows, size).values(), key=len)
 
 
 def number(x: Any) -> str:
-    """Return a value as text: a number with few digits, a name, or a dash for None."""
+    """Return a value as text: few digits of a number, a name, or a dash for None or ""."""
     if isinstance(x, float):
         return f"{x:,.0f}" if x >= 100 else f"{x:.1f}" if x >= 1 else f"{x:.2g}"
     if isinstance(x, int):
@@ -251,7 +251,7 @@ def number(x: Any) -> str:
 
 
 def named(row: Row) -> Row:
-    """Return the row. Append "without route" to the operation if it excludes routing."""
+    """Return the row with " without route" after its ``op`` if that does not include routing."""
     is_part = row["op"] in ("dispatch", "round_trip") and row.get("includes_route") is False
     return dict(row, op=row["op"] + " without route" * is_part)
 
@@ -274,7 +274,7 @@ def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def tables(rows: Rows) -> list[str]:
-    """Return a table for each sweep. Columns are entries that differ among rows, and figures."""
+    """Return a table for each sweep. Its columns are the entries that differ, and the figures."""
     found = []
     for sweep, here in grouped(map(named, rows), lambda row: row["sweep"]).items():
         keys = varying(sweep, here)
@@ -302,7 +302,7 @@ def plot(record: Row, path: pathlib.Path) -> list[pathlib.Path]:
         panels = panels_of(sweep, rows)
         if not panels:  # rows of CPUs have no number of SMs
             continue
-        # Panels are stacked, so that a page shows each panel in full width.
+        # Panels are below each other, so that each has the full width of a page.
         heights = [4.8 if sweep in X else 0.2 * len(here) + 1.2 for here in panels.values()]
         figure = plt.figure(figsize=(9, sum(heights) + 0.3), layout="constrained")
         grid = figure.add_gridspec(len(panels), height_ratios=heights)
@@ -320,7 +320,7 @@ def plot(record: Row, path: pathlib.Path) -> list[pathlib.Path]:
 
 
 def panels_of(sweep: str, rows: Rows) -> dict[str, list[Row]]:
-    """Return the drawn rows of a sweep by the title of their panel."""
+    """Return a dict from the title of each panel of a sweep's plot to the panel's rows."""
     x = X.get(sweep)
     rows = [row for row in map(named, rows) if row.get("us") and (not x or row[x])]
     if sweep == STEPS:
@@ -328,7 +328,7 @@ def panels_of(sweep: str, rows: Rows) -> dict[str, list[Row]]:
         rows = [
             dict(r, method=STEP_METHODS[m]) for m, here in of_method(shown).items() for r in here
         ]
-        rows = [dict(row, tokens=None) for row in rows]  # panels are of geometries
+        rows = [dict(row, tokens=None) for row in rows]  # a panel for each geometry
     elif sweep in SORTED:
         return compared(sweep, rows)
     ours = [dict(row, panel="this package") for row in rows if row["method"] == "ours"]
@@ -340,8 +340,7 @@ def panels_of(sweep: str, rows: Rows) -> dict[str, list[Row]]:
 
 
 def compared(sweep: str, rows: Rows) -> dict[str, list[Row]]:
-    """Return the drawn rows of a sweep that compares methods, by the title of their panel. The best
-    method is first."""
+    """Do what ``panels_of`` does for a sweep in ``SORTED``. A panel's best method is first."""
     tight = [row for row in rows if row.get("capacity_kind", "tight") == "tight"]
     equal = [row for row in tight if row.get("sizes", "equal") == "equal"]
     if sweep == "products":
@@ -366,7 +365,7 @@ def compared(sweep: str, rows: Rows) -> dict[str, list[Row]]:
 
 
 def lines(axis: Any, sweep: str, rows: Rows) -> None:
-    """Draw the link limits, and a line and the range of samples for each operation and method."""
+    """Draw a line and the range of samples for each operation and method, and the link limits."""
     x = X[sweep]
     rows = sorted(rows, key=lambda row: row[x])
     keys = [key for key in varying(sweep, rows) if key != x]
@@ -391,7 +390,7 @@ def lines(axis: Any, sweep: str, rows: Rows) -> None:
 
 
 def bars(axis: Any, sweep: str, rows: Rows) -> None:
-    """Draw a bar with its number for each row. The color shows the operation, or our methods."""
+    """Draw a bar with a number for each row. Colors are for operations, or mark our methods."""
     keys, ops = varying(sweep, rows), list(grouped(rows, lambda row: row["op"]))
     y, label = BARS.get(sweep, ("us", "µs on the device"))
     colors = [f"C{ops.index(row['op']) % 10}" for row in rows]

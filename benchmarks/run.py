@@ -1,4 +1,4 @@
-"""Provide what all benchmarks need: options, devices, the record, and timed programs."""
+"""Functions for all benchmarks: options, devices, the record, and timed programs."""
 
 from __future__ import annotations
 
@@ -81,27 +81,27 @@ class Program(NamedTuple):
 
 class Job(NamedTuple):
     what: str
-    """The name of the job in messages about failures."""
+    """The job's name in messages about failures."""
     program: Program
     args: Callable[[Any], tuple[Any, ...]]
     """Makes the program's arguments from the result of ``Case.check``."""
     row: Callable[[timing.Timing], Row | None]
-    """Makes a row, or None, from the time of a repetition."""
+    """Makes a row of the record from the time of a repetition. None: add no row."""
 
 
 class Case(NamedTuple):
-    """Jobs that are timed if a check passes."""
+    """A check, and jobs that are timed if it passes."""
 
     what: str
     check: Callable[[], Any]
     jobs: Sequence[Job]
     group: ma.Group | None = None
-    """The group of the jobs. An error of the group is a failure, and closes the group."""
+    """The group that the jobs use. After an error in a job, the group is closed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The state and the results of all measurements of a run."""
+    """The devices, options and results of one run of a benchmark."""
 
     mesh: Mesh
     record: dict[str, Any]
@@ -111,7 +111,7 @@ class Run:
     samples: int
     sample_seconds: float = timing.SAMPLE_SECONDS
     deadline: float = float("inf")
-    """``time.perf_counter()`` after which nothing more is timed."""
+    """The ``time.perf_counter()`` after which nothing more is timed."""
     pool: concurrent.futures.Executor = dataclasses.field(
         default_factory=lambda: concurrent.futures.ThreadPoolExecutor(
             min(MAX_THREADS, os.cpu_count() or 1)
@@ -145,8 +145,8 @@ class Run:
 
     @contextlib.contextmanager
     def attempt(self, what: str, group: ma.Group | None = None) -> Iterator[None]:
-        """Catch an error of the body, add it to the record, and close the group. The figures of
-        other bodies stay valid."""
+        """Catch an error of the ``with`` block, add it to the record, and close the group. The
+        run then continues."""
         try:
             yield
         except Exception as error:
@@ -166,13 +166,13 @@ class Run:
         return self.compiling[-1]
 
     def wait(self) -> None:
-        """Wait until XLA has compiled all programs. Compilation uses the cores of the launching
-        threads and times products on the same GPUs, so it would disturb measurements."""
+        """Wait until XLA has compiled all programs, because this would disturb measurements. It
+        uses the cores that launch programs, and times products on the same GPUs."""
         concurrent.futures.wait(self.compiling)
         self.compiling.clear()
 
     def measure(self, cases: Iterable[Case]) -> None:
-        """Check each case and time its jobs; add their rows."""
+        """Check each case, time its jobs, and add their rows to the record."""
         self.wait()
         for case in cases:
             with self.attempt(case.what, case.group):
@@ -197,9 +197,9 @@ class Run:
         tied_axes: int | None = 2,
         keeps_results: bool = False,
     ) -> Program:
-        """Trace a program that repeats ``step(state, *fixed)`` as ``timing.chain`` does, and start
-        to compile the program. With ``keeps_results``, the program runs the step once, and returns
-        all results."""
+        """Trace a program that repeats ``step(state, *fixed)`` (``timing.chain``), and start to
+        compile it. With ``keeps_results``, the program runs the step only once, and returns all
+        its results."""
         if not self.on_gpu:  # XLA:CPU ignores the barriers between repetitions
             reps = 1
         fn = step if keeps_results else timing.chain(step, reps, tied_axes)
@@ -208,7 +208,7 @@ class Run:
         return Program(self.compile(lowered), reps, exchanges, num_results)
 
     def sampler(self, program: Program, *args: Any) -> Callable[[], float]:
-        """Return a function that samples the microseconds of a repetition."""
+        """Return a function that measures the microseconds of a repetition once."""
         self.check_time()
         compiled = program.compiling.result()
         timing.check_unmerged(compiled, program.reps, program.exchanges)
@@ -235,10 +235,10 @@ def open_run(
     samples: int,
     measured: dict[str, Any] | None = None,
 ) -> Run:
-    """Start JAX and a run.
+    """Start JAX, and return a ``Run`` with a new record.
 
     Args:
-      sweeps: the names of the sweeps that the record has.
+      sweeps: the names of the sweeps in the record.
       what: the end of the record's file name.
       samples: timed samples of each program, if ``--samples`` is not set.
       measured: the result of ``wire.measure``.

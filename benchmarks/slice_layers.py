@@ -1,4 +1,4 @@
-"""Define the MoE layers of ``benchmarks.model``: ours, plain JAX, and bounds.
+"""Define the MoE layers of ``benchmarks.model``: ours, plain JAX, and bounds of the time.
 
 A layer is a function ``layer(x [T, H], ids [T, K], weights [T, K], experts)`` of the arrays of one
 rank. The layer returns the sums [T, H] and the number of dropped choices.
@@ -29,16 +29,16 @@ ALONE = "self"  # a mesh axis of size one
 
 
 class Layer(NamedTuple):
-    """A method to compute a MoE layer, and the check of its losses."""
+    """A method to compute a MoE layer, and how its losses are checked."""
 
     make: Callable[[Workload], MoE]
     tolerance: float | None = EXACT
-    """The largest allowed difference from the first losses of the reference. A bound has None,
-    because its losses are different."""
+    """The largest allowed difference from the reference's first losses. None for a bound, which
+    computes a different layer."""
     has_our_products: bool = True
-    """If True, the exchange takes the time of the layer minus the time of ``local``."""
+    """If True, the layer's time minus that of ``local`` is the time of its exchange."""
     quantize: Callable[[Any], Any] | None = None
-    """``slices.Model.quantize`` for several micro-batches."""
+    """The ``slices.Model.quantize`` of steps with several micro-batches."""
 
 
 def no_layer(workload: Workload) -> MoE:
@@ -59,16 +59,16 @@ def moe_mlp(workload: Workload, axis: str = "ep", in_fp8: bool = False) -> MoE:
 
 
 def local(workload: Workload) -> MoE:
-    """Make the bound without an exchange. Each choice becomes an expert of the token's rank."""
+    """Make a layer without an exchange. Each choice is replaced by an expert of the same rank."""
     layer = moe_mlp(workload, ALONE)
     return lambda x, ids, weights, experts: layer(x, ids % len(experts.w_in), weights, experts)
 
 
 def multiply(dot: Any, rows: Any, sizes: Any, experts: ma.Experts) -> Any:
-    """Return the outputs of experts by a grouped product.
+    """Return the outputs of experts. ``dot`` is the grouped product.
 
-    Products with the one-hot expert of each row add the biases, so the gradients of biases are also
-    products. With biases, results after the last group become zero. Otherwise, they may be NaN.
+    Biases are added as products with a one-hot vector for each row, so their gradients are products
+    too. With biases, results after the last group are zero. Otherwise, they may be NaN.
     """
     expert = jnp.repeat(jnp.arange(sizes.size), sizes, total_repeat_length=len(rows))
     one_hot = jax.nn.one_hot(expert, sizes.size, dtype=rows.dtype)
@@ -83,7 +83,7 @@ def multiply(dot: Any, rows: Any, sizes: Any, experts: ma.Experts) -> Any:
 
 
 def of_plain_products(experts: ma.Experts) -> Any:
-    """Return w_in, and b_in or None, with gate and up side by side."""
+    """Return (w_in, b_in or None), both reshaped from [..., 2, I] to [..., 2 I]."""
     biases = None if experts.b_in is None else products.side_by_side(experts.b_in)
     return products.side_by_side(experts.w_in), biases
 
@@ -113,8 +113,8 @@ def fsdp(workload: Workload) -> MoE:
 
 
 def capacity(workload: Workload) -> MoE:
-    """Make a layer with all_to_all and cuBLAS. Each expert has a fixed capacity for the choices of
-    each rank."""
+    """Make a layer with all_to_all and cuBLAS. Each expert has a fixed capacity for each source
+    rank."""
     ranks, num_experts = workload.ranks, workload.setting.experts
 
     def layer(x: Any, ids: Any, weights: Any, experts: ma.Experts) -> Any:

@@ -47,7 +47,7 @@ and the number of choices that the rank dropped."""
 class Geometry:
     title: str
     of_layers: int
-    """The layers of the whole model. The slice has ``layers``."""
+    """The number of layers of the model. The slice has ``layers``."""
     of_vocabulary: int
     hidden: int
     heads: int
@@ -74,7 +74,7 @@ class Geometry:
         return round_up(self.of_vocabulary * self.layers // self.of_layers, 256)
 
     def tokens(self, rows: int, ranks: int) -> int:
-        """Return the number of tokens of a rank that gives experts ``rows`` rows on average."""
+        """Return the tokens of a rank with which experts have ``rows`` rows on average."""
         return max(1, rows * self.experts // (self.top_k * ranks))
 
 
@@ -82,8 +82,8 @@ GEOMETRIES = {
     "qwen3": Geometry(
         *("Qwen3-30B-A3B", 48, 151936, 2048, 32, 4, 128, 128, 8, 768), layers=8, qk_norm=True
     ),
-    # The slice has 64 of 256 experts. Each of its 4 ranks has as many experts as one of 16 ranks of
-    # the model. The head size is 64 + 64 (without and with RoPE), and 128 + 64 in the model.
+    # The slice has 64 of 256 experts. Each of 4 ranks then has 16 experts, like one of 16 ranks of
+    # the model. Heads have 64 elements without and 64 with RoPE, and 128 and 64 in the model.
     "dsv3": Geometry(
         *("DeepSeek-V3", 61, 129280, 7168, 128, 128, 128, 64, 8, 2048),
         **dict(layers=3, shared=2048, q_rank=1536, kv_rank=512),
@@ -164,8 +164,8 @@ def shardings(g: Geometry, mesh: Mesh) -> dict[str, Any]:
 
 
 def flops(g: Geometry, length: int) -> tuple[int, int]:
-    """Return the floating-point operations of a token, and the part of the routed experts. Both
-    count the forward and backward pass, without rematerialization."""
+    """Return the floating-point operations for a token: in total, and of the routed experts alone.
+    Both count the forward and backward pass, without rematerialization."""
     dense = sum(
         int(np.prod(shape))
         for name, shape in shapes(g).items()
@@ -178,7 +178,7 @@ def flops(g: Geometry, length: int) -> tuple[int, int]:
 
 
 def batches(g: Geometry, shape: tuple[int, ...], number: int) -> np.ndarray:
-    """Return random tokens [number, *shape]. Most tokens depend on the previous token."""
+    """Return random token ids [number, *shape]. Most of them depend on the previous one."""
     rng = np.random.default_rng(0)
     follows = rng.permutation(g.vocabulary)
     tokens = rng.integers(0, g.vocabulary, (number, *shape), np.int32)
@@ -197,7 +197,7 @@ def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def rotate(x: jax.Array) -> jax.Array:
-    """Apply RoPE to [B, S, N, D]."""
+    """Apply RoPE to x [B, S, N, D] (batch, position, head, element)."""
     half = x.shape[-1] // 2
     frequency = 1e6 ** (-np.arange(half, dtype=np.float32) / half)
     angle = (np.arange(x.shape[1], dtype=np.float32)[:, None] * frequency)[None, :, None]
@@ -216,10 +216,10 @@ class Model:
     attention: str
     """For ``jax.nn.dot_product_attention(implementation=)``."""
     quantize: Callable[[Any], Any] | None = None
-    """Quantizes w_in or w_out of all layers to FP8, once in a step."""
+    """Quantizes w_in or w_out of all layers to FP8. A step calls it once for each."""
 
     def everywhere(self, w: jax.Array) -> jax.Array:
-        """Gather a dense weight on all ranks, as FSDP does."""
+        """Gather a weight on all ranks, as FSDP does."""
         return lax.with_sharding_constraint(w, NamedSharding(self.mesh, EVERYWHERE))
 
     def divided(self, x: jax.Array) -> jax.Array:
@@ -257,7 +257,7 @@ class Model:
         return times(self.on_ranks(attention, q, k, v).reshape(*x.shape[:2], -1), "o")
 
     def route(self, x: jax.Array, router: jax.Array, given: jax.Array | None) -> Any:
-        """Return ids and weights [B, S, K], the router's loss, and the choices per expert."""
+        """Return (ids and weights [B, S, K], the router's loss, choices per expert [experts])."""
         experts = self.g.experts
         logits = x.astype(F32) @ router
         scores = jax.nn.softmax(logits, -1)
@@ -272,7 +272,7 @@ class Model:
         return ids, weights, loss, counts
 
     def experts(self, p: dict[str, Any]) -> ma.Experts:
-        """Return the experts of a layer. Quantized weights keep w_in and w_out as their source."""
+        """Return the experts of a layer. w_in and w_out are the ``source`` of quantized weights."""
         w_in, w_out = p["w_in"], p["w_out"]
         if "quantized" in p:
             w_in, w_out = (
@@ -288,7 +288,7 @@ class Model:
         number, p = scanned
         x += self.attend(rms_norm(x, p["norm_attention"]), p)
         h = rms_norm(x, p["norm_moe"])
-        if given is not None:  # layers must choose different experts
+        if given is not None:  # each layer must choose different experts
             given = (given + number * (self.g.experts // self.g.layers)) % self.g.experts
         ids, weights, loss, counts = self.route(h, p["router"], given)
 
@@ -319,7 +319,8 @@ class Model:
         return nats + router.sum(), (nats, dropped.sum(), counts)
 
     def gradients(self, params: Any, tokens: jax.Array, given: Any) -> Any:
-        """Return the mean gradients of tokens [M, B, S + 1], and the tuple of ``loss``."""
+        """Return the gradients for tokens [M, B, S + 1], and the tuple that ``loss`` returns. The
+        gradients are means over the M micro-batches."""
         cast = lambda path, p: p if any(w in str(path[-1]) for w in IN_F32) else p.astype(BF16)
         compute = jax.tree.map_with_path(cast, params)
         layers, quantized = compute["layers"], None
@@ -339,10 +340,10 @@ class Model:
         return total, (nats.mean(), dropped.sum(), counts.sum(0))
 
     def step(self, state: Any, tokens: jax.Array, given: Any, rate: jax.Array) -> Any:
-        """Return the next state, and the tuple of ``loss``.
+        """Return the next state, and the tuple that ``loss`` returns.
 
         Args:
-          tokens: [M, B, S + 1], for M micro-batches.
+          tokens: [M, B, S + 1] for M micro-batches.
           given: expert ids [B, S, K] that replace the router's choices, or None.
           rate: the learning rate. With zero, weights do not change.
         """

@@ -1,8 +1,8 @@
 """Time the stages of a MoE layer, for ``python -m benchmarks.layer --stages``.
 
-Each stage of the forward pass, ``ma.moe_mlp`` and ``ma.moe`` run in separate programs on the arrays
-of the layer. The router and the layer also run with gradients. Decode is a program of several
-``ma.moe`` layers with residuals. This program does not read the statistics of the layers.
+Each stage of the forward pass runs in a separate program, as do ``ma.moe_mlp`` and ``ma.moe``. The
+router and the layer are also timed with gradients. Decode is a program of several ``ma.moe`` layers
+with residuals. It does not read the statistics of the layers.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 class Layer:
-    """A layer and its arrays for one number of tokens."""
+    """A MoE layer and its arrays, for one number of tokens."""
 
     def __init__(self, run: Run, shape: str, tokens: int):
         setting, intermediate = LAYERS[shape]
@@ -178,7 +178,7 @@ class Layer:
             start(panel, stage, self.looped(step, 2), (self.x, self.params), 2)
 
     def start_decode(self, start: Callable[..., None]) -> None:
-        """Start to compile programs of several layers."""
+        """Start to compile the decode programs, which have several layers."""
 
         def layers(x: Any, params: Any) -> Any:
             for _ in range(DECODE_LAYERS if self.run.on_gpu else 1):
@@ -214,8 +214,8 @@ class Layer:
         return program
 
     def looped_on_ranks(self, step: Callable[..., Any], reps: int) -> Callable[..., Any]:
-        """Return a program that runs a step several times on each rank. The arguments have a
-        leading axis of ranks."""
+        """Return a program that runs a step of one rank several times on all ranks. Its arguments
+        have a leading rank axis."""
 
         def program(args: Any) -> Any:
             own = jax.tree.map(lambda leaf: leaf[0], args)
@@ -230,11 +230,11 @@ class Layer:
 def loop(
     step: Callable[..., Any], reps: int, args: Any, place: jax.Array, add: Callable[..., Any]
 ) -> jax.Array:
-    """Run a step several times. ``add(place, results)`` must return ``place`` unchanged, but XLA
-    must not know that."""
+    """Run a step ``reps`` times. ``add(place, results)`` must return ``place`` unchanged, but so
+    that XLA does not know that."""
 
     def body(_: Any, place: jax.Array) -> jax.Array:
-        # Without barriers, XLA could move work out of the loop, or not compute some results.
+        # Without these barriers, XLA could move work out of the loop, or skip unused results.
         now, place = lax.optimization_barrier((args, place))
         return add(place, lax.optimization_barrier(jax.tree.leaves(step(*now))))
 
@@ -242,18 +242,18 @@ def loop(
 
 
 def tied(place: jax.Array, results: list[jax.Array]) -> jax.Array:
-    """Return the integers ``place`` unchanged, but dependent on the results."""
+    """Return ``place`` unchanged. XLA must compute the results before it."""
     return timing.tie([place], [0], [leaf for leaf in results if leaf.size])[0]
 
 
 def gradients_of(fn: Callable[..., Any], names: tuple[str, ...], a: Any) -> Any:
-    """Return the results of ``fn(a)``, and the gradients with respect to the arrays ``names``."""
+    """Return the results of ``fn(a)``, and their gradients for the arrays ``a[name]`` of names."""
     out, pullback = jax.vjp(lambda some: fn(a | some), {name: a[name] for name in names})
     return out, pullback(jax.tree.map(jnp.ones_like, out))
 
 
 def results_of_moe(read: bool, x: Any, params: Any) -> Any:
-    """Return the output of a layer, and also statistics if ``read``."""
+    """Return a tuple: the output of a layer and, if ``read``, its statistics."""
     y, stats = ma.moe(x, **params, axes="ep")
     return (y, stats.balance_loss + stats.z_loss, stats.load) if read else (y,)
 

@@ -22,14 +22,15 @@ from .operations import Op
 from .run import Case, Job, Program, Row, Run, say
 from .workload import DTYPE, Setting, Workload
 
-# The largest allowed share of a tie in the measured time. In the program that times ties, a tie is
-# not faster than in other programs.
+# The largest allowed share of a tie in the measured time. A tie takes at most as long as in the
+# program that times ties.
 MOST_OF_A_TIE = 0.4
 TIE_SAMPLES = 3
-# Elements of the largest tied array. Ties of smaller arrays take as long as the first size.
+# Sizes for which ties are timed: elements of the largest tied array. Ties of smaller arrays take as
+# long as the first size.
 TIE_SIZES = (1 << 14, 1 << 16, 1 << 18, 1 << 20)
-# For each method of plain JAX, the expected time of a repetition (microseconds plus a multiple of
-# the link limit), and the most repetitions, because XLA needs long to compile many.
+# For each method of plain JAX: (a, b, most). A repetition should take a microseconds plus b times
+# the link limit. XLA would need long to compile more than `most` repetitions.
 PLAIN_COSTS = dict(
     all_gather=(100.0, 3.0, 8),
     dense=(100.0, 5.0, 8),
@@ -40,17 +41,17 @@ PLAIN_COSTS = dict(
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A workload, and the methods and operations to time."""
+    """A workload, and the methods and operations to time with it."""
 
     workload: Workload
     methods: tuple[str, ...] = ("ours",)
     ops: tuple[Op, ...] = operations.STANDARD
     plain_ops: tuple[Op, ...] = operations.STANDARD
-    """The operations to time with methods of plain JAX."""
+    """The operations to time for methods in plain JAX."""
     options: tuple[Mapping[str, Any], ...] = ({},)
-    """Options of ``ma.Group``. Our method is timed with each of them."""
+    """Sets of options of ``ma.Group``. The method ``ours`` is timed with each set."""
     sweep: str = ""
-    """The sweep of the rows; "" for the standard settings."""
+    """The entry ``sweep`` of the rows: "" for the standard settings."""
     tolerance: float = operations.TOLERANCE
     """The allowed relative error of sums and gradients."""
     program_us: float = timing.PROGRAM_US
@@ -58,7 +59,7 @@ class Plan:
 
 
 class TieKey(NamedTuple):
-    """The sizes of a tie. Ties of equal sizes take about equally long."""
+    """The sizes of a tie (timing.py). Ties of equal sizes take about equally long."""
 
     num_tied: int
     num_elements: int
@@ -75,7 +76,7 @@ class Timed(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """The programs of a method with options of a group."""
+    """The programs of a method with one set of options of ``ma.Group``."""
 
     plan: Plan
     method: str
@@ -83,7 +84,7 @@ class Variant(NamedTuple):
     run_once: concurrent.futures.Future
     programs: list[Timed]
     text: str
-    """The text of ``run_once`` before XLA compiles it."""
+    """The text of the program ``run_once`` before its compilation."""
 
     def __str__(self) -> str:
         sms = f", num_sms={self.group.num_sms}" if self.group.num_sms else ""
@@ -146,7 +147,7 @@ def compile_variant(
 
 
 def repetitions(method: str, operation: operations.Operation, plan: Plan) -> int:
-    """Return the number of repetitions that takes about ``plan.program_us``."""
+    """Return how many repetitions take about ``plan.program_us``."""
     fixed_us, times_wire, most = PLAIN_COSTS.get(method, (10.0, 1.2, plan.most_reps))
     wire_us = len(operations.parts(operation.op)) * plan.workload.busiest_bytes / 340e3
     expected_us = fixed_us + times_wire * wire_us
@@ -166,7 +167,7 @@ def input_shapes(mesh: Mesh, workload: Workload) -> tuple[jax.ShapeDtypeStruct, 
 
 
 def make_inputs(mesh: Mesh, workload: Workload) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Draw x, ids and weights of all ranks, on the device of each rank."""
+    """Make x, ids and weights of all ranks, on each rank's device. x is random."""
     x, *_ = input_shapes(mesh, workload)
     draw = lambda: jax.random.normal(jax.random.key(0), x.shape, x.dtype)
     put = jax.device_put((workload.ids, workload.weights), x.sharding)
@@ -174,7 +175,7 @@ def make_inputs(mesh: Mesh, workload: Workload) -> tuple[jax.Array, jax.Array, j
 
 
 def tie_key(operation: operations.Operation, state: Any, num_results: int) -> TieKey:
-    """Return the rounded sizes of the ties of an operation. Few different sizes are timed."""
+    """Return the sizes of an operation's ties, rounded up so that few sizes must be timed."""
     leaves = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in jax.tree.leaves(state)]
     tied = [leaves[i] for i in timing.pick_tied(leaves, operation.tied_axes)]
     most = max(leaf.size for leaf in tied)
@@ -183,7 +184,7 @@ def tie_key(operation: operations.Operation, state: Any, num_results: int) -> Ti
 
 
 def measure_ties(run: Run, keys: Sequence[TieKey]) -> None:
-    """Set the time of each tie in ``run.tie_us``, or None if the measurement fails."""
+    """Set ``run.tie_us[key]`` for each key: the time of a tie, or None after a failure."""
     started = []
     for key in dict.fromkeys(keys):
         if key in run.tie_us:
@@ -214,8 +215,8 @@ def measure_ties(run: Run, keys: Sequence[TieKey]) -> None:
 def case_of(
     run: Run, variant: Variant, inputs: tuple[jax.Array, ...], reference: dict[str, jax.Array]
 ) -> Case:
-    """Return the case of a variant. The first variant stores its rows in ``reference``. The rows
-    of all other variants must equal these rows."""
+    """Return the ``Case`` of a variant. The first variant of ``ours`` stores its rows in
+    ``reference``. The rows of all later variants must equal them."""
 
     def check() -> dict[str, Any]:
         prepared = variant.run_once.result()(*inputs)
@@ -245,7 +246,7 @@ def make_row(run: Run, variant: Variant, timed: Timed, result: timing.Timing) ->
     op, group = operation.op, variant.group
     tie_us = run.tie_us.get(timed.tie_key)
     if tie_us is not None:
-        tie_us *= (reps - 1) / reps  # no tie follows the last repetition
+        tie_us *= (reps - 1) / reps  # XLA drops the tie after the last repetition
     us, low, high = (max(t - (tie_us or 0.0), 0.0) for t in tuple(result))
     path = group.path if variant.method == "ours" else "plain"
     graphs = lowering.DEFAULT_CUDA_GRAPHS if group.cuda_graphs is None else group.cuda_graphs
@@ -289,7 +290,7 @@ def describe(workload: Workload) -> Row:
 
 
 def sms_of(group: ma.Group, op: str, setting: Setting) -> int:
-    """Return the largest number of SMs that an exchange of an operation may use."""
+    """Return the largest number of SMs that any exchange in an operation may use."""
     sizes = dict(num_tokens=setting.tokens, hidden=setting.hidden, top_k=setting.top_k)
     memory = ma.memory_estimate(**sizes, num_experts=setting.experts, group_size=group.size)
     default = lowering.default_num_sms(setting.tokens, memory.half_bytes)

@@ -26,7 +26,7 @@ CPU_SIZES = 3
 TOKENS, FEW_TOKENS = 4096, 128
 PLAIN_TOKENS = (128, 4096)
 PLAIN = ("ours", "all_gather", "dense")
-NUM_SMS = (16, 24, 32, 48, 64, 96)  # and all SMs of the GPU
+NUM_SMS = (16, 24, 32, 48, 64, 96)  # the sweep also has all SMs of the GPU
 
 FORWARD = (DISPATCH, EXCHANGE, COMBINE)
 BOTH_WAYS = (*FORWARD, ROUND_TRIP, BACKWARD)
@@ -36,10 +36,10 @@ class Sweep(NamedTuple):
     """The values of the parameter that a sweep varies, and the operations and methods to time."""
 
     cases: Callable[[Any], Iterable[dict[str, Any]]]
-    """Returns the changes of the base setting for one of the ``sizes``."""
+    """Maps one of the ``sizes`` to changes of fields of the base setting."""
     sizes: tuple[Any, ...]
     options: Callable[[Setting], dict[str, Any]]
-    """Returns the options of the plan for a setting."""
+    """Maps a setting to options of its ``Plan``."""
     has_few: bool = False
     """If True, the sweep also runs with ``FEW_TOKENS``."""
 
@@ -49,7 +49,7 @@ def by(field: str) -> Callable[[Any], Iterable[dict[str, Any]]]:
 
 
 def with_plain_jax(setting: Setting, ops: tuple[Any, ...], plain_ops: tuple[Any, ...]) -> Any:
-    """Return options of the plan, which times plain JAX only with ``PLAIN_TOKENS``."""
+    """Return options of a ``Plan``. Plain JAX is timed only with ``PLAIN_TOKENS``."""
     methods = PLAIN if setting.tokens in PLAIN_TOKENS else ("ours",)
     return dict(methods=methods, ops=ops, plain_ops=plain_ops)
 
@@ -99,7 +99,7 @@ def plans(name: str, ranks: int, on_gpu: bool) -> list[Plan]:
     """Return the plans of a sweep. Without a GPU, return a few tiny plans."""
     sweep = SWEEPS[name]
     base = Setting(TOKENS, **FULL) if on_gpu else Setting(16, **TINY)
-    if name == "formats":  # the groups of a format have up to 128 elements
+    if name == "formats":  # a group of a format has up to 128 elements
         base = dataclasses.replace(base, hidden=max(base.hidden, 128))
     tokens = (TOKENS, FEW_TOKENS) if on_gpu and sweep.has_few else (base.tokens,)
     sizes = sweep.sizes[: None if on_gpu else CPU_SIZES]

@@ -2,17 +2,17 @@
 
 A program repeats the operation. Each repetition needs a result of the previous repetition, so XLA
 cannot merge, drop or overlap repetitions. A sample measures the wall-clock time of a few runs of
-the program without waits between the runs, and then the time of more runs. The time on the device
+the program without waits between the runs, and then the time of more runs. The time of a repetition
 is the difference of the two times, divided by the difference of the numbers of repetitions. The
-start of the first run and the notice of the last end take half a millisecond or more. This overhead
-is in both times, so the difference does not contain it.
+host needs half a millisecond or more to start the first run and to notice the end of the last run.
+Both times contain this overhead, so the difference does not.
 
-A *tie* is the dependency between repetitions. A tie is one small kernel, which adds a number to
-integers of the inputs: 1 if the first element of a result is huge, otherwise 0. The number is
-always 0, but XLA cannot know the number before it has the results. All our calls read these
-integers. For plain JAX, an ``optimization_barrier`` also makes all other inputs wait. A program of
-only ties, on arrays of about the same sizes, measures the time of a tie. A row has the time without
-ties, and the measured time.
+A *tie* is the dependency between repetitions: one small kernel, which adds a number to integers of
+the inputs. The number is 1 if the first element of a result is huge, and otherwise 0. It is always
+0, but XLA cannot know this before it has the results. All calls of this package read the integers.
+For plain JAX, an ``optimization_barrier`` also makes all other inputs wait. To measure the time of
+a tie, a program runs only ties, on arrays of about the same sizes. A row has the time without ties,
+and the measured time.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 SAMPLE_SECONDS = 0.025
-MAX_CALLS = 16  # XLA delays a program if about 32 are outstanding
-MAX_TRIES = 50  # for a sample, because few runs on a busy CPU may take longer than many runs
+MAX_CALLS = 16  # XLA delays a program if about 32 programs have not ended
+MAX_TRIES = 50  # of a sample: on a busy CPU, few runs may take longer than many runs
 PROGRAM_US = 5000.0
 MAX_REPS = 64
 TIE_REPS = 192
@@ -47,7 +47,7 @@ _FUSION = re.compile(r"\bfusion\(")
 
 
 class Timing(NamedTuple):
-    """The median, least and greatest microseconds of one repetition."""
+    """The median, smallest and largest time of one repetition, in microseconds."""
 
     median_us: float
     min_us: float
@@ -63,8 +63,8 @@ class Timing(NamedTuple):
 
 
 def per_rank(fn: Callable[..., Any], mesh: Mesh) -> Any:
-    """Return a jitted function of all ranks from a function ``fn`` of one rank. Arguments and
-    results get a leading axis of ranks."""
+    """Return a jitted function that runs ``fn``, a function of one rank, on all ranks. Its
+    arguments and results have a leading rank axis."""
     spec = PartitionSpec(mesh.axis_names)
     sharding = NamedSharding(mesh, spec)
 
@@ -82,11 +82,11 @@ def chain(
 ) -> Callable[..., list[jax.Array]]:
     """Return a function that calls ``step(state, *fixed)`` ``reps`` times with the same arguments.
 
-    The function returns the first element of each result of the last call, so that XLA computes
-    these results. ``tied_axes`` is the argument of ``pick_tied``. With None, every array of the
-    state waits for the previous results.
+    It returns the first element of each result of the last call, so that XLA computes the results.
+    ``tied_axes`` is the argument ``axes`` of ``pick_tied``. If it is None, every array of the state
+    waits for the results of the previous call.
     """
-    step = jax.jit(step)  # traced once, inlined by XLA
+    step = jax.jit(step)  # JAX traces it once, and XLA inlines each call
 
     def repeated(state: Any, *fixed: Any) -> list[jax.Array]:
         leaves, treedef = jax.tree.flatten(state)
@@ -99,8 +99,8 @@ def chain(
             )
             leaves = tie(leaves, tied, results)
             if tied_axes is None:
-                # Every leaf changes. Otherwise XLA would compute operations on an unchanged leaf
-                # (an all_gather of x, for example) only once for all repetitions.
+                # All leaves now depend on the results. Otherwise, XLA would compute an operation on
+                # an untied leaf (an all_gather of x, for example) once for all repetitions.
                 leaves = lax.optimization_barrier(leaves)
         return [first_element(leaf) for leaf in results]
 
@@ -108,8 +108,8 @@ def chain(
 
 
 def chain_of_ties(reps: int) -> Callable[[Any], list[jax.Array]]:
-    """Return a function that repeats the ties of ``chain`` without steps. The argument of the
-    function is a pair: the tied arrays, and arrays in place of the results of steps."""
+    """Return a function that repeats the ties of ``chain`` without steps. Its argument is a pair:
+    the tied arrays, and arrays that replace the results of steps."""
     tie_all = jax.jit(lambda tied, results: tie(tied, range(len(tied)), results))
 
     def repeated(state: tuple[list[jax.Array], list[jax.Array]]) -> list[jax.Array]:
@@ -139,8 +139,8 @@ def pick_tied(leaves: Sequence[Any], axes: int | None = 2) -> list[int]:
 def tie(
     leaves: Sequence[jax.Array], tied: Sequence[int], results: Sequence[jax.Array]
 ) -> list[jax.Array]:
-    """Return the ``leaves`` with unchanged values. The leaves at the indices ``tied`` now depend on
-    the ``results``, through one kernel."""
+    """Return the ``leaves`` with unchanged values. One kernel makes the leaves at the indices
+    ``tied`` depend on the ``results``."""
     is_huge = [first_element(leaf).astype(jnp.float32) > 3e38 for leaf in results]
     never = functools.reduce(operator.or_, is_huge)
     later = list(leaves)
@@ -150,7 +150,7 @@ def tie(
 
 
 def first_element(x: jax.Array) -> jax.Array:
-    """Return the first element as a scalar, by a slice, which XLA can fuse."""
+    """Return the first element as a scalar. A slice computes it, because XLA can fuse slices."""
     return lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(())
 
 
@@ -172,8 +172,8 @@ def count_fusions(compiled: Any) -> int:
 
 
 def take_turns(samplers: Mapping[Any, Callable[[], Any]], samples: int) -> dict[Any, list[Any]]:
-    """Return samples by name. Samplers take turns, because a hot GPU lowers its clock. Each turn
-    has a random order, because the clock also depends on the previous program."""
+    """Return samples by name. In each turn, each sampler takes one, because a hot GPU lowers its
+    clock. The order is random, because the clock also depends on the previous program."""
     taken: dict[Any, list[Any]] = {name: [] for name in samplers}
     draw = random.Random(0)
     for _ in range(samples):
@@ -191,8 +191,8 @@ def sampler(
     """Run a compiled program a few times. Return a function that measures the microseconds of a
     repetition.
 
-    The function calls the program for about ``sample_seconds``. If more calls take no longer than
-    fewer calls, the function measures again, at most ``MAX_TRIES`` times.
+    The function calls the program for about ``sample_seconds``. If many calls take no longer than
+    few calls, the function measures again, at most ``MAX_TRIES`` times.
     """
 
     def seconds(calls: int) -> float:

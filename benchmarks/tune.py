@@ -3,13 +3,14 @@
     python -m benchmarks.tune
     python -m benchmarks.tune --only FEW_NUM_SMS ROUTE_CHUNKS
 
-The program varies the numbers with which Python lowers programs. A candidate is another value of
-one number. The rows of a candidate must equal the rows of the portable path bit for bit, and its
-sums must be within a tolerance. Today's value and all candidates of a number then take samples in
-turns, in random order. Each number is measured with the values that earlier numbers got. The
-program writes a JSON record to benchmarks/results/, and prints a table and the lines for tuning.h.
-A number keeps today's value unless another value is at least 2 % faster, and faster in every turn.
-Times include the tie (timing.py), so the table shows slightly too small gains of short operations.
+The program varies the numbers that Python reads when it lowers programs. A candidate is a new value
+for one number. With a candidate, rows must equal the rows of the portable path bit for bit, and
+sums must agree within a tolerance. Samples of today's value and of all candidates are then taken in
+turns, in random order. Each number is measured with the values that were chosen for earlier
+numbers. The program writes a JSON record to benchmarks/results/, and prints a table and the lines
+for tuning.h. A number keeps today's value unless a candidate is at least 2 % faster, and faster in
+every turn. Times include the tie (timing.py), so the gains of short operations are slightly too
+small.
 
 Without a GPU, the program runs tiny sizes on virtual CPU devices, which only checks that the
 program works.
@@ -39,11 +40,11 @@ SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1)  # of the GPU's multiprocessors
 TUNING_H = record.ROOT / "cuda" / "tuning.h"
 
 Taken = dict[Any, list[list[float]]]
-"""The microseconds by value, by case and by turn."""
+"""Maps each value to microseconds [case][turn]."""
 
 
 def cases(op: Op, *sizes: tuple[int, int], **options: Any) -> tuple[tuple[Op, Setting], ...]:
-    """Return the operation with each pair of tokens and hidden size."""
+    """Return (op, setting) for each pair (tokens, hidden size)."""
     return tuple((op, Setting(*each, top_k=8, experts=256, **options)) for each in sizes)
 
 
@@ -52,7 +53,7 @@ LIMITS = cases(ROUND_TRIP_ROUTED, (256, H), (1024, H), (2048, H), (4096, 2048), 
 ROUTES = cases(ROUTE, (512, 1024), (4096, 1024), (16384, 1024))
 FP8 = cases(EXCHANGE, (4096, H), format="BlockwiseFp8", formatted="rows")
 FP8 += cases(COMBINE, (4096, H), format="BlockwiseFp8", formatted="sums")
-# For each number of kLoweringTuning: the timed cases, and the candidates. () stands for the SHARES.
+# For each number of kLoweringTuning: (timed cases, candidates). Candidates () mean the SHARES.
 NUMBERS: dict[str, tuple[tuple[tuple[Op, Setting], ...], tuple[int, ...]]] = dict(
     DEFAULT_NUM_SMS=(cases(ROUND_TRIP_ROUTED, (8192, H), (16384, 4096)), ()),  # > FEW_BYTES
     FEW_NUM_SMS=(cases(ROUND_TRIP, (8, H), (128, H), (512, H)), ()),
@@ -67,8 +68,8 @@ NUMBERS: dict[str, tuple[tuple[tuple[Op, Setting], ...], tuple[int, ...]]] = dic
 
 
 def measure(run: Run, name: str, timed_cases: Any, values: Sequence[int], chosen: Any) -> Taken:
-    """Return the times of each value with right results. Today's value is the first of ``values``.
-    ``chosen`` has the values of earlier numbers."""
+    """Return the times of each value whose results are correct. The first of ``values`` is today's
+    value. ``chosen`` has the values that were chosen for earlier numbers."""
     tuning = lambda value: mock.patch.dict(native.TUNING, {**chosen, name: value})
     taken: Taken = {value: [] for value in values}
     for op, setting in timed_cases:
@@ -107,8 +108,8 @@ def measure(run: Run, name: str, timed_cases: Any, values: Sequence[int], chosen
 
 
 def judge(name: str, taken: Taken) -> dict[str, Any]:
-    """Return the best value of a number, and the gain over today's value, the first of ``taken``.
-    The gain of a turn is the geometric mean of all cases."""
+    """Return the best value of a number, and its gain over today's value, which is the first key of
+    ``taken``. The gain in a turn is the geometric mean over all cases."""
     today, *_ = taken
 
     def gains(value: Any) -> list[float]:

@@ -58,7 +58,7 @@ def measure(sizes: Iterable[int], num_gpus: int) -> dict[str, Any]:
     """Measure the links among the first GPUs.
 
     Args:
-      sizes: numbers of bytes. Each GPU sends these bytes in total.
+      sizes: numbers of bytes, each to be measured: what each GPU sends in total.
       num_gpus: the number of GPUs, at least two.
 
     Returns:
@@ -73,8 +73,8 @@ def measure(sizes: Iterable[int], num_gpus: int) -> dict[str, Any]:
 
 
 def microseconds(measured: dict[str, Any] | None, num_bytes: int) -> float | None:
-    """Return the time in which every GPU sends ``num_bytes`` by plain peer stores, at the rate of
-    the nearest measured size. Return None if no size was measured."""
+    """Return how long every GPU needs to send ``num_bytes`` by plain peer stores. The rate is that
+    of the nearest measured size. Return None if no size was measured."""
     results = (measured or {}).get("results")
     if not results or not num_bytes:
         return None

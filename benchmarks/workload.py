@@ -1,6 +1,6 @@
-"""Draw a routing for given sizes, and count the bytes that it moves.
+"""Make a random routing for given sizes, and count the bytes that it moves.
 
-This module uses no GPU, because the link limit is measured with these bytes before JAX reserves the
+This module uses no GPU. The bytes are needed to measure the link limit before JAX reserves the
 memory of the GPUs.
 """
 
@@ -15,7 +15,7 @@ import jax_moe_a2a as ma
 
 DTYPE = "bfloat16"
 ITEM_BYTES = 2
-# The elements of a group, and the bytes of a group with its scale, for each token format.
+# For each token format: (elements of a group, bytes of a group with its scale).
 FORMAT_GROUPS = {"BlockwiseFp8": (128, 132), "MxFp8": (32, 33), "NvFp4": (16, 9)}
 CAPACITY_MULTIPLE = 128
 
@@ -33,12 +33,11 @@ class Setting:
     every rank), or a ``capacity_factor`` as text, such as ``"1.25"``."""
     format: str = ""
     formatted: str = ""
-    """Which data travel in the format: tokens (``"rows"`` stay quantized, ``"decoded"`` rows do
-    not), or the partial ``"sums"`` of combine."""
+    """What is sent in the format. ``"rows"``: tokens, and the received rows stay quantized.
+    ``"decoded"``: tokens, and the rows are decoded. ``"sums"``: combine's partial sums."""
     sigma: float = 0
-    """The standard deviation of the log-odds of the experts; 0 for equally popular experts. On 32
-    ranks, 0.5, 1.1 and 1.7 reproduce the loads of the best, the mean and the worst layer of
-    DeepSeek-R1."""
+    """The standard deviation of the experts' log-odds. 0: experts are equally popular. On 32 ranks,
+    0.5, 1.1 and 1.7 give the loads of DeepSeek-R1's best, mean and worst layer."""
 
     @property
     def routing(self) -> str:
@@ -70,7 +69,7 @@ TINY: dict[str, Any] = dict(hidden=64, top_k=4, experts=32)
 CPU_SETTINGS = (Setting(16, **TINY), Setting(16, **TINY, sigma=1.1))
 
 
-# For each layer, the setting of a rank in training, and the width of the experts.
+# For each layer: (the setting of a rank in training, the intermediate size of experts).
 LAYERS = {
     "A": (Setting(4096, hidden=4096, top_k=8, experts=64), 1536),
     "B": (Setting(4096, hidden=7168, top_k=8, experts=64), 2048),
@@ -83,14 +82,14 @@ LAYERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """A setting and its routing, for R ranks. A token crosses once to each rank that has one of its
-    experts, except to its own rank."""
+    """A setting and its routing, for R ranks. A token is sent once to each other rank that has at
+    least one of its experts."""
 
     setting: Setting
     ids: np.ndarray
-    """[R, tokens, top_k] int32; the experts of a token are distinct."""
+    """[R, tokens, top_k] int32. The experts of a token are distinct."""
     weights: np.ndarray
-    """Like ``ids``, float32; the weights of a token sum to one."""
+    """[R, tokens, top_k] float32. The weights of a token sum to one."""
     capacity: int
     """The number of rows of a rank."""
     pair_capacity: int
@@ -100,9 +99,9 @@ class Workload:
     entering_bytes: int
     """The bytes that the busiest receiver receives in a dispatch, and sends in a combine."""
     fan_out: float
-    """The mean number of ranks to which a token goes."""
+    """The mean number of ranks that have experts of a token."""
     load: float
-    """The rows of the fullest rank, divided by the mean."""
+    """The rows of the fullest rank, divided by the mean of all ranks."""
     dropped: float
     """The share of the rows that do not fit in the capacity."""
 
@@ -112,12 +111,12 @@ class Workload:
 
     @property
     def busiest_bytes(self) -> int:
-        """Return the bytes in the busiest direction of any rank's links."""
+        """Return the larger of ``leaving_bytes`` and ``entering_bytes``."""
         return max(self.leaving_bytes, self.entering_bytes)
 
 
 def draw(setting: Setting, ranks: int) -> Workload:
-    """Draw a routing, which is the same in every run."""
+    """Make a pseudo-random routing, which is the same in every run."""
     sizes = setting.tokens, setting.hidden, setting.top_k, setting.experts
     ids = _draw_ids(setting, ranks, np.random.default_rng([0, ranks, *sizes]))
     rng = np.random.default_rng([0, ranks, *sizes, 1])
@@ -177,11 +176,11 @@ def _distinct(
     num_experts: int,
     popularity: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Draw distinct experts for every token, int32, in random order."""
+    """Return distinct random experts for every token, int32, in random order."""
     *lead, top_k = shape
     if popularity is None:
         keys = rng.random((*lead, num_experts), np.float32)
-    else:  # the largest sums of log-odds and Gumbel noise are choices without replacement
+    else:  # choosing the largest log-odds + Gumbel noise samples without replacement
         keys = -(popularity + rng.gumbel(size=(*lead, num_experts)))
     least = keys.argpartition(top_k - 1, axis=-1)[..., :top_k]
     if popularity is not None:

@@ -1,6 +1,6 @@
-"""Find nvcc: the nvcc that the user names, a new enough nvcc of this machine, or PyPI's nvcc.
+"""Find nvcc: the nvcc in ``CUDACXX``, nvcc 12.1 or newer of this machine, or PyPI's nvcc.
 
-CMake runs this file, and reads the printed path. The build backend imports this file.
+CMake runs this file, and reads the path that it prints. The build backend imports this file.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-OLDEST = (12, 1)  # supports kernel parameters of more than 4 KiB
+OLDEST = (12, 1)  # older versions do not support kernel parameters of more than 4 KiB
 # A driver for CUDA 13 accepts the PTX of 13.0, but may refuse the PTX of a newer minor version.
 PYPI_TOOLKIT = "cuda-toolkit[nvcc,cccl,cudart]==13.0.*"
 OLDEST_GPU = 90
-# To compile for one architecture: CPU seconds for all files, and seconds for the slowest file.
+# Duration of a compilation for one architecture: CPU seconds of all files, and of the slowest file.
 SECONDS, LONGEST = 360, 60
-# Files that the build needs. jax[cuda13] installs nvcc without these files.
+# Files that the build needs besides nvcc. jax[cuda13] installs nvcc without them.
 NEEDED_BESIDE_NVCC = (
     "include/cuda_runtime.h",
     "include/crt/host_config.h",
@@ -41,7 +41,7 @@ def of_machine() -> str | None:
 
 
 def of_pypi() -> str | None:
-    """Return the nvcc of a complete toolkit from PyPI in this environment, or None."""
+    """Return the nvcc of a complete toolkit that pip has installed in this environment, or None."""
     spec = importlib.util.find_spec("nvidia")
     for folder in (spec and spec.submodule_search_locations) or ():
         for nvcc in sorted(Path(folder).glob("cu*/bin/nvcc"), reverse=True):
@@ -62,16 +62,16 @@ def version(nvcc: str) -> tuple[int, int]:
 
 
 def known_architectures(nvcc: str) -> list[int]:
-    """Return the architectures that an nvcc supports, as numbers: 90 is compute capability 9.0."""
+    """Return the architectures that an nvcc supports. The number 90 is compute capability 9.0."""
     done = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=True)
     return sorted(map(int, re.findall(r"compute_(\d+)\b", done.stdout)))
 
 
 def architectures(nvcc: str) -> list[int]:
-    """Return the architectures of this machine's GPUs, or 90 if no GPU is new enough.
+    """Return the architectures of this machine's GPUs, or [90] if all GPUs are older.
 
-    For a GPU that nvcc does not support, return the newest older architecture. Its machine code or
-    PTX runs on the GPU.
+    If nvcc does not support a GPU, use the newest architecture before it. Its machine code or PTX
+    runs on the GPU.
     """
     query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
@@ -85,7 +85,7 @@ def architectures(nvcc: str) -> list[int]:
 
 
 def announcement(nvcc: str, built_for: str) -> str:
-    """Return a message about the compilation for CMake's list of architectures."""
+    """Return a message about the compilation. ``built_for`` is CMake's list of architectures."""
     names = built_for.split(";")
     capabilities = [f"{number[:-1]}.{number[-1]}" for number in re.findall(r"\d+", built_for)]
     cores = len(os.sched_getaffinity(0))
@@ -108,7 +108,7 @@ def announce(text: str) -> None:
 
 
 def is_on_pypi() -> bool:
-    """Return True if PyPI has the toolkit for this system and CPU."""
+    """Return True if PyPI has the CUDA toolkit for this operating system and CPU."""
     has_glibc = platform.libc_ver()[0] == "glibc"
     return sys.platform == "linux" and has_glibc and platform.machine() in ("x86_64", "aarch64")
 

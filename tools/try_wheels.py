@@ -1,11 +1,11 @@
-"""Install wheels into an empty environment, and run the quick start and the doctor there.
+"""Install wheels into an empty environment, and run README's quick start and the doctor there.
 
     python tools/try_wheels.py dist                    on the CPU
     python tools/try_wheels.py dist --cuda 13          on the CPU, with the wheel of the kernels
     python tools/try_wheels.py dist --cuda 13 --gpu    on GPUs
 
-With ``--gpu``, the environment uses the packages of this Python, such as JAX. Otherwise, pip
-installs packages from a registry, and ``PATH`` has only the programs of the environment.
+With ``--gpu``, the environment also uses the packages of the current Python, such as JAX. Without
+it, pip installs JAX from a registry, and ``PATH`` only has the programs of the environment.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ def main() -> None:
 
 
 def attempt(folder: Path, wheels: Path, cuda: int | None, gpu: bool) -> None:
-    """Install the wheels into an environment in ``folder``, and run programs in the environment. A
-    failure ends this process."""
+    """Install the wheels into an environment in ``folder``, and run programs in it. A failure ends
+    this process."""
     venv.create(folder / "venv", with_pip=True)
     python = folder / "venv" / "bin" / "python"
-    if gpu:  # Python finds packages of the environment first, and then packages of this Python
+    if gpu:  # look for packages in the environment, and then among those of the current Python
         (site_packages,) = folder.glob("venv/lib/python*/site-packages")
         outer = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
         (site_packages / "outer.pth").write_text("\n".join(outer))
-    # The environment has no compiler, no toolkit and no sources of this repository.
+    # Hide compilers, toolkits and the sources of this repository.
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     environment = {**kept, "PATH": os.environ["PATH"] if gpu else str(python.parent)}
     if not gpu:

@@ -1,4 +1,4 @@
-"""Build the files of a release: ``make wheels``, or this file with the Pythons to build for.
+"""Build the files of a release: ``make wheels``, or run this file with the Pythons to build for.
 
 - ``jax_moe_a2a-V-py3-none-any.whl`` has all Python code, and no kernels.
 - ``jax_moe_a2a_cuda13-V-*.whl`` and ``jax_moe_a2a_cuda12-V-*.whl`` have the compiled extension for
@@ -6,13 +6,13 @@
   Python 3.11.
 - ``jax_moe_a2a-V.tar.gz`` has the sources.
 
-nvcc 13 of this machine, or otherwise PyPI's nvcc, builds a CUDA 13 wheel. A CUDA 12 wheel needs
-nvcc 12 on this machine, because PyPI has no nvcc 12. auditwheel gives each wheel the oldest
-manylinux tag that the symbols of the wheel allow. The tag depends on the C library of this machine.
+CUDA 13 wheels are built with nvcc 13 of this machine or, without one, with PyPI's nvcc. CUDA 12
+wheels need nvcc 12 on this machine, because PyPI has no nvcc 12. auditwheel gives each wheel the
+oldest manylinux tag that its symbols allow. The tag depends on the C library of this machine.
 
-A package index shows README.md without other files. Links in the README.md of a release therefore
-lead to ``Repository`` of ``project.urls``, or to the repository of this CI run. If no address is
-known, links become plain text, and pictures are removed.
+A package index shows README.md without other files. Links in a release's README.md therefore lead
+to ``Repository`` of ``project.urls``, or to the repository of the current CI run. If neither is
+set, links become plain text, and pictures are removed.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ STAGE = ROOT / "build" / "wheels"
 TOOLKITS = Path("/usr/local")  # NVIDIA's installers make folders such as cuda-12.9 here
 MAJORS = {"cuda13": 13, "cuda12": 12}
 PARTS = ("pure", "sdist", *MAJORS)
-# Wheels have machine code for these compute capabilities, if the compiler supports them, and PTX of
-# 9.0 for all newer GPUs. On 12.0, only the kernels of placement run, because exchanges need more
-# shared memory (native.why_no_exchange).
+# Wheels have machine code for these compute capabilities, if nvcc supports them, and PTX of 9.0 for
+# all newer GPUs. On 12.0, only the kernels of placement run. Exchanges need more shared memory than
+# such GPUs have (native.why_no_exchange).
 ARCHITECTURES = ("90", "100-real", "103-real", "120-real")
 MAX_BYTES = 60 << 20
 NOT_COPIED = (".git", "build", "dist", ".venv*", ".*_cache", "__pycache__")
@@ -98,13 +98,13 @@ def stage_sources() -> Path:
 
 
 def repository_of(project: Mapping[str, Any]) -> str | None:
-    """Return the public address of the repository, or None if it is not known."""
+    """Return the public address of the repository, or None if none is set."""
     server, name = map(os.environ.get, ("GITHUB_SERVER_URL", "GITHUB_REPOSITORY"))
     return project.get("urls", {}).get("Repository") or (f"{server}/{name}" if name else None)
 
 
 def with_absolute_links(text: str, repository: str | None, version: str) -> str:
-    """Return Markdown in which relative links lead to the repository at the tag of the version."""
+    """Return the Markdown text, with relative links that lead to the tag of this version."""
 
     def absolute(match: re.Match[str]) -> str:
         picture, words, target = match.groups()
@@ -115,13 +115,13 @@ def with_absolute_links(text: str, repository: str | None, version: str) -> str:
         kind = "raw" if picture else "blob"
         return f"{picture}[{words}]({repository}/{kind}/v{version}/{target})"
 
-    parts = FENCE.split(text)  # code is at the odd indices
+    parts = FENCE.split(text)  # odd indices: blocks of code
     parts[::2] = [LINK.sub(absolute, part) for part in parts[::2]]
     return "".join(parts)
 
 
 def stage(major: int, architectures: Sequence[str]) -> Path:
-    """Write the project of the wheel for a major version of CUDA. Return the project's folder."""
+    """Write a project that builds the wheel for a major version of CUDA. Return its folder."""
     main_project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     build, project = main_project["build-system"], main_project["project"]
     name, version = f"{project['name']}-cuda{major}", project["version"]
@@ -173,7 +173,7 @@ CMAKE_CUDA_ARCHITECTURES = "{";".join(architectures)}"
 
 
 def compiler_of(major: int, python: str) -> str | None:
-    """Return an nvcc of this major version, from this machine or from PyPI, or None."""
+    """Return an nvcc of this major version (of this machine or from PyPI), or None."""
     machine = (nvcc.of_machine(), *map(str, TOOLKITS.glob(f"cuda-{major}*/bin/nvcc")))
     for found in machine:
         if found and nvcc.version(found)[0] == major:
@@ -200,7 +200,7 @@ def build_native(python: str, project: Path, compiler: str, out: Path) -> None:
 
 
 def offered(compiler: str) -> list[str]:
-    """Return the architectures among ``ARCHITECTURES`` that the compiler knows."""
+    """Return those of ``ARCHITECTURES`` that the compiler supports."""
     known = nvcc.known_architectures(compiler)
     return [name for name in ARCHITECTURES if int(name.partition("-")[0]) in known]
 

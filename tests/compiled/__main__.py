@@ -1,4 +1,4 @@
-"""Compile the programs of `programs.py` for four H100 GPUs, and print the compiled table.
+"""Compile the programs of `programs.py` for four H100 GPUs, and print tests/compiled/table.txt.
 
 make compiled                                  # install the requirements, and write table.txt
 python -m tests.compiled                       # print the table
@@ -34,7 +34,7 @@ def main():
 
     if why := plugin.why_not():
         sys.exit(f"python -m tests.compiled: {why}")
-    # `gpus` comes first, because it sets the environment variables that jax reads at its import.
+    # `gpus` must come first: it sets environment variables, which jax reads when it is imported.
     from . import gpus, hlo, programs
 
     def compiled(name, program, lowered):
@@ -63,8 +63,8 @@ def main():
 
 
 def blocks_of(found):
-    """Yield the block of the table for each program. If two programs have equal rows, the second
-    block only names the first program."""
+    """Yield the lines of the table for each program. If two programs have equal lines, those of the
+    second program are only a reference to the first program."""
     names = {}
     for name, (num_rows, rows) in found.items():
         first = names.setdefault((num_rows, *rows), name)

@@ -1,8 +1,8 @@
 """Compile programs for four H100 GPUs on a machine without a GPU.
 
-jax's CUDA plugin compiles for a GPU that a text describes. It needs no GPU and no CUDA libraries.
-Autotuning needs a GPU, so it is off, and XLA's matrix products are Triton kernels. The package runs
-over the fake driver (`tests/host_extension.py`). Import this module before jax.
+jax's CUDA plugin can compile for the GPU that DESCRIPTION describes. It then needs no GPU and no
+CUDA libraries. Autotuning needs a GPU, so it is off, and XLA's matrix products are Triton kernels.
+The package runs over the fake driver (`tests/host_extension.py`). Import this module before jax.
 """
 
 import ctypes
@@ -38,7 +38,7 @@ dnn_version_info { major: 9 minor: 10 patch: 0 }
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
 
-# Remove the variables of the user and of CI, because they could change the table.
+# Remove variables that the user or CI has set, because they could change tests/compiled/table.txt.
 for name in [name for name in os.environ if name.startswith(("JAX_", "XLA_", "MOE_A2A_"))]:
     del os.environ[name]
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -58,14 +58,14 @@ from jax_moe_a2a._src.grouped import lowering
 
 
 def devices():
-    """Return the four GPUs, and make the package treat them as GPUs of this process."""
-    jax.devices()  # registers the plugins of jax
+    """Return four GPUs that only the compiler knows, and make the package accept them."""
+    jax.devices()  # registers jax's plugins
     topology = xla_bridge.make_pjrt_topology(
         "cuda", "", target_config=DESCRIPTION, topology=f"1x1x{RANKS}"
     )
     ma.Group._why_portable = ""
     lowering._why_other_gpu = native.why_no_local_kernel = lambda: ""
-    # Give the devices memory, because the package checks that a call fits into their memory.
+    # Give each GPU 64 GiB in the fake driver: the package checks that a call fits into its memory.
     library = ctypes.CDLL(native._native.__file__)
     for index in range(RANKS):
         native._native.add_device(index, 0, index)

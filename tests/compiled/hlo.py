@@ -1,4 +1,4 @@
-"""List the calls, collectives and kernels in the text of optimized HLO."""
+"""List the package's calls, collectives and XLA's kernels in the text of optimized HLO."""
 
 import collections
 import dataclasses
@@ -6,14 +6,14 @@ import re
 
 CALL = "moe_a2a_"
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute")
-# A GPU executes nothing for these instructions.
+# FREE: instructions for which a GPU executes nothing. Those in NAMES only rename a value.
 NAMES = ("parameter", "constant", "bitcast", "get-tuple-element", "tuple")
 FREE = (*NAMES, "after-all", "partition-id")
-# A kernel only moves data if all its operations are in MOVES or PLAIN.
+# A kernel only moves data if each of its operations is in MOVES or PLAIN.
 UPDATE = "dynamic-update-slice"
 MOVES = ("copy", "transpose", "slice", "dynamic-slice", UPDATE, "concatenate", "pad")
 PLAIN = (*NAMES, "broadcast", "reshape", "convert", "iota")
-# These instructions may read only a part of an operand.
+# Instructions that may read less than their whole operand.
 SLICES = (*NAMES, "slice", "dynamic-slice", "gather")
 
 COMPUTATION = re.compile(r"^(?:ENTRY )?%([\w.\-]+) \(.*?\{\n(.*?)^\}", re.M | re.S)
@@ -64,7 +64,7 @@ class Instruction:
 
 
 class Module:
-    """A compiled program. ``computations`` maps the names of computations to their instructions."""
+    """A compiled program. ``computations`` maps names of HLO computations to their instructions."""
 
     def __init__(self, text):
         self.computations = {
@@ -79,14 +79,14 @@ class Module:
     @staticmethod
     def _instruction(name, shape, op, rest):
         depth, end = 1, 0
-        while depth:  # find the parenthesis that ends the operands
+        while depth:  # find the closing parenthesis of the operands
             depth += {"(": 1, ")": -1}.get(rest[end], 0)
             end += 1
         operands = tuple(re.findall(r"%([\w.\-]+)", rest[: end - 1]))
         return Instruction(name, shape, op, operands, rest[end:])
 
     def _walk(self, computation, in_loop):
-        """Yield (instruction, whether it is in a loop) for each instruction that a GPU runs."""
+        """Yield (instruction, True if it is in a loop) for each instruction that a GPU runs."""
         for i in self.computations[computation]:
             if i.op == "while":
                 yield from self._walk(i.attribute(r"body=%([\w.\-]+)"), in_loop=True)
@@ -108,7 +108,7 @@ class Module:
         return [inner for b in body for inner in self.fused(b)]
 
     def source(self, name):
-        """Return the instruction that computes a value, without instructions that rename it."""
+        """Return the instruction that computes a value. Skip instructions that only rename it."""
         i = self.by_name[name]
         while i.op in ("bitcast", "get-tuple-element", "opt-barrier"):
             of = self.by_name[i.operands[0]]
@@ -118,19 +118,19 @@ class Module:
         return i
 
     def move(self, i):
-        """Return the names of the data moves in a kernel, or "" if the kernel also computes values.
+        """Return the names of the MOVES in a kernel, or "" if the kernel also computes something.
         Ignore scalar int32 values, because they are indices."""
         ops = {b.op for b in self.fused(i) if b.shapes != ["s32[]"]}
         return " and ".join(sorted(ops.intersection(MOVES))) if ops <= {*MOVES, *PLAIN} else ""
 
     def shapes_of(self, i):
-        """Return the shapes of a kernel's in-place updates or, if it has none, of its results."""
+        """Return the shapes of a kernel's in-place updates. Without any, return its results'."""
         updates = [b.operands[1] for b in self.fused(i) if b.op == UPDATE]
         written = [s for name in updates for s in self.by_name[name].shapes]
         return " ".join(written or i.shapes)
 
     def scope(self, i):
-        """Return the innermost package scope of an instruction. Mark the backward pass."""
+        """Return the innermost named scope `moe_*` of an instruction. Mark the backward pass."""
         names = re.findall(r"\bmoe_\w+", i.op_name.removesuffix(i.op_name.rsplit("/", 1)[-1]))
         of = f"of {names[-1]}" if names else "of no scope"
         return f"{of}, backward" if "transpose(" in i.op_name else of
@@ -140,7 +140,7 @@ class Module:
         return sorted(shape for shape in operands if has_axis(shape, size))
 
     def passes_over(self, i, size):
-        """Return True if a kernel reads or writes a whole axis of this size."""
+        """Return True if a kernel reads or writes all of an axis of this size."""
         return any(
             has_axis(instruction.shape, size)
             for b in self.fused(i)
@@ -150,7 +150,7 @@ class Module:
 
 
 def rows_of_table(text, num_rows):
-    """Return the sorted rows of the compiled table. A row has a kind, a description and a count."""
+    """Return a program's sorted rows for table.txt. A row has a kind, a count and a description."""
     module = Module(text)
     found = collections.Counter()
 

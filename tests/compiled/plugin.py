@@ -1,7 +1,6 @@
-"""Check whether jax's CUDA plugin is installed for the compiled table.
+"""Check whether jax's CUDA plugin is installed for `python -m tests.compiled`.
 
-The plugin is in a separate folder, because jax would otherwise find it in the environment and look
-for GPUs.
+It is installed in a separate folder. In the environment, jax would find it, and look for GPUs.
 """
 
 import importlib.metadata
@@ -14,14 +13,14 @@ FOLDER = ROOT / "build/compiled"
 
 
 def requirements():
-    """Return a dict from each package of the extra `compiled` to the required version."""
+    """Return a dict from each package of the extra `compiled` to its required version."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extra = project["optional-dependencies"]["compiled"]
     return dict(requirement.split("==") for requirement in extra)
 
 
 def why_not():
-    """Return why this environment cannot make the compiled table, or "" if it can."""
+    """Return why this environment cannot make table.txt, or "" if it can."""
     found = importlib.metadata.distributions(path=[str(FOLDER)])
     installed = {distribution.name: distribution.version for distribution in found}
     for package, version in requirements().items():

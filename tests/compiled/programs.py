@@ -1,7 +1,7 @@
-"""Define the programs of the compiled table.
+"""Define the programs of tests/compiled/table.txt.
 
-The sizes are from Qwen3-30B-A3B, with 3,072 tokens on each rank. `hlo.py` recognizes a pass over
-all rows by the number of rows. Therefore no other size of a program may equal this number.
+The sizes are from Qwen3-30B-A3B, with 3,072 tokens on each rank. `hlo.py` looks for arrays with as
+many rows as the capacity. Therefore no other size of a program may equal the capacity.
 """
 
 import functools
@@ -102,7 +102,7 @@ def frozen(mesh):
 
 
 def layers(mesh):
-    """Return a program for the gradients of a scan over layers with rematerialized activations."""
+    """Return a program for the gradients of a scan over 4 layers, under jax.checkpoint."""
     num_layers = 4
     saved = jax.checkpoint_policies.save_only_these_names(
         ma.ROWS_CHECKPOINT_NAME, ma.ROUTING_CHECKPOINT_NAME

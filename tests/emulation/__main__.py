@@ -1,7 +1,7 @@
 """Run every check of the kernels on this CPU: ``python -m tests.emulation`` (``make emulate``).
 
-It needs g++ and make, but neither a GPU nor a CUDA toolkit. For each mutation, it prints how many
-runs detected the mutation.
+The checks need g++ and make, but neither a GPU nor a CUDA toolkit. For each mutation of
+``mutations.py``, the program prints how many runs have detected it.
 """
 
 import argparse

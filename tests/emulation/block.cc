@@ -1,6 +1,6 @@
-// This file is compiled without instrumentation, because ThreadSanitizer must not see accesses to
-// the state of a block. The block's fibers share this state, but a GPU does not have it. publish()
-// and observe() mark the order that ThreadSanitizer must see.
+// This file is compiled without instrumentation. ThreadSanitizer must not see the emulator's state
+// of a block, which the block's fibers share, because a GPU has no such state. publish() and
+// observe() tell ThreadSanitizer the order of accesses on a GPU.
 #include "block.h"
 
 #include <link.h>
@@ -25,8 +25,7 @@ constexpr unsigned char kGarbage = 0xA5;
 
 enum class State { kReady, kAtWarp, kAtBarrier, kDone };
 
-// The collective for which a warp's lanes wait. All lanes of a warp must wait for the same
-// collective.
+// The kind of collective at which a warp's lanes wait. It must be the same for all lanes of a warp.
 enum class Meeting { kNone, kSync, kShuffle, kBallot, kMatch, kSum };
 
 struct Thread {
@@ -39,8 +38,8 @@ struct Thread {
 };
 
 struct Warp {
-  // The lanes' values for the current and the previous collective, because lanes may still read the
-  // previous values.
+  // The values that the lanes pass to the current and to the previous collective. Slow lanes may
+  // still read those of the previous collective.
   uint64_t values[2][kLanes];
   int current = 0, arrived = 0;
   Meeting meeting = Meeting::kNone;
@@ -72,8 +71,8 @@ struct Block {
   Barrier barriers[kNamedBarriers];
   Thread* running = nullptr;
   char* shared;
-  char order;         // orders the code before the launch, the block, and the code after it
-  char shared_fence;  // orders fences before bulk copies
+  char order;         // publish() argument: orders the launching thread and the block's threads
+  char shared_fence;  // publish() argument: orders fences before bulk copies
   Random random;
 };
 
@@ -145,20 +144,20 @@ void run_thread() {
 }
 
 // Fills the block's static shared memory with garbage, because a GPU does not initialize it. This
-// memory is the program's thread-local storage. The emulator itself stores nothing there at this
-// time.
+// memory is the thread-local storage of the program. The emulator's own thread-local variables are
+// still unset here.
 int fill_shared(dl_phdr_info* info, size_t, void*) {
   for (int i = 0; i < info->dlpi_phnum; ++i) {
     if (info->dlpi_phdr[i].p_type == PT_TLS && info->dlpi_tls_data != nullptr) {
       std::memset(info->dlpi_tls_data, kGarbage, info->dlpi_phdr[i].p_memsz);
     }
   }
-  return 1;  // stop after the first entry, which is the program itself
+  return 1;  // stop after the first library in the list, which is the program itself
 }
 
 // The fibers of a block's threads, with their stacks. The n-th block of a launch reuses the fibers
-// of the n-th block of the rank's previous launch. The previous launch has ended, so
-// ThreadSanitizer orders its fibers before this launch.
+// of the n-th block of the rank's previous launch. This adds no wrong order for ThreadSanitizer,
+// because the previous launch has ended.
 struct Fibers {
   static constexpr unsigned kMost = 512;
   Fiber fibers[kMost];
@@ -179,8 +178,8 @@ class FibersOfBlock {
     constexpr int kMaxBlocks = 64;
     static std::atomic<Fibers*> all[moe_a2a::kMaxRanks][kMaxBlocks];
     if (rank < moe_a2a::kMaxRanks && start_order < kMaxBlocks) {
-      // A block removes the fibers from the table while it uses them. If launches of a rank
-      // overlap, the second launch makes new fibers.
+      // A block removes its fibers from `all` while it uses them. If launches of a rank overlap,
+      // blocks of the second launch make new fibers.
       place_ = &all[rank][start_order];
       fibers_ = place_->exchange(nullptr);
     }
@@ -317,7 +316,7 @@ void run_block(const BlockStart& start) {
   }
   unsigned left = num_threads, rounds = 0;
   while (left > 0) {
-    // A round begins at a random thread, and sometimes ends early.
+    // A round runs the threads from a random one on, and sometimes ends early.
     bool any = false;
     const unsigned first = own.random.next() % num_threads;
     for (unsigned i = 0; i < num_threads; ++i) {
@@ -333,7 +332,7 @@ void run_block(const BlockStart& start) {
       describe_threads();
       die("all threads of the block wait for each other");
     }
-    if (++rounds % 16 == 0) sched_yield();  // the block may wait for other blocks
+    if (++rounds % 16 == 0) sched_yield();  // this block may wait for other blocks: let them run
   }
   observe(&own.order);
   block = nullptr;

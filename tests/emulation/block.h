@@ -1,7 +1,7 @@
-// In the emulator, a block of a kernel is a thread of the operating system. The block's CUDA
+// In the emulator, each block of a kernel is a thread of the operating system. The block's CUDA
 // threads are fibers, which run in turns in random order.
 //
-// Lanes of a warp wait for each other at collectives and barriers; warps wait for each other at
+// Lanes of a warp wait for each other at collectives and barriers. Warps wait for each other at
 // named barriers. As on a GPU, barriers order memory, but shuffles, votes and other collectives do
 // not.
 #pragma once
@@ -27,13 +27,13 @@ char* dynamic_shared();  // its address is a multiple of 128
 
 uint64_t shuffle(uint64_t value, int from_lane);
 unsigned ballot(bool vote);
-unsigned match(uint64_t value);  // bits of the lanes that have the same value
+unsigned match(uint64_t value);  // the bits of all lanes with this value
 int sum_of_warp(int value);
 
 void sync_warp();
 // Waits for `num_threads` threads of the block at barrier `index`; 0 is __syncthreads.
 void sync_named(int index, unsigned num_threads);
-// Combines the votes of all threads of the block. Orders memory only if `is_barrier`.
+// Combines the votes of all threads of the block by "and" or "or". Orders memory if `is_barrier`.
 bool vote_of_block(bool vote, bool is_and, bool is_barrier);
 
 // Lets other threads of the block run: yield() always, and yield_sometimes() at random. Kernels
@@ -41,12 +41,12 @@ bool vote_of_block(bool vote, bool is_and, bool is_barrier);
 void yield();
 void yield_sometimes();
 // Sometimes lets other threads of the block run, and sometimes stops the block while other blocks
-// run. The emulator calls it before and after a store that other ranks read. Other ranks can then
+// run. The emulator calls this before and after each store that other ranks read, so that they can
 // read memory between two stores.
 void pause_sometimes();
 void pause_often();  // stops the block in one of four calls
 
-// A fence turns the next relaxed store of the thread into a release, because ThreadSanitizer does
+// note_fence() turns the thread's next relaxed store into a release, because ThreadSanitizer does
 // not support fences.
 void note_fence();
 bool take_fence();
@@ -71,14 +71,14 @@ struct BlockStart {
   void** arguments;
 };
 
-// Runs all threads of a block until they end. The calling thread must be new.
+// Runs all threads of a block until they end. The caller must be a new thread.
 void run_block(const BlockStart& start);
 
-// Orders the caller's next accesses after everything that preceded the launch.
+// Orders the caller's next accesses after all accesses before the launch.
 void observe_start();
 
-// Returns an argument of publish() (fiber.h). Fences of shared memory publish it, and bulk copies
-// of the block observe it.
+// Returns a word for publish() and observe() (fiber.h). Fences of shared memory publish it, and
+// bulk copies of the block observe it.
 char* shared_fence_of_block();
 
 // bulk_copies() returns the bulk copies of the running thread. end_bulk_copies() checks that the

@@ -14,7 +14,7 @@ struct Copy {
   const char* from;
   uint32_t bytes;
   uint64_t* barrier;  // the mbarrier of a load; null for a store
-  int group;          // the group of a store
+  int group;          // the number of a store's bulk group
   char* data;         // null until the bytes have been read
   bool is_finished;
 
@@ -32,9 +32,9 @@ void check_words(const char* to, const char* from, uint32_t bytes) {
 
 struct BulkCopies {
   std::vector<Copy> loads, stores;
-  int open_group = 0;  // the group of the next stores
-  // Each side of a copy has a separate proxy, because a fence for shared memory does not order
-  // global memory.
+  int open_group = 0;  // the number of the next stores' bulk group
+  // Shared and global memory have separate proxies, because a fence for one does not order the
+  // other.
   Proxy shared, global;
   // Arguments of publish() and observe().
   char global_fence = 0, barrier_fence = 0, done = 0;
@@ -50,16 +50,16 @@ BulkCopies& own_copies() {
 
 void make_copies() {
   BulkCopies* copies = bulk_copies() = new BulkCopies();
-  // Everything before the launch comes before all accesses of the proxies.
+  // All accesses before the launch come before all accesses of the proxies.
   for (Proxy* proxy : {&copies->shared, &copies->global}) proxy->run([] { observe_start(); });
 }
 
-// Copies bytes. ThreadSanitizer does not see this copy.
+// Copies bytes without ThreadSanitizer's notice.
 void copy_unseen(char* to, const char* from, uint32_t bytes) {
   for (uint32_t i = 0; i < bytes; ++i) to[i] = from[i];
 }
 
-// Reads the source of a copy. Callers first observe the fences that precede the start of the copy.
+// Reads the source of a copy. The caller must have called observe_fences() at the copy's start.
 void read(BulkCopies& own, Copy& copy) {
   if (copy.data != nullptr || copy.is_finished) return;
   (copy.barrier != nullptr ? own.global : own.shared).run([&] { see_read(copy.from, copy.bytes); });
@@ -77,13 +77,13 @@ void finish(BulkCopies& own, Copy& copy) {
   copy.is_finished = true;
 }
 
-// After this call, accesses of the proxies come after everything that fences have published.
+// Orders the proxies' next accesses after all accesses that fences have published.
 void observe_fences(BulkCopies& own) {
   own.global.run([&] { observe(&own.global_fence); });
   own.shared.run([&] { observe(shared_fence_of_block()); });
 }
 
-// After this call, accesses of the thread come after all earlier accesses of the proxies.
+// Orders the thread's next accesses after all earlier accesses of the proxies.
 void observe_proxies(BulkCopies& own) {
   for (Proxy* proxy : {&own.shared, &own.global}) {
     proxy->run([&] { publish(&own.done); });
@@ -100,7 +100,7 @@ void end_bulk_copies(BulkCopies* copies) {
   delete copies;
 }
 
-// In the emulator, an mbarrier holds the number of phases that have ended.
+// In the emulator, the value of an mbarrier is the number of its phases that have ended.
 void init_load_barrier(uint64_t* barrier) {
   if (bulk_copies() == nullptr) make_copies();
   see_write(barrier, sizeof(*barrier));
@@ -147,8 +147,8 @@ void start_store(char* to, const char* from, uint32_t bytes) {
   check_words(to, from, bytes);
   if (bulk_copies() == nullptr) {
     make_copies();
-    // A thread that only stores has no mbarrier, so the emulator has not seen its earlier fences.
-    // The emulator assumes that the thread has executed all fences.
+    // A thread without bulk loads has no BulkCopies before its first store, so its earlier fences
+    // were not recorded. Assume that it has executed the necessary fences.
     publish(&bulk_copies()->global_fence);
   }
   BulkCopies& own = own_copies();

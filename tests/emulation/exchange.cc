@@ -6,7 +6,8 @@ using namespace moe_a2a;
 
 namespace {
 
-// Returns ids as a router chooses them, or unusual ids: no ids, equal ids, or ids out of range.
+// Returns random experts for all choices of a rank. Sometimes ids are all -1, all equal, or partly
+// -1 or out of range.
 std::vector<int32_t> make_ids(const Shape& shape, Random& random) {
   enum { kSomeMissing, kSomeInvalid, kAllTheSame, kNone, kPlain };
   const int kind = random.below(6);
@@ -22,7 +23,7 @@ std::vector<int32_t> make_ids(const Shape& shape, Random& random) {
   return ids;
 }
 
-// Returns an index that may be wrong or outside of its range.
+// Returns a random value in place of an index. It may be outside of the index's range.
 int32_t corrupt(int32_t index, const Shape& shape, Random& random) {
   switch (random.below(6)) {
     case 0: return static_cast<int32_t>(random.next());
@@ -65,8 +66,8 @@ Routing::Routing(const Making& making, Random& random, int max_tokens, int max_t
   plans = plans_of(shape, ids);
 }
 
-// Changes the routing until the capacity keeps a choice of one source and drops the equal choice of
-// another source. The order of drops (choice index, token, source) then decides which rows exist.
+// Changes the routing until splits_sources() is true for it. The order in which choices are dropped
+// (choice index, token, source) then decides which rows exist.
 void Routing::move_to_threshold(Random& random, int max_tokens) {
   shape.parts = 1;
   do {
@@ -75,7 +76,7 @@ void Routing::move_to_threshold(Random& random, int max_tokens) {
     shape.alignment = random.one_in(2) ? 1 : random.between(2, 4);
     shape.may_drop = true;
     shape.capacity = random.between(1, shape.num_ranks * shape.num_choices());
-    const int popular = random.below(shape.num_ranks);  // the rank with most rows
+    const int popular = random.below(shape.num_ranks);  // the rank with the most rows
     for (auto& of_source : ids) {
       of_source.clear();
       for (int i = 0; i < shape.num_choices(); ++i) {

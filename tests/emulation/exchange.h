@@ -1,4 +1,4 @@
-// An exchange of all ranks, with its operands, its launch on each rank, and its expected results.
+// One exchange between all ranks: its operands, its launch on each rank, and its expected results.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -27,20 +27,20 @@ namespace emulation {
 struct Making {
   int num_ranks = 2;
   int max_local_experts = 4;
-  int max_groups = 12;        // groups of 128 numbers in a row with a format
-  int max_tokens = 1 << 20;   // tokens of a rank; most exchanges have fewer
-  bool at_threshold = false;  // the capacity splits the sources (splits_sources() in oracle.h)
-  int crowded_rank = -1;      // in this rank's routing, each token has a slot at each rank
-  int corrupt_one_in = 0;     // N: about one of N indices of the routing is corrupted; 0: none
+  int max_groups = 12;        // largest number of groups of 128 numbers in an encoded row
+  int max_tokens = 1 << 20;   // upper limit for the tokens of a rank
+  bool at_threshold = false;  // make routings for which splits_sources() is true (oracle.h)
+  int crowded_rank = -1;      // give each token of this rank a slot at each rank
+  int corrupt_one_in = 0;     // N: corrupt about one of N indices of the routing; 0: none
 };
 
-// A launch that the ranks of a device make together.
+// One launch for all ranks, which share a device. The threads of the ranks make it together.
 class JointLaunch {
  public:
   explicit JointLaunch(int num_ranks) : params_(static_cast<size_t>(num_ranks)) {}
 
-  // Waits for all ranks. The last rank calls launch(params, stream) with the parameters of ranks 0
-  // and 1. Every rank returns the result of launch().
+  // Waits until all ranks have called join(). The last rank then calls launch(params, stream) with
+  // the parameters of ranks 0 and 1. On every rank, join() returns the result of launch().
   template <typename Params, typename Launch>
   cudaError_t join(int rank, const Params& params, Launch&& launch) {
     std::unique_lock<std::mutex> lock(mutex_);
@@ -70,7 +70,7 @@ class JointLaunch {
 // Parameters of a launch on a rank.
 struct LaunchOn {
   int rank;
-  moe_a2a::RankView view;  // has the signature of this exchange
+  moe_a2a::RankView view;
   int num_sms;
   Random& random;  // yields equal numbers on ranks that share a device
   const moe_a2a::Kernels& kernels;
@@ -89,12 +89,12 @@ class Exchange {
   virtual ~Exchange() = default;
 
   virtual moe_a2a::Operation operation() const = 0;
-  virtual int64_t zone_bytes() const = 0;  // the bytes of one source
+  virtual int64_t zone_bytes() const = 0;  // of a landing zone, for the rows of one source rank
   virtual cudaError_t launch(const LaunchOn& on) = 0;
   // Returns the first error in the results of a rank, or "".
   virtual std::string wrong(int rank) const = 0;
 
-  // Returns true if each result of a rank has only the bytes of a failed exchange.
+  // Returns true if each byte of a rank's results has the value of a failed exchange.
   bool is_failure(int rank) const {
     for (const Output& output : outputs_[rank]) {
       for (size_t i = 0; i < output.array->bytes(); ++i) {
@@ -141,11 +141,11 @@ ExchangePtr make_format_dispatch(const Making& making, Random& random);
 ExchangePtr make_routed_dispatch(const Making& making, Random& random);
 ExchangePtr make_combine(const Making& making, Random& random);
 
-// ---- Shared by several exchanges.
+// ---- For several kinds of exchanges.
 
 constexpr unsigned char kNanByte = 0xFF;
 
-// kByte is for arrays that kernels only move. data_type() is for arrays of numbers.
+// The type of arrays that kernels only move is kByte. Arrays of numbers have a data_type().
 inline const moe_a2a::DataType kByte = {"U8", 1, kNanByte};
 const moe_a2a::DataType& data_type(moe_a2a::ElementType type);
 
@@ -175,7 +175,7 @@ struct Arguments {
 template <typename Call>
 typename Call::Params params_of(const Call& call, const moe_a2a::RankView& view, bool is_colocated,
                                 int num_sms, const Arguments& a) {
-  // Hide the addresses from Describe(). An address that `bindings` does not list then stays null.
+  // Hide the addresses from Describe(). An address that is missing in `bindings` then stays null.
   moe_a2a::Arrays args = a.args.arrays, results = a.results.arrays;
   std::vector<char*> addresses;
   for (moe_a2a::Arrays* arrays : {&args, &results}) {
@@ -194,8 +194,8 @@ typename Call::Params params_of(const Call& call, const moe_a2a::RankView& view,
     std::abort();
   }
   moe_a2a::CopyParams(described, bindings, [&](size_t array) { return addresses[array]; }, &p);
-  // Overwrite the signature, because a check may need two signatures with equal flags and different
-  // heads.
+  // Replace the computed signature. Option --heads needs two signatures that differ in the bits of
+  // heads and not in the bits of flags.
   const_cast<moe_a2a::RankView&>(view_of(p)).signature = view.signature;
   return p;
 }
@@ -208,7 +208,7 @@ int64_t zone_bytes_of(const Call& call, int num_ranks, const Arguments& a) {
   return Call::ZoneBytes(params_of(call, view, false, 1, a));
 }
 
-// Launches a call. vary(params, num_blocks) may change the parameters.
+// Launches a call after vary(params, num_blocks), which may change the parameters.
 template <typename Call, typename Vary>
 cudaError_t launch_call(const Call& call, const LaunchOn& on, const Arguments& a, Vary&& vary) {
   auto p = params_of(call, on.view, on.joint != nullptr, on.num_sms, a);
@@ -225,15 +225,15 @@ struct Routing {
   Ids ids;
   std::vector<Plan> plans;
 
-  // `max_tokens` and `max_top_k` are upper limits. Most routings have fewer tokens and choices.
+  // `max_tokens` and `max_top_k` are upper limits of the random sizes.
   Routing(const Making& making, Random& random, int max_tokens, int max_top_k, bool may_have_parts);
 
  private:
   void move_to_threshold(Random& random, int max_tokens);
 };
 
-// The arrays of a routing on one rank, as a kernel reads them. If Making::corrupt_one_in is not 0,
-// some indices are corrupted.
+// The arrays of a routing on one rank that kernels read. If Making::corrupt_one_in is not 0, some
+// indices are corrupted.
 class RoutingArrays {
  public:
   RoutingArrays(const Making& making, Random& random, const Routing& routing, int rank);
@@ -243,14 +243,14 @@ class RoutingArrays {
  private:
   std::vector<Array> arrays_;
 };
-// Adds the arrays of a routing without data, because only their sizes matter.
+// Adds the arrays of a routing with null data, for callers that only need the sizes.
 void add_routing_sizes(Bound& args, const Shape& shape);
 
 // The results of a route on one rank.
 class PlanOutputs {
  public:
   void add(Array array) { arrays_.push_back(std::move(array)); }
-  // Adds the arrays to the results of a call for `batch` routings.
+  // Adds the arrays to the results of a route of `batch` routings.
   void add_to(Bound& results, const Shape& shape, int64_t batch) const;
   std::string wrong(const Plan& expected) const;
 
@@ -258,7 +258,7 @@ class PlanOutputs {
   std::vector<Array> arrays_;
 };
 
-// Sometimes replaces the roles by random roles.
+// Sometimes chooses random roles for the blocks of a launch.
 void vary_roles(Random& random, int num_blocks, moe_a2a::Roles& roles);
 
 }  // namespace emulation

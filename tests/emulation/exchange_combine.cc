@@ -71,13 +71,13 @@ class Combine : public Exchange {
   }
 
  private:
-  // The kind of combine. kWeighted has one pair of rows and weights, and kPairs has two. kFp8 and
-  // kFp4 send partial sums in a format.
+  // The kind of combine. kWeighted has one pair of rows and weights, and kPairs has two pairs. kFp8
+  // and kFp4 send partial sums in an 8-bit or 4-bit format.
   enum class Form { kPlain, kWeighted, kPairs, kFp8, kFp4 };
 
   struct Rank {
-    std::vector<Array> rows, weights;  // one for each array or pair
-    std::vector<Array> sums, addends;  // one for each array
+    std::vector<Array> rows, weights;  // indexed by summed array or by pair
+    std::vector<Array> sums, addends;  // indexed by summed array
     Array choices_in, choices_out;
   };
 
@@ -113,11 +113,11 @@ class Combine : public Exchange {
     for (int i = 0; i < std::max(num_summed_, num_pairs_); ++i) {
       Array rows = make_array(capacity * elements * item);
       for (size_t e = 0; e < capacity * elements; ++e) {
-        // Rows without a token are NaN, so the sums show whether a kernel reads them.
+        // Rows without a token are NaN. A kernel that adds them returns a wrong sum.
         const bool is_used = plan.row_rank(static_cast<int>(e / elements)) >= 0;
         float v = small_integer(random);
-        // MxFp8 saturates if the largest number of a group exceeds 1.75 times a power of two. For
-        // example, 15 is 1.875 * 8. With numbers up to 3, no sum of four numbers exceeds 12.
+        // MxFp8 saturates if the largest number of a group is more than 1.75 times a power of two,
+        // as 15 = 1.875 * 8 is. Sums of four numbers up to 3 are at most 12.
         if (form_ == Form::kFp8) v = std::fmin(std::fmax(v, -3.f), 3.f);
         if (form_ == Form::kFp4) v = exact_number(random, static_cast<int64_t>(e));
         write_number(rows->data() + e * item, type_, is_used ? v : NAN);
@@ -163,7 +163,7 @@ class Combine : public Exchange {
             1.f};
   }
 
-  // Returns the results, and the operands without the routing.
+  // Returns the results, and the operands except the routing.
   Arguments arguments(int rank) const {
     const Rank& own = ranks_[rank];
     const Shape& shape = routing_.shape;
@@ -187,7 +187,7 @@ class Combine : public Exchange {
     return a;
   }
 
-  // Returns the row of a choice, or -1 if the choice has no row. Sets `at` to the rank of the row.
+  // Returns the row of a choice, or -1 if it has no row. Sets `at` to the rank that has the row.
   int row_of(int rank, int token, int k, int* at) const {
     const Shape& shape = routing_.shape;
     *at = routing_.plans[rank].choice_rank(shape, token, k);

@@ -1,4 +1,4 @@
-// Tests both launches of route with a batch of routings.
+// Tests route, which is two launches, with a batch of routings.
 #include "exchange.h"
 
 namespace emulation {
@@ -16,7 +16,7 @@ class RouteExchange : public Exchange {
     while (shape.local_experts % shape.group_experts != 0) --shape.group_experts;
     batch_[0].shape = shape;
     batch_[0].plans = plans_of(shape, batch_[0].ids);
-    // Every element of the batch has its own ids.
+    // Each element of the batch has different ids.
     for (int extra = random.one_in(3) ? 1 : 0; extra > 0; --extra) {
       Routing other = batch_[0];
       for (auto& ids : other.ids) {
@@ -78,7 +78,7 @@ class RouteExchange : public Exchange {
     return static_cast<int>(ceil_div(batch_[0].shape.num_tokens, tokens_per_chunk_));
   }
 
-  // Concatenates the arrays of all elements of the batch.
+  // Returns the expected arrays of all elements of the batch, one after the other.
   Plan expected(int rank) const {
     Plan all;
     for (const Routing& element : batch_) {
@@ -109,7 +109,7 @@ class RouteExchange : public Exchange {
     made.rank_counts = make_array(batch * chunks * ranks * 4, 4);
     const Plan plan = expected(rank);
     for (int i = 0; i < kNumPlanArrays; ++i) {
-      const unsigned char fill = i < 8 ? 0xFF : 0;  // each byte of an empty routing
+      const unsigned char fill = i < 8 ? 0xFF : 0;  // each byte after a failure
       made.outputs.add(add_output(rank, plan.arrays[i].size() * 4, 4, fill));
     }
     return made;

@@ -1,7 +1,7 @@
-// A fiber has a separate stack. A thread of the operating system runs on this stack until the fiber
-// switches back.
+// A fiber has a separate stack. When a thread of the operating system switches to a fiber, it runs
+// on this stack until the fiber switches back.
 //
-// For ThreadSanitizer, every fiber is a separate thread. A switch orders no memory: only operations
+// For ThreadSanitizer, every fiber is a separate thread, and a switch orders no memory. Operations
 // that order memory on a GPU call publish() and observe().
 #pragma once
 
@@ -22,7 +22,7 @@ class Fiber {
 
   // Continues the fiber until it calls switch_back().
   void switch_to();
-  // Returns to the caller of switch_to(). The fiber itself calls this function.
+  // Returns to the caller of switch_to(). Only the running fiber may call this.
   void switch_back();
 
  private:
@@ -32,8 +32,8 @@ class Fiber {
   void* caller_sanitizer_ = nullptr;
 };
 
-// A proxy accesses memory for a thread, but without order relative to the thread's other accesses,
-// like a bulk copy. ThreadSanitizer treats a proxy as a separate thread.
+// A proxy makes accesses of a thread that have no order relative to its other accesses, such as
+// those of bulk copies. ThreadSanitizer treats a proxy as a separate thread.
 class Proxy {
  public:
   Proxy();
@@ -55,8 +55,7 @@ class Proxy {
   void *sanitizer_ = nullptr, *caller_ = nullptr;
 };
 
-// For ThreadSanitizer, publish() is a release of a word, and observe() is an acquire of the same
-// word.
+// ThreadSanitizer sees publish() as a release of the word, and observe() as an acquire of the word.
 void publish(void* word);
 void observe(void* word);
 

@@ -1,6 +1,6 @@
 // Arrays with guards: code must not access the page after an array, or change the bytes before it.
-// Each rank has a separate address range. The same array of neighbouring ranks therefore has a
-// constant distance, as on a device that the ranks share.
+// The distance between the same array of rank r and of rank r + 1 is equal for all r and all
+// arrays, as on a device that the ranks share.
 #pragma once
 
 #include <sys/mman.h>
@@ -18,15 +18,15 @@
 
 namespace emulation {
 
-// While an object of this class exists, the thread makes arrays in the memory of a rank. All ranks
-// must make the same arrays in the same order.
+// While an object of this class exists, arrays that the thread makes are in the memory of `rank`.
+// All ranks must make arrays of the same sizes in the same order.
 class InMemoryOf {
  public:
   explicit InMemoryOf(int rank) : previous_(current()) { current() = rank; }
   InMemoryOf(const InMemoryOf&) = delete;
   ~InMemoryOf() { current() = previous_; }
 
-  // Reserves addresses of the current rank, without memory. Returns null if there is no rank.
+  // Reserves addresses for the rank of the current object. Returns null without an object.
   static char* reserve(size_t bytes) {
     using moe_a2a::kMaxRanks;
     constexpr size_t kBytesOfRank = size_t{1} << 30;
@@ -83,7 +83,7 @@ class GuardedArray {
     }
     return true;
   }
-  // Returns true if the bytes before the array, and from its end to the page, are unchanged.
+  // Returns true if the bytes before the array, and from its end to the next page, are unchanged.
   bool is_intact_around() const {
     return is_untouched(data_ - kFront, data_) && is_untouched(data_ + bytes_, map_ + usable_);
   }

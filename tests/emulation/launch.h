@@ -5,8 +5,8 @@
 
 namespace emulation {
 
-// Returns the stream of a rank. Launches from one thread run one after the other. On the stream of
-// kAllRanks, a launch is for all ranks of a shared device, and blockIdx.x is the rank.
+// Returns the stream of a rank. Launches of one thread run one after the other. On the stream of
+// kAllRanks, a launch runs all ranks of a shared device, and blockIdx.x is the rank.
 constexpr int kAllRanks = -1;
 inline cudaStream_t stream_of(int rank) {
   return reinterpret_cast<cudaStream_t>(static_cast<uintptr_t>(rank) + 1);
@@ -17,7 +17,7 @@ inline cudaStream_t stream_of(int rank) {
 // random order if blockIdx.y is equal.
 void set_residency(int blocks);
 
-// Sets the seed of the random orders of all launches.
+// Sets the seed of the random orders of blocks and threads.
 void set_seed(uint64_t seed);
 
 }  // namespace emulation

@@ -1,7 +1,7 @@
 // Runs a random sequence of exchanges on emulated ranks, and compares every result with the oracle.
 //
-// Prints one line for each error, then a summary. Exit status: 0 without errors, 1 with errors, 2
-// if an option is wrong.
+// Prints one line for each error, and then a summary. The exit status is 0 without errors, 1 with
+// errors, and 2 if an option is wrong.
 #include <unistd.h>
 
 #include <atomic>
@@ -86,7 +86,7 @@ struct Options {
 std::atomic<int> num_wrong{0};
 
 void report(const char* format, ...) {
-  if (num_wrong++ > 10) return;  // the first errors are enough
+  if (num_wrong++ > 10) return;  // print only the first errors
   va_list arguments;
   va_start(arguments, format);
   std::printf("wrong: ");
@@ -138,7 +138,7 @@ class Sequence {
     const bool stalls = options.has("stall");
     const bool differs = mismatched_rank_ >= 0 || options.has("heads") || options.has("other");
     for (size_t i = 0; i < exchanges_.size(); ++i) joint_launches_.emplace_back(making.num_ranks);
-    // Only the first exchange has first_timeout(), so with more steps, timeout() is the limit.
+    // Only the first exchange has first_timeout(). With more steps, the limit is timeout().
     const double patience = options.whole("steps", 4) > 1 ? timeout() : first_timeout();
     expect_.must_fail =
         differs || options.has("crowded") || (stalls && options.number("delay", 0) > patience);
@@ -198,9 +198,10 @@ class Sequence {
   double first_timeout() const { return options_.number("first-timeout", timeout()); }
   uint64_t seed() const { return static_cast<uint64_t>(options_.whole("seed", 1)); }
 
-  // Reads the records while the ranks run, as the host does. A record with a kind must be complete.
+  // Reads the error records while the ranks run, as the host does. A record whose kind is not 0
+  // must be complete.
   void watch_records(const std::atomic<bool>& is_over) {
-    // Skip this check, because ThreadSanitizer would report the kernels' volatile store as a race.
+    // ThreadSanitizer would report a race with the volatile store by which kernels set the kind.
     if (kHasSanitizer) return;
     std::map<int, std::string> seen;  // indexed by rank
     while (!is_over) {
@@ -227,7 +228,7 @@ class Sequence {
           run_step(rank, i);
         } else {
           launches.emplace_back([this, rank, i, first] {
-            // The second launch may begin before the first launch, or while it runs.
+            // The rank's second launch may begin before its first launch, or while that runs.
             if (i > first) usleep(static_cast<useconds_t>((seed() * 7 + i) % 5 * 100));
             run_step(rank, i);
           });
@@ -240,11 +241,11 @@ class Sequence {
   void run_step(int rank, size_t step) {
     const bool is_other = rank == mismatched_rank_ && step >= exchanges_.size() / 2;
     Exchange& exchange = *(is_other ? others_ : exchanges_)[step];
-    // If ranks share a device, their parameters differ only in addresses and in the rank.
+    // Equal seeds for ranks on one device: their parameters may only differ in addresses and rank.
     Random random(seed() * 131 + (kColocated ? 0 : static_cast<uint64_t>(rank) * 17) + step);
     const bool is_late = step >= exchanges_.size() / 2;
     const bool has_other_head = is_late && options_.whole("heads", -1) == rank;
-    // Flags contain only the 16 lowest bits of a signature, so this bit changes only the heads.
+    // Flags contain only the lowest 16 bits of a signature, so bit 40 only changes the heads.
     const uint64_t signature = exchange.signature ^ uint64_t{has_other_head} << 40;
     RankView view =
         domain_->view(rank, exchange.operation(), signature, timeout(), first_timeout());
@@ -259,8 +260,8 @@ class Sequence {
     if (error != cudaSuccess) where("the launch failed");
     if (!exchange.is_intact_around(rank)) where("memory around a result was written");
     if (!expect_.has_results) return;
-    // If a peer makes a different call, no rank may succeed, even if the rank receives nothing from
-    // this peer.
+    // If one rank makes a different call, no rank may succeed, even one that receives nothing from
+    // that rank.
     const bool must_fail = (is_late && options_.has("heads")) || options_.has("other");
     if (must_fail && !exchange.is_failure(rank)) where("it has succeeded");
     if (expect_.may_fail && domain_->is_poisoned(rank) && exchange.is_failure(rank)) return;

@@ -1,8 +1,8 @@
 """List the mutations of the device code. With each mutation, a run of the emulator must fail.
 
 A ``Place`` leaves out a call that orders memory or waits. A ``Swap`` swaps two neighbouring stores.
-A ``Rule`` breaks a rule of the protocol. The calls and stores are read from the sources, so new
-barriers are in the list. ``JUSTIFIED`` has the mutations that no run can detect.
+A ``Rule`` breaks a rule of the protocol. This module searches the sources for calls and stores, so
+a new barrier is in the list at once. ``JUSTIFIED`` lists mutations that no run can detect.
 """
 
 import dataclasses
@@ -18,11 +18,11 @@ _CALL = re.compile(
     r"\b(__syncwarp|__syncthreads(?:_or|_and)?|(?:\w+\.)?sync|load_acquire_sys|store_release_sys|arrive"
     r"|fence_\w+|wait_until_read<[^>]*>|wait_until_loaded|wait_until_stored)\("
 )
-# A function of the device code begins like this.
+# Matches the begin of a function's definition.
 _DEFINITION = re.compile(r"__(?:device|global)__.*?\b(\w+)\(|^    (\w+_kernel)\(")
 
 
-# Each letter is an operation of main.cc that executes the code of the file or function.
+# For each file and function: letters of operations (--ops of main.cc) that execute its code.
 _LETTERS = {
     "combine.cu": "c",
     "dispatch.cu": "d",
@@ -44,15 +44,15 @@ _LETTERS_OF_FUNCTION = {
     "change_teams": "dcf",
     "send_chunks": "dc",
 }
-# A run needs these options to execute the code of the function.
+# Options that a run needs to execute the code of a function.
 _OPTIONS_OF_FUNCTION = {
     "prefix_sum": ["--experts", 150],  # more values than a block has threads
-    "all": ["--stall", 1, "--phase", 5, "--delay", 1, "--timeout", 0.3],  # credits come too late
-    "send_items": ["--timeout", 1],  # heads do not come
+    "all": ["--stall", 1, "--phase", 5, "--delay", 1, "--timeout", 0.3],  # with late credits
+    "send_items": ["--timeout", 1],  # without the code, heads do not come
     "fail": ["--stall", 1, "--phase", 3, "--delay", 0.6, "--timeout", 0.2],
 }
-# `write_own_params` exists only in the kernels for ranks on one GPU. `fail` needs a run that fails.
-# ThreadSanitizer reports races in every failed run, because several blocks overwrite the outputs.
+# Function `write_own_params` is only in kernels for ranks on one GPU. `fail` only runs after a
+# failure. Several blocks then overwrite the outputs, which ThreadSanitizer reports as a race.
 _VARIANTS = {"write_own_params": "colocated", "fail": "plain"}
 
 
@@ -68,7 +68,7 @@ class Place:
     line: int
     function: str
     call: str
-    nth: int  # 0 for the first such call of the function
+    nth: int  # 0 for the first call of this name in the function
 
     @property
     def name(self):
@@ -127,7 +127,7 @@ class Rule:
 
 
 _MISMATCH = ("--mismatch", 1, "--timeout", 2)
-# A rank is late. A peer that does not wait for the late rank's head ends too early.
+# Rank 1 is late. A peer that does not wait for rank 1's head ends without an error.
 _OTHER_HEADS = ("--heads", 1, "--stall", 1, "--phase", 3, "--delay", 0.05)
 RULES = [
     Rule("kIgnoreCredit", 1, "rdc", more=("--depth", 1)),
@@ -146,10 +146,10 @@ _ATOMIC = "it orders two words that are loaded as atomics: no race, and x86 keep
 _OVERLAP = "it matters only if launches overlap, which they do not in these sequences"
 _FLAG_FOLLOWS = "the flag follows both, and nothing reads them before the flag"
 _STATE = "only the rank's next launch reads this state, after the end of this launch"
-# One of this many sequences must detect a mutation. Most mutations need one or two sequences.
+# At least one of the first MAX_SEEDS sequences must detect a mutation. Most need one or two.
 MAX_SEEDS = 48
-# These seeds run first, because the lowest seeds do not detect these mutations, and each sequence
-# takes seconds.
+# The first seed to try for each mutation that seed 1 does not detect. This saves time, because a
+# sequence takes seconds.
 _FIRST_SEED = {
     "encode.cuh next: __syncwarp #2": 7,
     "encode.cuh store: __syncwarp #3": 7,
@@ -169,7 +169,7 @@ _FIRST_SEED = {
     "signal.cuh fail: record->kind before record->timeout_ns": 5,
     "kIgnoreSignature": 2,
 }
-# The reason why no run can detect the mutation.
+# Mutations that no run can detect, with the reason.
 JUSTIFIED = {
     "ranks.cuh write_own_params: __syncthreads #2": "it orders a store that only kOtherCall makes",
     "signal.cuh is_poisoned: load_acquire_sys": _MESSAGE,
@@ -198,7 +198,7 @@ JUSTIFIED = {
 
 
 def seeds_of(mutation):
-    """Return the seeds of the sequences of a mutation, in the order in which they are tried."""
+    """Return the seeds for a mutation, in the order of the tries."""
     first = _FIRST_SEED.get(mutation.name, 1)
     return [first, *(seed for seed in range(1, MAX_SEEDS + 1) if seed != first)]
 
@@ -208,7 +208,7 @@ def all_mutations():
 
 
 def places():
-    """Return all places of cuda/device and cuda/kernels, in the order of files and lines."""
+    """Return a `Place` for each such call in cuda/device and cuda/kernels, by file and line."""
     found = []
     for path in sorted([*CUDA.glob("device/*.cuh"), *CUDA.glob("kernels/*.cu")]):
         if path.name != "ptx.cuh":

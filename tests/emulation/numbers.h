@@ -34,15 +34,14 @@ inline float read_number(const char* at, moe_a2a::ElementType type) {
   return v;
 }
 
-// Returns a small integer. Sums of small integers are exact in every type, so their order does not
-// matter.
+// Returns an integer from -4 to 4. Sums of such integers are exact in every type, in any order.
 inline float small_integer(Random& random) { return static_cast<float>(random.between(-4, 4)); }
 
-// The magnitudes of float4_e2m1fn.
+// The absolute values of float4_e2m1fn, by code.
 constexpr float kFloat4[] = {0.f, 0.5f, 1.f, 1.5f, 2.f, 3.f, 4.f, 6.f};
 
-// Returns a number that is exact in every format. One of 16 consecutive numbers is 6, the maximum
-// of float4_e2m1fn, so the scale of a group is a power of two.
+// Returns a number that is exact in every format. Of 16 consecutive elements, at least one is 6 or
+// -6, the largest float4_e2m1fn, so the scale of a group is a power of two.
 inline float exact_number(Random& random, int64_t element) {
   const float magnitude = element % 16 == 5 ? 6.f : kFloat4[random.below(8)];
   return random.one_in(2) ? -magnitude : magnitude;

@@ -22,7 +22,7 @@ enum {
   kNumDropped
 };
 
-// Assigns a slot at each destination rank to the tokens of one rank, in the order of tokens.
+// Gives the tokens of one rank slots at their destination ranks, in the order of tokens.
 void assign_slots(const Shape& s, const std::vector<int32_t>& ids, Plan& plan) {
   std::vector<int> next(static_cast<size_t>(s.num_ranks));
   const int per_part = s.num_tokens / s.parts;
@@ -41,10 +41,9 @@ void assign_slots(const Shape& s, const std::vector<int32_t>& ids, Plan& plan) {
   }
 }
 
-// Returns, for each source and choice, whether the choice has a row on a rank. Choices get rows in
-// the order of choice index, token and source. A group of experts takes `alignment` rows of the
-// capacity at a time. The first choice that does not fit is dropped, and all later choices are
-// dropped too.
+// Returns kept[source][choice]: true if the choice has a row on `rank`. Choices get rows in the
+// order of choice index, token and source. Each group of experts gets `alignment` rows of the
+// capacity at a time. The first choice that does not fit and all later choices are dropped.
 std::vector<std::vector<bool>> kept_choices(const Shape& s, const Ids& ids, int rank) {
   std::vector<std::vector<bool>> kept(static_cast<size_t>(s.num_ranks));
   for (auto& of_source : kept) of_source.resize(static_cast<size_t>(s.num_choices()));
@@ -69,7 +68,7 @@ std::vector<std::vector<bool>> kept_choices(const Shape& s, const Ids& ids, int 
   return kept;
 }
 
-// Assigns the rows of one rank in the order of expert, source, token and choice. Call
+// Gives choices the rows of one rank in the order of expert, source, token and choice. Call
 // assign_slots() for all ranks before this function.
 void assign_rows(const Shape& s, const Ids& ids, int rank, std::vector<Plan>& plans) {
   auto& arrays = plans[rank].arrays;

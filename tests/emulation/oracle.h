@@ -10,9 +10,9 @@ namespace emulation {
 
 struct Shape {
   int num_ranks, num_tokens, top_k, local_experts, capacity, alignment;
-  int group_experts = 1;  // consecutive experts that form one group
-  bool may_drop = true;   // false: the capacity holds any routing
-  int parts = 1;          // equal parts of the tokens; each part has separate slots, as under vmap
+  int group_experts = 1;  // how many consecutive experts form one group
+  bool may_drop = true;   // false: the capacity is large enough for any routing
+  int parts = 1;          // tokens are split into equal parts with separate slots, as under vmap
 
   int num_choices() const { return num_tokens * top_k; }
   int num_experts() const { return num_ranks * local_experts; }
@@ -41,8 +41,8 @@ using Ids = std::vector<std::vector<int32_t>>;  // indexed by rank
 
 std::vector<Plan> plans_of(const Shape& shape, const Ids& ids);
 
-// Returns true if a rank keeps the choice of one source, and drops the choice of another source
-// with the same token index and choice index.
+// Returns true if some rank keeps a choice of one source rank, and drops the choice of another
+// source rank with the same token index and choice index.
 bool splits_sources(const Shape& shape, const Ids& ids);
 
 }  // namespace emulation

@@ -60,7 +60,7 @@ def check_host(sanitizer, check, seconds):
     return done.stdout or "no output" if done.returncode != 0 or has_report else ""
 
 
-# A run has a sign if its output matches the pattern.
+# Signs of an error. A run has a sign if its output matches the pattern.
 _SIGNS = {
     "race": r"ThreadSanitizer: data race",
     "wrong result": r"^wrong: step",
@@ -90,8 +90,8 @@ class Outcome:
 def run(variant, seed, *options, program="emulate", seconds=300, ends_at_report=False):
     """Run one sequence. If it takes longer than `seconds`, its outcome has the sign "hangs".
 
-    With `ends_at_report`, the first report of ThreadSanitizer ends the run, because many reports
-    make a run 100 times slower.
+    With `ends_at_report`, ThreadSanitizer's first report ends the run. With many reports, a run
+    would be 100 times slower.
     """
     command = [OUT / variant / program, "--seed", str(seed), *map(str, options)]
     sanitizer = "exitcode=66 history_size=1 report_signal_unsafe=0 "
@@ -115,11 +115,11 @@ def run(variant, seed, *options, program="emulate", seconds=300, ends_at_report=
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """Sequences that must pass without mutations. Their options depend on the seed."""
+    """Sequences without a mutation, which must pass. A sequence's options depend on its seed."""
 
     variant: str
-    options: Callable[[int], list]  # maps a seed to the options
-    is_slow: bool = False  # a tenth of the seeds is enough
+    options: Callable[[int], list]  # seed -> options on the command line
+    is_slow: bool = False  # run only a tenth of the seeds
 
     def seeds(self, first, count):
         return range(first, first + (max(1, count // 10) if self.is_slow else count))
@@ -216,7 +216,7 @@ KINDS = {
         "colocated",
         lambda s: ["--ranks", 3, "--steps", 8, "--sms", 8, "--resident", _sometimes(s, 3, 4, 5)],
     ),
-    # Phase 5 is left out, because no rank of a shared GPU waits for a reader.
+    # Only phase 3, because ranks that share a GPU do not wait for a rank that reads slowly.
     "a rank on one GPU that stalls": Kind(
         "colocated",
         lambda s: ["--ranks", 3, "--stall", s % 3, "--phase", 3, "--delay", 0.6, "--timeout", 0.2],
@@ -233,9 +233,9 @@ def run_kind(name, seed):
 
 
 def mutate(mutation, seed):
-    """Run one sequence of operations that execute the mutated code.
+    """Run a sequence that executes the mutated code, with the mutation.
 
-    A run that hangs is stopped early, because another seed detects the mutation sooner.
+    The time limit is short, because a different seed detects the mutation sooner than a hang.
     """
     options = ["--ranks", 2 + seed % 2, "--steps", 4, "--timeout", 10, "--ops", mutation.letters]
     if seed % 3 == 0:

@@ -18,8 +18,8 @@ struct Place {
 // The place to leave out, and the place of the stores to swap. Both are set before any kernel runs.
 Place left_out, swapped;
 
-// The places that the run has reached. Threads add to the table without a lock, and never remove a
-// place.
+// A hash table of the places that the run has reached. Threads add places without a lock, and never
+// remove one.
 constexpr int kTableSize = 4096;
 Site* table[kTableSize];
 

@@ -1,5 +1,5 @@
-// Places of the device code that order memory or wait. A run can leave out one place, and a test
-// must detect this.
+// Calls in the device code that order memory or wait, by their places. A run can leave out the call
+// at one place, and a test must detect this.
 #pragma once
 
 namespace emulation {
@@ -8,19 +8,19 @@ struct Site {
   const char* file;
   int line;
 
-  // If a parameter has the default argument here(), its value is the place of the call.
+  // As the default argument of a function, here() is the place that calls the function.
   static constexpr Site here(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
     return {file, line};
   }
 };
 
-// Returns true if the run leaves this place out. Records that the run has reached this place.
+// Records that the run has reached this place. Returns true if the run leaves its call out.
 bool is_left_out(const Site& site);
 
-// Leaves out the place `file:line`, where `file` is a name without a folder.
+// Leaves out the calls at `file:line`, where `file` has no folder.
 void leave_out(const char* place);
 
-// swap() makes the run swap the stores at the place `file:line` (swaps.py). are_swapped() returns
+// swap() makes the run swap the two stores at `file:line` (swaps.py). are_swapped() then returns
 // true for this place.
 bool are_swapped(const Site& site);
 void swap(const char* place);

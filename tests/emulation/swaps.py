@@ -1,8 +1,8 @@
 """List the neighbouring stores of the device code, and write sources in which a run can swap them.
 
-In this module, a store is a statement whose result is read by other ranks, the host or later
-launches. At least one store of a pair stores a *word*: a flag, a head, a credit, the kind of a
-record, or the state of a launch. If a reader sees a word, it relies on earlier stores.
+In this module, a *store* is a statement whose result is read by other ranks, the host or later
+launches. A *word* is a flag, a head, a credit, the kind of a record, or the state of a launch. A
+reader that sees a word relies on earlier stores, so at least one store of a pair stores a word.
 
 A small parser of statements is enough, because clang-format has formatted the sources.
 """
@@ -18,7 +18,7 @@ _FIELD = re.compile(r"\b(own\.\w+(?= = )|record->\w+(?=\)? = )|head->\w+)")
 _IS_WORD = re.compile(r"\b(?:store|raise)_\w+(?:<\w+>)?\(|\*const_cast<volatile|\bown\.\w+ = ")
 # These statements may be between two neighbouring stores.
 _BETWEEN = re.compile(r"(delay_for_test|fence_\w+|wait_until_stored|__threadfence\w*)\(")
-# These statements end a run: declarations, jumps, preprocessor lines, deliberate errors of tests.
+# Statements that end a run of stores: declarations, jumps, preprocessor lines, and broken rules.
 _OTHER = re.compile(r"(const|auto|static|return|break|continue|using)\b|if \(breaks\(|#")
 _BLOCK = re.compile(r"(?:\)|\]|\belse|\bconst) \{")
 _FUNCTION = re.compile(r"__(?:device|global)__[^;{]*?\b(\w+)\(|^    (\w+_kernel)\(", re.MULTILINE)
@@ -46,9 +46,9 @@ def pairs():
 
 
 def write_sources(folder):
-    """Write the device code and the kernels into `folder`, so that a run can swap a pair of stores.
+    """Write the device code and the kernels into `folder`, in a form that can swap two stores.
 
-    Unchanged files are not written, so that make does not compile them again.
+    Do not write unchanged files, so that make does not compile them again.
     """
     sources = _sources()
     for path in [*CUDA.glob("device/*"), *CUDA.glob("kernels/*")]:
@@ -74,7 +74,7 @@ def _name(store):
 class _Source:
     """A source without its comments, and its runs of neighbouring stores.
 
-    A run is a list of at least two stores. Each store is a pair (begin, end) of places.
+    A run is a list of at least two stores. A store is a pair (begin, end) of indices in `code`.
     """
 
     def __init__(self, path):
@@ -94,11 +94,11 @@ class _Source:
         return next(filter(None, _FUNCTION.findall(self.code, 0, place)[-1]))
 
     def rewritten(self, begin=0, end=None):
-        """Return a range of the code, in which a run of the emulator can swap a pair of stores."""
+        """Return a range of the code, with an `if` around each pair of stores that can swap it."""
         end = len(self.code) if end is None else end
         text = ""
         for run in self.runs:
-            if begin <= run[0][0] and run[-1][1] <= end:  # skip runs inside earlier runs
+            if begin <= run[0][0] and run[-1][1] <= end:  # not inside an earlier run
                 text += self._copied(begin, run[0][0]) + self._with_choices(run)
                 begin = run[-1][1]
         return text + self._copied(begin, end)
@@ -120,7 +120,7 @@ class _Source:
         )
 
     def _runs(self, begin):
-        """Return the runs of stores in the block that begins at `begin`."""
+        """Return the runs of stores in the C++ block that begins at `begin`."""
         runs, run = [], []
         for span in self._statements(begin):
             statement = self.code[slice(*span)]
@@ -143,7 +143,7 @@ class _Source:
             place = end
 
     def _next(self, place):
-        """Return the place of the next character that is not white space."""
+        """Return the index of the first character from `place` on that is not white space."""
         while self.code[place].isspace():
             place += 1
         return place

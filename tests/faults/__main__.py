@@ -8,7 +8,7 @@
 The outcome of a run is "right", "error" (an error that names the cause), or FAILURE: a wrong
 result, a hang, a leaked process, descriptor or byte, or an error that does not name the cause. The
 exit status is 1 if a run is a FAILURE. With MOE_A2A_TEST_LOGS=FOLDER, the logs of failed runs are
-kept. The emulator (`tests/emulation`) tests faults while the kernels run.
+kept in FOLDER. Here, no kernel runs: `tests/emulation` tests faults during a kernel.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""Draw faults, inject each fault in a separate run, and check how the run ends.
+"""Choose faults at random, inject each fault in a separate run, and check how the run ends.
 
 The seed and the number of a run determine the kind of fault, its time, the number of processes, and
-the victim (the process with the fault).
+the *victim*, which is the process with the fault.
 """
 
 import collections
@@ -19,7 +19,7 @@ KINDS = {
     **{f"memory: {name}": kind for name, kind in memory.KINDS.items()},
     **{f"programs: {name}": kind for name, kind in programs.KINDS.items()},
 }
-SLACK = 12.0  # seconds that a busy machine may exceed a bound
+SLACK = 12.0  # seconds by which a run may exceed each bound, on a busy machine
 OUTCOMES = "right", "error", "FAILURE"
 
 
@@ -29,19 +29,19 @@ class Done:
     kind: str
     outcome: str  # one of OUTCOMES
     seconds: float  # duration of the run
-    error: str = ""  # an error that names the victim, if one exists
+    error: str = ""  # if possible, an error that names the victim
     to_error: float | None = None  # seconds from the fault to the error
 
 
 def kind_of(seed, number, kinds):
-    """Return the kind of a run. Each round of runs has each kind once, in random order."""
+    """Return a run's kind of fault. Each round of len(kinds) runs has each kind once."""
     turn, place = divmod(number, len(kinds))
     return random.Random(f"{seed} {turn}").sample(sorted(kinds), len(kinds))[place]
 
 
 def run_one(seed, number, kinds):
     kind = kind_of(seed, number, kinds)
-    forks()  # starts the fork server before the leak check, because it outlives the run
+    forks()  # start the fork server, which outlives the run, before `leaks.Before`
     start, before = time.monotonic(), leaks.Before()
     outcome, error, to_error = "FAILURE", "", None
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:

@@ -5,19 +5,19 @@ import contextlib
 import os
 import pathlib
 
-MARK = "MOE_A2A_FAULTS"  # a variable in the environment of every process that a campaign starts
+MARK = "MOE_A2A_FAULTS"  # an environment variable of every process that a campaign starts
 PROC = pathlib.Path("/proc")
 SHARED = pathlib.Path("/dev/shm")
 SOCKET = "@jax_moe_a2a-"  # the prefix of the names of this package's sockets
 
 
 def mark():
-    """Mark the processes that this process starts from now on, and their descendants."""
+    """Set MARK, which all later child processes and their children inherit."""
     os.environ[MARK] = str(os.getpid())
 
 
 def processes():
-    """Return the ids of all living descendants of this process."""
+    """Return the ids of all living processes that have this process's MARK."""
     mine = f"{MARK}={os.getpid()}".encode()
     found = set()
     for folder in PROC.iterdir():
@@ -30,7 +30,7 @@ def processes():
 
 
 def descriptors(process="self"):
-    """Return a dict from the number of each open descriptor of a process to its target."""
+    """Return a dict from the number of each open descriptor of a process to its link target."""
     found = {}
     for link in (PROC / str(process) / "fd").iterdir():
         with contextlib.suppress(OSError):
@@ -39,12 +39,12 @@ def descriptors(process="self"):
 
 
 def by_sort(targets):
-    """Count all sockets together, all pipes together, and each file separately."""
+    """Count the targets: all sockets together, all pipes together, and each file separately."""
     return collections.Counter(target.partition("[")[0] for target in targets.values())
 
 
 class Before:
-    """The state of the host before a run."""
+    """Processes, sockets, shared memory and descriptors before a run."""
 
     def __init__(self):
         self.processes = processes()
@@ -53,7 +53,7 @@ class Before:
         self.descriptors = by_sort(descriptors())
 
     def left(self):
-        """Return a text for each sort of leak since this object was made."""
+        """Return a text for each sort of leak: what is new since this object was made."""
         found = {
             "processes": processes() - self.processes,
             "sockets": of_campaign(sockets().items() - self.sockets.items()),
@@ -64,7 +64,7 @@ class Before:
 
 
 def sockets():
-    """Return a dict from the name of each listening socket of this package to its target."""
+    """Return a dict from the name of each listening socket of this package to "socket:[INODE]"."""
     lines = (line.split() for line in (PROC / "net/unix").read_text().splitlines())
     named = (line for line in lines if line[-1].startswith(SOCKET))
     listens = "00010000"  # connections have the same name, but not this flag
@@ -76,8 +76,8 @@ def files():
 
 
 def of_campaign(found):
-    """Leave out names that only processes outside of this campaign have open, because other tests
-    may run on this host."""
+    """Return the names, without those that only processes outside of this campaign have open.
+    Other tests may run on this host."""
     if not found:
         return []
     mine, held = processes() | {os.getpid()}, collections.defaultdict(set)

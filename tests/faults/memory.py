@@ -1,6 +1,6 @@
 """Inject faults while processes open, grow and close the workspace of a group (`Member.churn`).
 
-The host code of the package runs over the fake driver, with pretended GPUs. Files replace JAX's
+The host code of the package runs over the fake driver, with fake GPUs. Files replace JAX's
 coordination service, and no kernel runs. A fault happens at a random time or in a random cycle.
 """
 
@@ -33,11 +33,11 @@ TIMEOUT = 2.0  # the timeout of the group, in seconds
 FIRST_TIMEOUT = 4.0
 CLOSE = 5.0  # the bound of close(), in seconds
 CYCLES = 24
-MEMORY = "device memory"  # in the names of the fake driver's files
+MEMORY = "device memory"  # a part of the names of the fake driver's files
 
 
 class Member(Inside):
-    """A process with pretended GPUs, and with a group over the GPUs of all processes."""
+    """A process with fake GPUs, and with a group over the GPUs of all processes."""
 
     def __init__(self, index, count, folder, gpus=1, timeout=TIMEOUT, damage=None):
         self.index, self.folder = index, pathlib.Path(folder)
@@ -93,7 +93,7 @@ class Member(Inside):
         return max(each.mapped_bytes for each in memory)
 
     def churn(self, plan, at=None, act=None, given=()):
-        """Open, grow and close the workspace in each cycle. In cycle `at`, first call `act`."""
+        """In each cycle of `plan`, open, grow and close the workspace. Call `act` in cycle `at`."""
         self.reach(0)
         self.holds_interrupts = False
         try:
@@ -107,15 +107,15 @@ class Member(Inside):
                 self.close()
         finally:
             self.holds_interrupts = True
-            self.reach(len(plan))  # from now on, no process waits for this process
+            self.reach(len(plan))  # so that no process waits for this process any more
 
     def reach(self, cycle):
         (self.folder / f"reached{self.index}.new").write_text(str(cycle))
         (self.folder / f"reached{self.index}.new").rename(self.folder / f"reached{self.index}")
 
     def meet(self, cycle):
-        """Wait until all other processes have reached a cycle. If a process is missing, raise no
-        error, because the next opening reports it."""
+        """Wait until all other processes have reached a cycle. Raise no error if a process is
+        missing, because the next `reserve` raises it."""
         self.reach(cycle)
         end = time.monotonic() + self.group.timeout
         for index in set(range(jax.process_count())) - {self.index}:
@@ -127,7 +127,7 @@ class Member(Inside):
 
     def close(self, timeout=CLOSE, times=1):
         for _ in range(times):
-            # An interrupt between the close and the count would make the count wrong.
+            # With an interrupt between the next two lines, `closes` would be wrong.
             held, self.holds_interrupts = self.holds_interrupts, True
             self.group.close(timeout=timeout)
             self.closes += 1
@@ -135,7 +135,7 @@ class Member(Inside):
         return self.closes
 
     def mapped(self):
-        """Return the mapped files of the fake driver."""
+        """Return the names of the fake driver's files that this process has mapped."""
         lines = pathlib.Path("/proc/self/maps").read_text().splitlines()
         return sorted({line.split()[4] for line in lines if MEMORY in line})
 
@@ -146,7 +146,7 @@ class Member(Inside):
         left["bytes"] = sum(self.driver.fake_used_bytes(gpu.id) for gpu in jax.local_devices())
         return left
 
-    # These methods cause faults in this process.
+    # The methods below cause faults in this process.
 
     def fail_after(self, calls):
         self.driver.fake_fail_after(ctypes.c_long(calls))
@@ -159,7 +159,7 @@ class Member(Inside):
         self.driver.fake_be_busy(is_busy)
 
     def close_socket(self):
-        """Shut down the socket of the package through another descriptor."""
+        """Shut down the package's socket, by a duplicate of its descriptor."""
         name = json.loads(self.path_of(processes.KEY.format(self.index)).read_text())["socket"]
         target = leaks.sockets()[f"@{name}"]
         for number in [n for n, each in leaks.descriptors().items() if each == target]:
@@ -170,7 +170,7 @@ class Member(Inside):
         self.opening = futures.ThreadPoolExecutor(1).submit(self.reserve, 64, split)
 
     def close_without_a_look(self, timeout):
-        """Close without the wait for a thread that has just begun to open a workspace."""
+        """Close the group, but skip its wait for threads that begin to open a workspace."""
         native.wait = lambda *_: None
         self.group.close(timeout=timeout)
 
@@ -178,7 +178,7 @@ class Member(Inside):
         futures.wait([self.opening])
 
     def interrupt_once(self, seconds):
-        """Raise KeyboardInterrupt after `seconds`, or as soon as no interrupts are held."""
+        """Raise KeyboardInterrupt after `seconds`, but not while `holds_interrupts` is True."""
 
         def interrupt(*_):
             if not self.holds_interrupts:
@@ -189,7 +189,8 @@ class Member(Inside):
         signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
-# Each dict replaces fields of the victim's notice. test_handoff.py tests unreadable notices.
+# Fields to replace in the notice by which the victim announces itself. test_handoff.py tests
+# unreadable notices.
 DAMAGES = (
     dict(socket=None),
     dict(socket=""),
@@ -204,7 +205,7 @@ DAMAGES = (
 
 
 def begin(run, count=None, victim_options=None, **options):
-    """Start the members. Return the victim, the member that will have the fault."""
+    """Start the members. Choose and return the victim: the member that will have the fault."""
     count = count or run.rng.randint(2, 4)
     run.gpus = options.setdefault("gpus", run.rng.choice((1, 1, 2)))
     options = dict(options, count=count, folder=str(run.folder))
@@ -234,7 +235,7 @@ def churn(run, at=None, act=None, given=()):
 
 
 def settle(run, bound, but=()):
-    """Return the replies of the living members. Fail if a reply takes longer than the bound."""
+    """Return the replies of living members not in `but`. Fail if one takes longer than `bound`."""
     replies = {}
     start = time.monotonic()
     for worker in run.alive():
@@ -245,14 +246,14 @@ def settle(run, bound, but=()):
 
 
 def bound_of(run):
-    """Return the longest time between a fault and an error. It is one timeout per process, because
-    a process may wait for a process that waits."""
+    """Return the longest time between a fault and an error. It is one timeout per process: a
+    process may wait for a second process that waits for a third."""
     return run.options.get("timeout", TIMEOUT) * len(run.workers)
 
 
 def judge(run, replies, start, *patterns, must_fail=False):
-    """Return the outcome. Every error must name a process or the cause, and one error must name the
-    victim."""
+    """Return the outcome. Every error must name a process or match `patterns`. If processes other
+    than the victim have errors, one must name the victim, or the victim must have an error, too."""
     errors = {index: reply.error for index, reply in replies.items() if reply.error}
     victim = rf"process {run.victim}\b"
     for index, error in errors.items():
@@ -272,8 +273,8 @@ def judge(run, replies, start, *patterns, must_fail=False):
 
 
 def close_all(run):
-    """Close the groups until all living members have the same number of closes. Fail if a close
-    exceeds its bound."""
+    """Close the group in all living members, until they have called close() equally often. Fail if
+    a close takes longer than its bound."""
     closed = run.replies("close")
     counts = [reply.value for reply in closed]
     for worker, reply in zip(run.alive(), closed):
@@ -299,7 +300,7 @@ def go_on(run):
 
 
 def end(run, *, together=True):
-    """Check that all members can open the group again, and close the group."""
+    """Unless a member is dead, check that all members can reopen the group. Then close it."""
     if together and len(run.alive()) == len(run.workers):
         go_on(run)
     close_all(run)
@@ -313,11 +314,11 @@ def cycle_of(run):
     return run.rng.randrange(1, CYCLES - 1)
 
 
-# A kind of fault is a function that returns the outcome: "right" or "error".
+# A kind of fault is a function of a `Run`, which returns the outcome: "right" or "error".
 
 
 def in_the_middle(run, **options):
-    """Let all members churn for a random time. Return the victim and the current time."""
+    """Start `churn` in all members, and wait for a random time. Return the victim and the time."""
     victim = begin(run, **options)
     run.all("reserve")
     churn(run)
@@ -326,7 +327,7 @@ def in_the_middle(run, **options):
 
 
 def finish(run, start, *patterns, more=0.0, undo=None, together=True, **options):
-    """Check how a churn ends, let all members call the method `undo`, and end the run."""
+    """Check how `churn` ends. Then let all members call the method `undo`, and call `end`."""
     outcome = judge(run, settle(run, bound_of(run) + more), start, *patterns, **options)
     if undo:
         run.all(*undo)
@@ -335,10 +336,10 @@ def finish(run, start, *patterns, more=0.0, undo=None, together=True, **options)
 
 
 def acts(act, given=lambda rng: (), *patterns, is_fault=True, must_tell=None, **options):
-    """Return a kind in which the victim calls a method of `Member` in a random cycle.
+    """Return a kind of fault: the victim calls the method `act` of `Member` in a random cycle.
 
     Args:
-      given: maps the random generator to the arguments of the method.
+      given: maps the random generator to the arguments of `act`.
       patterns: causes that an error may name instead of a process.
       is_fault: if False, no member may raise an error.
       must_tell: if not None, a member must raise an error that contains this text.
@@ -375,7 +376,7 @@ def stopped_and_continued(run):
 
 
 def damaged_notice(run):
-    """Damage the victim's notice. The other processes must raise an error that names the victim."""
+    """Damage the notice by which the victim announces itself. An error must name the victim."""
     start = time.monotonic()
     begin(run, victim_options=dict(damage=run.rng.choice(DAMAGES)))
     time.sleep(at_random(run))
@@ -403,7 +404,7 @@ def restarted_peer(run):
     if first.error or first.value[0] != "cuda":
         raise Wrong(f"the new process: {first}")
     close_all(run)
-    for worker in run.alive():  # the first try may use the socket of the dead process
+    for worker in run.alive():  # this try may fail, as it may use the killed process's socket
         worker.say("reserve", 64)
     judge(run, settle(run, bound_of(run)), start)
     end(run)
@@ -429,7 +430,7 @@ def never_comes(run):
 
 
 def a_busy_device(run):
-    """Let the victim's device run endless work. close() must then end with an error."""
+    """The victim's device runs work that does not end. close() must then raise an error."""
     victim = begin(run)
     run.all("reserve")
     start = time.monotonic()
@@ -445,7 +446,7 @@ def a_busy_device(run):
 
 
 def closes_while_it_opens(run):
-    """Close a group while a thread of the process waits to open it. close() must not wait long."""
+    """Close a group while a thread of the same process opens it. close() must not wait long."""
     victim = begin(run, timeout=8.0)
     run.all("reserve")
     close_all(run)

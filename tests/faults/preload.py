@@ -1,4 +1,4 @@
-"""Import the modules of the workers in the process that forks the workers. No JAX backend starts
+"""Import the workers' modules in the server process, which forks the workers. No JAX backend starts
 here, so that each worker chooses its backend."""
 
 import host_extension

@@ -1,6 +1,6 @@
 """Inject faults while JAX processes run dispatch, experts and combine on one CPU device each.
 
-The portable path runs over gloo. tests/gpu/test_processes_failures.py tests the kernels. Each
+The portable path runs over gloo. For the kernels, see tests/gpu/test_processes_failures.py. Each
 process compares every result with a sum that it computes without an exchange.
 """
 
@@ -22,7 +22,7 @@ from .workers import FLAGS, Inside, Wrong
 
 TIMEOUT = 5.0
 CLOSE = 5.0
-COLLECTIVE = 6.0  # seconds that gloo waits for another process in a collective
+COLLECTIVE = 6.0  # seconds that a process waits for the others in a collective of gloo
 BOUND = 60.0  # seconds until gloo or a kernel reports that a process is missing
 TOKENS, HIDDEN, TOP_K = 6, 8, 2
 STEPS = 60
@@ -30,13 +30,13 @@ AXIS = "ep"
 
 
 class Rank(Inside):
-    """A process with one device. Its group has all devices, in two levels if hosts > 1."""
+    """A process with one device, and a group over all devices (of two levels if hosts > 1)."""
 
     def __init__(self, index, count, address, folder, hosts=1):
         options = dict(initialization_timeout=120, heartbeat_timeout_seconds=100)
         os.environ["XLA_FLAGS"] = f"{FLAGS} --xla_cpu_collective_timeout_seconds={COLLECTIVE:g}"
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.config.update("jax_enable_recoverability", True)  # other processes may die first
+        jax.config.update("jax_enable_recoverability", True)  # survive the death of a process
         jax.distributed.initialize(address, count, index, **options)
         self.index, self.count = index, count
         self.folder = pathlib.Path(folder)
@@ -51,7 +51,7 @@ class Rank(Inside):
         self.group = ma.Group(self.mesh, axes, timeout=TIMEOUT, two_level=hosts > 1)
 
     def compile(self):
-        """Compile the program in advance, because other processes would wait for a compilation."""
+        """Compile the program before any call, in which other processes would wait for it."""
         spec = PartitionSpec(self.group.axis_name)
         mapped = jax.shard_map(self.exchange, mesh=self.mesh, in_specs=spec, out_specs=spec)
         self.program = jax.jit(mapped).lower(*self.operands(0)[1]).compile()
@@ -64,8 +64,8 @@ class Rank(Inside):
         return ma.combine(recv.rows * jnp.take(weights, local, mode="clip")[:, None], recv)
 
     def operands(self, step):
-        """Return (x, ids, weights of all experts) of this rank, and the arrays of the program. The
-        weights depend on the step, so that rows of another step give wrong results."""
+        """Return (x, ids, weights of all experts) of this rank, and the program's global arrays.
+        The weights depend on the step, so that rows of a different step give wrong results."""
         rng = np.random.default_rng([step, self.index])
         experts = 2 * len(self.ranks)
         x = rng.standard_normal((TOKENS, HIDDEN), np.float32)
@@ -106,8 +106,8 @@ class Rank(Inside):
 
 
 def reserved_port(run):
-    """Reserve a port during the run by a bound socket that does not listen, and return it. The
-    coordinator can use the port, because gRPC sets SO_REUSEPORT."""
+    """Return a port that is reserved during the run: a socket is bound to it, but does not listen.
+    JAX's coordinator can still use the port, because gRPC sets SO_REUSEPORT."""
     keeper = run.kept.enter_context(socket.socket())
     keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     keeper.bind(("127.0.0.1", 0))
@@ -159,7 +159,7 @@ def close(run):
             raise Wrong(f"close() in process {worker.index}: {closed.error}")
 
 
-# Messages of gloo and of a kernel if a process is missing.
+# Patterns of the errors of gloo and of this package if a process is missing.
 MISSING = (
     "connection (closed|reset) by peer",
     "connection refused|broken pipe",
@@ -176,7 +176,7 @@ def survivors_go_on(run):
 
 
 def die(run, kill, start=None):
-    """Let the victim end. The other processes must then continue with a smaller group."""
+    """End the victim by `kill`. The other processes must then continue with a smaller group."""
     kill(run.workers[run.victim])
     run.workers[run.victim].is_dead = True
     outcome = settle(run, *MISSING, start=start or time.monotonic())
@@ -185,7 +185,7 @@ def die(run, kill, start=None):
 
 
 def in_the_middle(run, **options):
-    """Let all processes call the program for a random time. Return the victim and the time."""
+    """Start `churn` in all processes. Wait for a random time. Return the victim and the time."""
     victim = begin(run, **options)
     churn(run)
     time.sleep(run.rng.uniform(0, 0.3))
@@ -193,7 +193,7 @@ def in_the_middle(run, **options):
 
 
 def acts(act, *patterns):
-    """Return a kind in which the victim calls `act` before a random step."""
+    """Return a kind of fault: the victim calls its method `act` before a random step."""
 
     def kind(run):
         begin(run)
@@ -216,13 +216,13 @@ def a_killed_host(run):
         victim.signal(signal.SIGKILL)
     for victim in run.workers[2:]:
         victim.kill()
-    # The other host cannot continue, because a group over its processes would use the broken
-    # communicator.
+    # Do not continue with the first host. A group over its two processes would use a communicator
+    # of gloo that the fault has broken.
     return settle(run, *MISSING, start=start)
 
 
 def a_late_host(run):
-    """Let the second of two hosts arrive after the timeout of XLA's collectives."""
+    """Both processes of the second of two hosts arrive after the timeout of XLA's collectives."""
     begin(run, count=4, hosts=2)
     start = time.monotonic()
     churn(run, 1, "sleep", (COLLECTIVE + 3,), victims=(2, 3))

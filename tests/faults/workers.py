@@ -1,5 +1,5 @@
-"""Start, command and end the processes of a run. A process starts fast, because it is a fork of a
-process that has imported JAX and this package."""
+"""Start and end the worker processes of a run, and send commands to them. A process starts fast,
+because it is a fork of a process that has imported JAX and this package."""
 
 import contextlib
 import dataclasses
@@ -29,7 +29,7 @@ class Wrong(Exception):
 
 
 class Ended(Wrong):
-    """An unexpected end of a process."""
+    """The failure that a worker process has ended unexpectedly."""
 
     def __init__(self, index, status, told):
         super().__init__(f"process {index} ended with {status}: {told}")
@@ -52,12 +52,12 @@ def forks():
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["faults.preload"])
     path = map(str, (ROOT, ROOT / "tests", *filter(None, [os.environ.get("PYTHONPATH")])))
-    # FLAGS are the flags of `conftest.py`. Each worker has one device.
+    # FLAGS are XLA's flags in `conftest.py`, but with one device in each process.
     variables = dict(PYTHONPATH=os.pathsep.join(path), XLA_FLAGS=FLAGS, JAX_PLATFORMS="cpu")
     with environment.restored():
         os.environ.update(variables)
         forkserver.ensure_running()
-        first = context.Process(target=os.getpid)  # starts after the imports of the server
+        first = context.Process(target=os.getpid)  # starts when the server has imported all
         first.start()
         first.join()
         first.close()
@@ -65,7 +65,7 @@ def forks():
 
 
 class Inside:
-    """The commands of every worker."""
+    """The methods that every kind of worker has. The campaign calls them in the worker process."""
 
     def mark(self):
         """Remember the descriptors of this process."""
@@ -73,7 +73,7 @@ class Inside:
 
     def left(self):
         """Count the descriptors that did not exist at the last `mark`."""
-        end = time.monotonic() + 3.0  # a thread may still hold a connection
+        end = time.monotonic() + 3.0  # a thread may not have closed its connection yet
         while True:
             more = leaks.by_sort(leaks.descriptors()) - self.before
             if not more or time.monotonic() > end:
@@ -87,19 +87,19 @@ class Inside:
         raise ValueError("an error of the program")
 
     def limit_descriptors(self, more):
-        """Let this process open at most `more` additional descriptors; None removes the limit."""
+        """Let this process open at most `more` more descriptors. None removes the limit."""
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         most = min(hard, 1024) if more is None else max(leaks.descriptors()) + more
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
     def interrupt(self, seconds):
-        """Interrupt this process with a signal every `seconds`; 0 ends the signals."""
+        """Interrupt this process with a signal every `seconds`. 0 stops the signals."""
         signal.signal(signal.SIGALRM, lambda *_: None)
         signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
 
 
 def work(make, connection, log, arguments):
-    """Run the named methods of `make(**arguments)` until the connection ends."""
+    """Call the methods of `make(**arguments)` that the connection names, until it ends."""
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(output, 1), os.dup2(output, 2), os.close(output)
     faulthandler.dump_traceback_later(LIMIT, exit=True)
@@ -127,7 +127,7 @@ def work(make, connection, log, arguments):
 
 
 class Worker:
-    """The campaign's handle of a worker process."""
+    """A worker process, as the campaign sees it."""
 
     def __init__(self, index, make, log, arguments):
         self.index = index
@@ -187,11 +187,11 @@ class Run:
     def __init__(self, rng, folder, slack):
         self.rng = rng
         self.folder = pathlib.Path(folder)
-        self.slack = slack  # seconds beyond a bound, for a busy machine
+        self.slack = slack  # seconds to add to each bound, for a busy machine
         self.workers = []
         self.started = []
         self.kept = contextlib.ExitStack()  # resources to close at the end of the run
-        self.error, self.seconds = "", None  # an error that names the victim, and when it came
+        self.error, self.seconds = "", None  # an error, and seconds from the fault to it
 
     def start_one(self, make, index, **arguments):
         log = self.folder / f"{index}.log"
@@ -208,7 +208,7 @@ class Run:
         return [worker for worker in self.workers if not worker.is_dead]
 
     def all(self, name, *given, seconds=60.0):
-        """Run a method in all living workers. Return the results. Fail if a reply is an error."""
+        """Call a method in all living workers. Return the results. Fail if a worker raises."""
         replies = self.replies(name, *given, seconds=seconds)
         for worker, reply in zip(self.alive(), replies):
             if reply.error:
@@ -221,7 +221,8 @@ class Run:
         return [worker.hear(seconds) for worker in self.alive()]
 
     def kill(self, but=()):
-        """Kill the workers and all their children with ids outside of `but`. Return these ids."""
+        """Kill the workers. Then kill all remaining processes of the campaign except those in
+        `but`, and return their ids."""
         for worker in self.started:
             worker.kill()
         found = leaks.processes() - set(but)
@@ -231,7 +232,7 @@ class Run:
         return found
 
     def close(self, but=()):
-        """End the workers. Fail if a descriptor remains, or a process whose id is not in `but`."""
+        """End the workers. Fail if descriptors remain, or processes that are not in `but`."""
         for worker, left in zip(self.alive(), self.all("left")):
             if any(left.values()):
                 raise Wrong(f"leak in process {worker.index}: {left}")

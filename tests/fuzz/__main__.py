@@ -5,7 +5,7 @@ oracle.
     python -m tests.fuzz --seed 1 --program 17    # only this program
     python -m tests.fuzz --seconds 600 --seed 1 --kinds moe_mlp grouped_dot
 
-After the first failure, the fuzzer prints the command that repeats it, and ends with exit status 1.
+After the first failure, the fuzzer prints a command that repeats it, and ends with exit status 1.
 With `--keep-going`, it continues. To use several cores, start several fuzzers with different seeds.
 """
 

@@ -26,7 +26,7 @@ def wire_of(name):
 
 
 def exchange(program, group, a):
-    """Dispatch and combine one rank's arrays `a` (a dict by name). Return (Recv, sums)."""
+    """Dispatch and combine on one rank. `a` maps names to its arrays. Return (Recv, sums)."""
     p = program
     leaves = [a[f"x{i}"] for i in range(len(p.x))]
     routed = draw.routed_by(p, group)
@@ -71,8 +71,8 @@ def exchange(program, group, a):
 def of_one_rank(program, group):
     """Return a function of one rank's inputs and directions (dicts by name).
 
-    The function returns the results and their derivatives. For `jvp`, these are the tangents of
-    `draw.outputs_of`. For `vjp`, these are the cotangents of the inputs.
+    The function returns the results and the derivatives. With `jvp`, the derivatives are tangents
+    of `draw.outputs_of`. With `vjp`, they are cotangents of the inputs.
     """
     p = program
     names = [name for name, _, _ in draw.outputs_of(p)]
@@ -116,7 +116,7 @@ def compiled(program):
 
 @functools.cache
 def rounds_twice():
-    """Return True if XLA rounds float64 to float16 through float32, as on CPUs without float16."""
+    """Return True if XLA rounds float64 to float32 and then to float16 (CPUs without float16)."""
     with jax.enable_x64(True):
         above_a_tie = jnp.full(8, 1 + 2.0**-11 + 2.0**-40, jnp.float64)
         return bool((jax.jit(lambda x: x.astype(jnp.float16))(above_a_tie) == 1).all())
@@ -137,7 +137,7 @@ def names_of(program):
 
 
 def run(program, given, fn):
-    """Run a compiled program on `draw.Inputs`, and check every element of the batch."""
+    """Run the compiled function `fn` on `draw.Inputs`, and check every element of the batch."""
     p = program
     args = dict(given.args)
     if p.has_traced_scale:
@@ -165,7 +165,7 @@ def element_of(program, b, name, array):
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """The expected results of one element of the batch on all ranks, computed with the oracle."""
+    """The oracle's results on all ranks for one element of the batch."""
 
     program: draw.Program
     args: dict[str, np.ndarray]
@@ -173,7 +173,8 @@ class Expected:
     routings: list[oracle.Routing]
 
     def each(self, fn, *arrays):
-        """Call fn(*arrays, routing) for each domain (if replicated: rank). Join the results."""
+        """Call fn(*arrays, routing) for each domain. If tokens are replicated, call it for each
+        rank. Join the results."""
         alone = len(self.routings) > 1 or self.program.replicated
         found = []
         for r, routing in enumerate(self.routings):
@@ -184,7 +185,7 @@ class Expected:
         return np.concatenate(found)
 
     def grouped(self, rows):
-        """Return rows [R, C, ...]. If the tail is unspecified, set it to zero."""
+        """Return rows [R, C, ...]. If rows after the last group are unspecified, make them zero."""
         if self.program.tail == "zero":
             return rows
         is_tail = self.routing.is_tail
@@ -195,7 +196,7 @@ class Expected:
 
     @functools.cached_property
     def routing(self):
-        """Join the fields of all routings in one routing."""
+        """Concatenate the routings of all domains to one routing."""
         fields = [field.name for field in dataclasses.fields(oracle.Routing)]
         joined = {f: np.concatenate([getattr(r, f) for r in self.routings]) for f in fields}
         return oracle.Routing(**joined)
@@ -208,7 +209,8 @@ class Expected:
         return self.each(oracle.dispatch_choices, weights)
 
     def summed(self, pairs, wire, addend=None):
-        """Sum the addend and pairs (rows, weights or None). Return (sums, allowed difference)."""
+        """Combine pairs (rows, weights or None), and add the addend. Return (sums, slack): slack is
+        the allowed difference."""
         p = self.program
         of_wire = None
         if wire in draw.FORMATS:
@@ -242,7 +244,7 @@ class Expected:
 
     @functools.cached_property
     def weights(self):
-        """Return the router weights of rows [R, C], or None."""
+        """Return the router weight of each row, [R, C], or None without router weights."""
         if not self.program.topk_weights:
             return None
         return self.weights_with_rows(self.args["topk_weights"])
@@ -270,7 +272,7 @@ class Expected:
 
     def check_recv(self, recv):
         p, same = self.program, harness.assert_same_bytes
-        # Use Python integers, because no integer dtype holds both -1 and all of uint64.
+        # Use Python integers, because no numpy dtype has both -1 and all numbers of uint64.
         is_invalid = [
             [not -1 <= int(i) < p.num_experts for i in own.ravel()] for own in self.args["ids"]
         ]
@@ -372,7 +374,7 @@ class Expected:
         harness.assert_sums_agree(actual, sums, np.zeros(sums.shape), what)
 
     def check_cotangents_of_router_weights(self, cotangents, of_row_weights, slack):
-        """Check the cotangents of the router weights, which the combine may also use."""
+        """Check the router weights' cotangents. `of_row_weights` is the term of combine, if any."""
         total = self.directions["weights"]
         if of_row_weights is not None:
             is_row = self.routing.row_token >= 0
@@ -385,7 +387,7 @@ class Expected:
         self.check_close(cotangents["topk_weights"], total, own, "topk_weights")
 
     def check_close(self, actual, expected, slack, name):
-        """Check that numbers differ by at most the slack, plus a rounding if the slack is not 0."""
+        """Check that numbers differ by at most the slack. Add a rounding if the slack is not 0."""
         rounded = expected.astype(actual.dtype)
         slack = np.broadcast_to(np.asarray(slack, np.float64), rounded.shape)
         at_most = slack + (slack > 0) * oracle.epsilon(actual.dtype) * np.abs(expected)

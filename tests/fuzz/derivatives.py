@@ -4,8 +4,8 @@ import jax
 import oracle
 
 FIRST = ("jvp", "vjp")
-# Each method computes H v. H is the Hessian of <g, fn>, g is a cotangent of the result, and v are
-# tangents of the floats.
+# Three ways to compute H v. H is the Hessian of <g, y>, where y is the result of `fn` and g is its
+# cotangent. v are tangents of the floats.
 SECOND = ("forward over reverse", "reverse over forward", "reverse over reverse")
 
 
@@ -16,9 +16,9 @@ def derived(how, fn):
       how: one of `FIRST` or `SECOND`, or None.
       fn: maps (floats, others) to (float array, dict of other results).
 
-    The directions have the cotangent "g" and, for each float, the tangent "v.NAME". The results are
-    "y", the other results of `fn`, "t" (the tangent of y), "d.NAME" (the cotangent of a float) and
-    "dd.NAME" (the second derivative).
+    The directions are the cotangent "g" and, for each float, the tangent "v.NAME". The results are
+    "y", "t" (the tangent of y), "d.NAME" (the cotangent of a float), "dd.NAME" (its part of H v),
+    and the other results of `fn`.
     """
 
     def run(floats, others, directions):
@@ -53,7 +53,7 @@ def named(kind, tree):
 
 
 def results_of(how, names):
-    """Return the names of the results of `derived`, except other results of `fn`."""
+    """Return the names of the results of `derived`, without the other results of `fn`."""
     d, dd = ([f"{kind}.{name}" for name in names] for kind in ("d", "dd"))
     return {
         None: ["y"],
@@ -71,7 +71,7 @@ def directions_of(how, names):
 
 
 def expected(how, value, gradient, floats, tangents):
-    """Return the results of `derived`, by name, computed with numpy.
+    """Return the expected results of `derived` by name, computed with numpy.
 
     Args:
       value: maps floats to {"y": array}.

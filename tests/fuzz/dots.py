@@ -1,4 +1,4 @@
-"""Define programs of `ma.grouped_dot` in nested vmaps. A sine is between two products."""
+"""Make random programs of `ma.grouped_dot` in nested vmaps, with a sine between two products."""
 
 import dataclasses
 import functools
@@ -21,8 +21,8 @@ NAMES = ("rows", "w")
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The sizes and options of the products. All arrays have a rank axis. Ranks are devices, or
-    elements of a vmap on one device."""
+    """The sizes and options of one or more products. All arrays have a leading rank axis. Each rank
+    is a device, or an element of a vmap."""
 
     place: places.Place
     capacity: int
@@ -37,17 +37,17 @@ class Program:
     tail: str
     num_sms: int | None
     vmaps: tuple[int, ...]  # sizes of the axes, the outermost first
-    axes: tuple[tuple[int | None, ...], ...]  # for each vmap: the axis of rows, w and sizes
+    axes: tuple[tuple[int | None, ...], ...]  # in_axes of each vmap, for (rows, w, sizes)
     derivative: str | None
     is_outside: bool  # the derivative is outside of the vmaps
 
     def lead(self, name):
-        """Return, for each vmap, whether the vmap batches the array."""
+        """Return a bool for each vmap: True if it batches the array."""
         at = (*NAMES, "sizes").index(name)
         return tuple(axes[at] is not None for axes in self.axes)
 
     def shape(self, name):
-        """Return the shape of an array without the axes of vmaps."""
+        """Return the shape of an array, without the axes of vmaps and of ranks."""
         k, n = self.columns
         return {
             "rows": (self.capacity, k),
@@ -106,7 +106,7 @@ def program(seed, number, *, has_mesh=True):
 
 
 def compiled(program):
-    """Return a compiled function of all ranks' (floats, others, directions), as numpy arrays."""
+    """Return a compiled function (floats, others, directions) -> results of all ranks' arrays."""
     p = program
 
     def product(rows, w, sizes):
@@ -151,15 +151,15 @@ def compiled(program):
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """The arrays of one run by name, [R, *axes of vmaps, ...]. If a vmap does not batch an array,
-    the array has an axis of size 1 for this vmap."""
+    """The arrays of one run by name, [R, *axes of vmaps, ...]. The axis of a vmap has size 1 if the
+    vmap does not batch the array."""
 
     arrays: dict[str, np.ndarray]
     names: list[str]
 
 
 def drawn_sizes(rng, p):
-    """Draw the sizes of groups. Return them with the name of their distribution."""
+    """Choose random sizes of groups. Return (sizes, name of their distribution)."""
     groups, capacity = p.groups, p.capacity
     limits = np.iinfo(p.sizes_dtype)
     name = draw.one_of(rng, ("some", "some", "some", "all", "one", "none", "cut", "wild"))
@@ -178,7 +178,7 @@ def drawn_sizes(rng, p):
 
 
 def inputs(program, seed, number, run):
-    """Draw the arrays of a run. Rows after the last group of each element are not finite."""
+    """Make the random arrays of a run. Rows after an element's last group are not finite."""
     p, rng = program, draw.generator(seed, number, run, 6)
     ranks = p.place.ranks
 
@@ -209,7 +209,7 @@ def inputs(program, seed, number, run):
 
 
 def as_given(p, name, array):
-    """Move the axes of vmaps to the positions that the program expects."""
+    """Move the axes of vmaps to where the program expects them. Drop axes of size 1."""
     kind = name.removeprefix("v.")
     lead = (True,) * len(p.vmaps) if kind == "g" else p.lead(kind)
     array = array.reshape(
@@ -225,15 +225,15 @@ def as_given(p, name, array):
 
 
 def canonical(p, kind, array):
-    """Undo `as_given`. The result has no axes of size 1."""
+    """Undo `as_given`, except for the dropped axes."""
     for axis, front in axes_of_vmaps(p, kind):
         array = np.moveaxis(array, axis, front)
     return array
 
 
 def axes_of_vmaps(p, kind):
-    """Return two positions for the axis of each vmap that batches the array. The first is in the
-    program's array. The second is directly after the rank axis, in the order of vmaps."""
+    """For each vmap that batches the array, return two positions of its axis: in the array that the
+    program expects, and in `Inputs`, where all these axes follow the rank axis."""
     at = (*NAMES, "sizes").index(kind)
     axes = [axes[at] for axes in p.axes if axes[at] is not None]
     return [(1 + number + axis, 1 + number) for number, axis in enumerate(axes)]
@@ -285,7 +285,7 @@ def check_result(p, name, actual, lead, expected, slack, in_group):
     of_input = name.partition(".")[2]
     shape = p.shape(of_input or "g")
     expected, slack = (np.array(x).reshape(*lead, *shape) for x in (expected, slack))
-    if p.is_outside and of_input:  # sum over the elements that share the array
+    if p.is_outside and of_input:  # sum derivatives over the elements that share an array
         shared = tuple(1 + i for i, has in enumerate(p.lead(of_input)) if not has)
         expected, slack = expected.sum(shared), 2 * slack.sum(shared)
         in_group = in_group.all(shared)

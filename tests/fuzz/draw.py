@@ -1,7 +1,7 @@
-"""Draw programs for the fuzzer, and the arrays of their runs.
+"""Make random programs of exchanges for the fuzzer, and random arrays for their runs.
 
-A program consists of static choices. It is compiled once, and runs with several routings. A program
-depends only on the seed and on its number, so a failure can be repeated without earlier programs.
+A `Program` is a set of sizes and options. It is compiled once, and runs with several routings. It
+depends only on the seed and its number, so a failure can be repeated without earlier programs.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ TRACED_SCALE = 0.37
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """The dtype of an array of tokens or rows, and its shape after the first axis."""
+    """The dtype and the trailing shape (without the first axis) of an array of tokens or rows."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -95,7 +95,7 @@ class Routed(Sizes):
         return ["topk_weights"] * (self.topk_weights is not None)
 
     def format_with(self, scale):
-        """Return the format, or None. `scale` replaces a global scale that the program traces."""
+        """Return the token format, or None. If its global scale is traced, use `scale` for it."""
         return ma.NvFp4(global_scale=scale) if self.has_traced_scale else FORMATS.get(self.format)
 
 
@@ -109,15 +109,15 @@ class Program(Routed):
     y: tuple[Leaf, ...]
     y_weights: str | None  # "recv", "own", or None
     weights_are_powers: bool  # weights are powers of two, so that no product is rounded
-    dispatch_wire: str | None  # a dtype or a format
+    dispatch_wire: str | None  # the name of a dtype or of a format
     combine_wire: str | None
     tail: str  # "zero" or "unspecified"
     has_token_scales: bool
-    has_addends: bool  # the combine may have addends
+    has_addends: bool  # False: the combine has no addends
 
     @property
     def addends(self):
-        """Return the names of the arrays that the combine adds to its sums."""
+        """Return the names of the arrays that combine adds to its sums."""
         adds = self.has_addends and not self.is_split and not self.replicated
         return [f"add{i}" for i in range(len(self.y) * adds)]
 
@@ -152,7 +152,7 @@ def some_of(rng, values):
 
 
 def program(seed, number, *, has_mesh=True):
-    """Draw a program. Without a mesh, its ranks are elements of a vmap."""
+    """Make a random program. If not `has_mesh`, its ranks are elements of a vmap."""
     rng = generator(seed, number)
     chance = lambda p: bool(rng.random() < p)
     numbers = drawn_sizes(rng)
@@ -194,8 +194,8 @@ def program(seed, number, *, has_mesh=True):
     scale_of = one_of(rng, ("format", "tensor", "token", "token")) if fmt == "nv" else "format"
     is_empty = Sizes(**numbers).is_empty or any(0 in leaf.shape for leaf in (*leaves, *sums))
     if is_empty or not has_mesh:
-        # Gradients of empty arrays in shard_map may not compile, even without this package. XLA of
-        # jax 0.12.0.1 says: "'func.call' op expected at least one operand of
+        # Gradients of empty arrays in shard_map may fail to compile, even without this package. The
+        # error of jax 0.12.0.1 is: "'func.call' op expected at least one operand of
         # @xla.sdy.manual_computation_body to be produced by ...".
         kind = "vmap"
     has_domains = batch > 0 and kind != "vmap" and batch * ranks <= harness.NUM_DEVICES
@@ -216,7 +216,7 @@ def program(seed, number, *, has_mesh=True):
         has_load=chance(0.2),
         y=tuple(sums),
         y_weights=y_weights,
-        # If products were rounded, a sum could become a neighbouring value of an 8-bit wire dtype.
+        # A rounded product could change a sum's nearest value in an 8-bit wire dtype.
         weights_are_powers=combine_wire in (*FORMATS, "float8_e4m3fn", "float8_e5m2")
         or chance(0.5),
         dispatch_wire=dispatch_wire,
@@ -232,7 +232,7 @@ def program(seed, number, *, has_mesh=True):
 
 
 def drawn_sizes(rng, most_tokens=13):
-    """Draw the fields of `Sizes`."""
+    """Choose random values for the fields of `Sizes`."""
     chance = lambda p: bool(rng.random() < p)
     ranks = int(rng.integers(1, 9))
     tokens, top_k, local_experts = drawn_tokens(rng, ranks)
@@ -260,7 +260,7 @@ def drawn_sizes(rng, most_tokens=13):
 
 
 def drawn_tokens(rng, ranks):
-    """Draw (tokens, top_k, local_experts). They are small, because the oracle has loops."""
+    """Choose random (tokens, top_k, local_experts): small, because the oracle has loops."""
     if ranks <= 3 and rng.random() < 0.04:  # more tokens than one launch can route and dispatch
         return 257, int(rng.integers(1, 3)), 2
     tokens = one_of(rng, (0, 1, 1, 2, 3, 4, 5, 7, 8, 9, 13))
@@ -279,12 +279,12 @@ def wire(rng, fmt=None):
 
 
 def group_size_of(*names):
-    """Return the largest group size of the formats among the names, or 0."""
+    """Return the largest group size of the formats with these names. Ignore other names."""
     return max([FORMATS[name].group_size for name in names if name in FORMATS], default=0)
 
 
 def is_wider(wire, leaves):
-    """Return True if a wire dtype has more bits than an array that is summed."""
+    """Return True if `wire` is a dtype with more bits than the dtype of a summed array."""
     if wire not in WIRE_DTYPES:
         return False
     summed = [cases.dtype(leaf.dtype) for leaf in leaves if leaf.is_differentiated]
@@ -296,11 +296,11 @@ def trailing(rng):
     return one_of(rng, ((), (width,), (width,), (width,), (2, width), (0,)))
 
 
-# These arrays have all ranks: [R, ...], or [R, B, ...] with a batch.
+# The functions below make arrays of all ranks: [R, ...], or [R, B, ...] with a batch.
 
 
 def anything(rng, ranks, layout):
-    """Draw ids from a random list of experts and invalid ids."""
+    """Return random ids from a short random list of experts and invalid ids."""
     experts = layout.num_experts(ranks)
     wild = (-1, -1, -1, experts, -2, cases.INT32.max, cases.INT32.min)
     size = rng.integers(1, experts + 4)
@@ -313,12 +313,12 @@ NAMES = (*cases.ROUTINGS, *(["anything"] * 8), *(["masked", "repeated"] * 2))
 
 
 def ids_of(rng, program):
-    """Draw (ids [R, T, K], name of the routing)."""
+    """Return random ids [R, T, K], and the name of their distribution."""
     layout = cases.Layout("drawn", program.tokens, program.top_k, program.local_experts)
     name = one_of(rng, NAMES) if program.tokens and program.top_k else "all_masked"
     ids = np.asarray(ROUTINGS[name](rng, program.ranks, layout), np.int64)
     limits = np.iinfo(program.ids_dtype)
-    # An id that the dtype cannot hold becomes the largest number of the dtype, which is invalid.
+    # If the dtype does not have an id, use the dtype's largest number, which is an invalid id.
     fits = np.array([limits.min <= int(i) <= limits.max for i in ids.flat], bool)
     ids = np.where(fits.reshape(ids.shape), ids, 0).astype(program.ids_dtype)
     ids[~fits.reshape(ids.shape)] = limits.max
@@ -333,9 +333,9 @@ def routings_of(program, ids):
 
 
 def has_row(program, routings):
-    """Return True for each choice [R, T, K'] that has a row."""
+    """Return a bool for each choice [R, T, K']: True if it has a row."""
     kept = np.concatenate([r.choice_row for r in routings]) >= 0
-    if program.replicated:  # arrays of tokens are the same on all ranks
+    if program.replicated:  # all ranks have the same tokens
         kept = np.broadcast_to(kept.any(axis=0), kept.shape)
     return kept
 
@@ -355,13 +355,13 @@ def routed_by(program, group):
 
 
 def axis_of(name):
-    """Return the entry of `batched` that makes an input batched."""
+    """Return the name that `batched` contains if this input is batched."""
     if name == "ids":
         return "ids"
     if name in ("topk_weights", "y_weights", "scales"):
         return "weights"
     name = name.rstrip("0123456789")
-    return "x" if name == "add" else name  # an addend is batched like x
+    return "x" if name == "add" else name  # an addend is batched if x is
 
 
 @dataclasses.dataclass(frozen=True)
@@ -373,7 +373,7 @@ class Inputs:
 
 
 def inputs(program, seed, number, run):
-    """Draw the arrays of a run. Elements that no program may read are NaN."""
+    """Make the random arrays of a run. Elements that no program may read are NaN."""
     rng = generator(seed, number, run, 1)
     p, elements = program, max(1, program.batch)
     all_ids, names = [], []
@@ -385,7 +385,7 @@ def inputs(program, seed, number, run):
     routings = own if len(own) == elements else own * elements
 
     def drawn(name, shape, draw, is_same_on_ranks):
-        """Draw one array [R, *shape], or one for each element of the batch."""
+        """Make one array [R, *shape], or one for each element of the batch if it is batched."""
         count = elements if axis_of(name) in p.batched else 1
         arrays = [draw((p.ranks, *shape)) for _ in range(count)]
         if is_same_on_ranks:
@@ -464,7 +464,7 @@ def inputs(program, seed, number, run):
 
 
 def tokens(rng, program, leaf):
-    """Return a function that draws tokens. Without a format, tokens are random bits."""
+    """Return a function from a shape to random tokens. Without a format, these are random bits."""
 
     def for_a_format(shape):
         x = rng.standard_normal(shape) * 10.0 ** rng.uniform(
@@ -481,14 +481,14 @@ def tokens(rng, program, leaf):
 
 
 def scales(rng, shape):
-    """Draw global scales of tokens. Some are invalid or outside of the range."""
+    """Return random global scales of tokens. Some are invalid or outside of the allowed range."""
     special = np.float32([0, -0.0, -1, np.inf, np.nan, 1e-40, 2.0**-120, 3e38])
     ordinary = (10.0 ** rng.uniform(-6, 3, shape)).astype(np.float32)
     return np.where(rng.random(shape) < 0.1, rng.choice(special, shape), ordinary)
 
 
 def outputs_of(program):
-    """Return (name, shape, dtype) of one rank's results that have derivatives."""
+    """Return (name, shape, dtype) of each result of one rank that has derivatives."""
     p = program
     found = []
     if p.format is None or p.decode:

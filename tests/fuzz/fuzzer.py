@@ -12,13 +12,13 @@ import jax
 
 from . import check, dots, draw, layers
 
-RUNS = 16  # routings of a program; all runs take less time than the compilation
+RUNS = 16  # runs of a program; together, they take less time than its compilation
 REPORT_EVERY = 30  # seconds
 FORGET_EVERY = 50  # programs between two calls of `jax.clear_caches`
 
 
 class Kind(typing.NamedTuple):
-    """The functions that draw and run programs of one kind."""
+    """The functions that make and run random programs of one kind."""
 
     share: float  # share of the programs
     program: typing.Callable  # (seed, number, has_mesh) -> program
@@ -60,7 +60,7 @@ def numbers_of(seed, kinds=None):
 
 
 def fuzz(seed, *, seconds=float("inf"), numbers=None, keep_going=False, report=print):
-    """Run the programs with these numbers, or all programs, until the time is over. Report each
+    """Run the programs with these numbers (None: 0, 1, ...) until `seconds` are over. Report each
     failure with the command that repeats it."""
     done, begin, last = Done(), time.monotonic(), time.monotonic()
     for number in numbers_of(seed) if numbers is None else numbers:

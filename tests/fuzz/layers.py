@@ -1,4 +1,4 @@
-"""Define programs with `ma.moe_mlp`, some in a scan or under checkpoint policies."""
+"""Make random programs with `ma.moe_mlp`, some in a scan or under checkpoint policies."""
 
 import dataclasses
 import functools
@@ -42,8 +42,8 @@ def nan_at_zero(h):
     return h + (0 * jnp.log(jnp.abs(h.astype(jnp.float32)))).astype(h.dtype)
 
 
-# Each entry: the activation, the oracle's activation, 2 if it is gated (else 1), and the axes of an
-# array `p` that it reads ("columns" or "none"), or None without `p`.
+# Each value: the activation, the oracle's activation, 2 if it is gated (otherwise 1), and the axes
+# ("columns" or "none") of the array `p` that it reads, or None if it reads no `p`.
 ACTIVATIONS = {
     "identity": (lambda h, p: h, oracle.elementwise(lambda h: h, np.ones_like), 1, None),
     "tanh": (lambda h, p: jnp.tanh(h), oracle.elementwise(np.tanh, tanh_slope), 1, None),
@@ -73,16 +73,17 @@ ACTIVATIONS = {
 }
 
 
-# These functions bound the values and derivatives of all activations, up to a factor. With absolute
-# values as inputs, they bound the rounding errors.
+# Functions that bound all ACTIVATIONS and their derivatives, up to a factor. Their results for the
+# absolute values of all inputs bound the rounding errors.
 MAJORANT = dict(
     plain=oracle.elementwise(lambda h: 1.5 * (h + h * h), lambda h: 1.5 + 3 * h),
     gated=oracle.gated(lambda h: 1.5 * (h + h * h), lambda h: 1.5 + 3 * h),
     columns=oracle.scaled(lambda h: 1 + h + h * h, lambda h: 1 + 2 * h),
     none=oracle.steep(lambda h: 1.5 * (h + h * h), lambda h: 1.5 + 3 * h),
 )
-# An error may be this multiple of the dtype's epsilon times the majorant. In 45,000 layers and
-# products, only one multiple was above 6 (seed 601, program 1931: a sum of 360 rows).
+# The allowed error is this number times the dtype's epsilon times the result with MAJORANT. In
+# 45,000 layers and products, only one needed more than 6 (seed 601, program 1931: a sum of 360
+# rows).
 MOST_ROUNDINGS = 12
 
 POLICIES = {
@@ -114,7 +115,7 @@ class Program(draw.Routed):
     policy: str | None
     is_outside: bool  # the derivative is outside of the map over ranks
     num_chunks: int | None
-    spare: tuple[int, ...] | None  # experts in spare slots (-1: empty), or None without a placement
+    spare: tuple[int, ...] | None  # the experts in spare slots (-1: none); None: no placement
     weigh_input: bool
 
     @property
@@ -127,7 +128,7 @@ class Program(draw.Routed):
         return ["ids", *(["scale"] * self.has_traced_scale)]
 
     def is_batched(self, name):
-        """Return True if an input or direction differs between elements of the batch."""
+        """Return True if this input or direction differs between elements of the batch."""
         if not self.batch or name == "scale":
             return False
         name = name.removeprefix("v.")
@@ -136,7 +137,7 @@ class Program(draw.Routed):
         return kind == "g" or kind in self.batched
 
     def is_summed(self, name):
-        """Return True if the derivative of an input is a sum over the batch."""
+        """Return True if the derivative of this input is summed over the batch."""
         is_one = self.is_outside or self.place.has_domains
         return bool(self.batch) and is_one and not self.is_batched(name)
 
@@ -150,12 +151,12 @@ class Program(draw.Routed):
         return ma.Placement.from_slots(slots, self.num_experts, num_ranks=self.ranks)
 
     def has_layers(self, name):
-        """Return True if an input has an axis for the layers of a scan."""
+        """Return True if this input or direction has an axis for the layers of a scan."""
         return self.depth > 0 and name not in ("x", "scale", "g", "v.x")
 
 
 def program(seed, number, *, has_mesh=True):
-    """Draw a program. Without a mesh, its ranks are elements of a vmap."""
+    """Make a random program. If not `has_mesh`, its ranks are elements of a vmap."""
     rng = draw.generator(seed, number, 3)
     chance = lambda p: bool(rng.random() < p)
     one_of = functools.partial(draw.one_of, rng)
@@ -202,7 +203,7 @@ def program(seed, number, *, has_mesh=True):
         place = dataclasses.replace(place, check_vma=False)
     batched = draw.some_of(rng, ("ids", "x", "weights", "experts")) if batch else ()
     if place.has_domains and "x" not in batched:
-        batched = (*batched, "x")  # like cotangents and the carry of a scan
+        batched = (*batched, "x")  # cotangents and the carry of a scan are batched, too
     found = Program(
         **sizes,
         place=place,
@@ -232,10 +233,11 @@ def program(seed, number, *, has_mesh=True):
 
 
 def with_parts(rng, program):
-    """Draw chunks and a placement, if the program drops no choices and has no replicated tokens.
+    """Add random chunks and a placement, if the program can have them.
 
-    Replicated tokens are left out, because chunks and placements would change their partial sums.
-    If an activation reads `p`, a replica would read the `p` of another rank.
+    It must drop no choices. Its tokens must not be replicated, because chunks and placements would
+    change their partial sums. With a placement, its activation must not read `p`, because a replica
+    of an expert would read the `p` of a different rank.
     """
     p = program
     has_routing = p.is_routed_first or p.has_load or p.place.hosts
@@ -256,7 +258,7 @@ def with_parts(rng, program):
 
 
 def of_one_rank(program, group):
-    """Return a function of one rank's (floats, others) that returns (y, other results)."""
+    """Return a function of one rank, (floats, others) -> (y, other results)."""
     p = program
 
     def layer(a, ids, scale):
@@ -299,7 +301,7 @@ def of_one_rank(program, group):
 
 
 def compiled(program):
-    """Return a compiled function of all ranks' (floats, others, directions), as numpy arrays."""
+    """Return a compiled function (floats, others, directions) -> results of all ranks' arrays."""
     p = program
     batched = lambda names: {name: p.is_batched(name) for name in names}
     inputs = batched(p.floats), batched(p.others)
@@ -337,8 +339,8 @@ def is_summed_result(program, name):
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """The arrays of one run: [R, ...], or [R, B, ...] if elements of the batch differ. With a scan,
-    the axis after R and B is the layer."""
+    """The arrays of one run: [R, ...], or [R, B, ...] if they differ between elements of the batch.
+    With a scan, the next axis is the layer."""
 
     floats: dict[str, np.ndarray]
     others: dict[str, np.ndarray]
@@ -348,7 +350,7 @@ class Inputs:
 
 
 def inputs(program, seed, number, run):
-    """Draw the arrays of a run. Elements that no program may read are NaN."""
+    """Make the random arrays of a run. Elements that no program may read are NaN."""
     rng = draw.generator(seed, number, run, 4)
     p, elements, depth = program, max(1, program.batch), max(1, program.depth)
     count = elements if p.is_batched("ids") else 1
@@ -358,12 +360,12 @@ def inputs(program, seed, number, run):
     routings = routings if count == elements else routings * elements
 
     def stacked(arrays, name):
-        """Stack arrays[element][layer], which are [R, ...]."""
+        """Stack the arrays [R, ...] of a nested list arrays[element][layer]."""
         own = [np.stack(a, axis=1) if p.has_layers(name) else a[0] for a in arrays]
         return np.stack(own, axis=1) if p.is_batched(name) else own[0]
 
     def is_read(name):
-        """Return a mask of the entries that a program reads, for each element of the batch."""
+        """Return masks of the entries that a program reads, one for each element of the batch."""
         masks = []
         for own in routings:
             has_row = draw.has_row(p, own[0])
@@ -440,7 +442,7 @@ class Expected:
         self.v = {name[2:]: x for name, x in directions.items() if name != "g"}
 
     def of_layer(self, a, i, x):
-        """Return the arguments of the oracle's layer for layer i."""
+        """Return the arrays of layer i for `oracle.expert_layer`. `x` is its input."""
         own = {n: array[:, i] if self.p.has_layers(n) else array for n, array in a.items()}
         tokens = own["x"].shape[:2]
         found = {n: own[n] for n in EXPERTS if n in own}
@@ -550,8 +552,8 @@ def run(program, given, fn):
 
 
 def may_be_infinite(slack, dtype, wire=None):
-    """Return True for numbers that cannot be compared, because a term may have overflowed the dtype
-    or the wire dtype. The slack is a multiple of the sum of the magnitudes of all terms."""
+    """Return True for numbers that cannot be compared, because a term of their sum may be infinite
+    in the dtype or the wire dtype. The slack is a multiple of the sum of the terms' magnitudes."""
     largest = lambda dtype: oracle.epsilon(dtype) * float(ml_dtypes.finfo(dtype).max)
     found = slack > MOST_ROUNDINGS * largest(cases.dtype(dtype))
     if wire in draw.FORMAT_DTYPES:

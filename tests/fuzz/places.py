@@ -1,4 +1,4 @@
-"""Run a function of one rank on all ranks: by vmap on one device, or on a mesh."""
+"""Run a function of one rank on all ranks, by a vmap on one device or by shard_map on a mesh."""
 
 import contextlib
 import dataclasses
@@ -16,16 +16,16 @@ BATCH_AXIS = "data"
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """The ranks and their devices.
+    """The devices of the ranks: one or a mesh.
 
     With a batch, an array is [R, B, ...], or [R, ...] if all elements share it.
     """
 
     kind: str  # "vmap", or the kind of mesh axes: "auto" or "explicit"
     ranks: int
-    hosts: int = 0  # 0: a group of one level
+    hosts: int = 0  # hosts of a two-level group; 0: a group of one level
     batch: int = 0  # 0: no batch
-    has_domains: bool = False  # the batch is an axis of the mesh, and not a vmap
+    has_domains: bool = False  # True: the batch is an axis of the mesh, and not a vmap
     check_vma: bool = True
 
     @property
@@ -58,11 +58,11 @@ class Place:
         return Mesh(devices, axes, axis_types=(kind,) * len(axes))
 
     def over_ranks(self, fn, in_batched, out_batched):
-        """Map `fn` over all elements and ranks. `fn` maps dicts to a dict.
+        """Map `fn` over all elements of the batch and all ranks. `fn` maps dicts to a dict.
 
         Args:
-          in_batched: a dict for each argument, with True for arrays that differ between elements.
-          out_batched: a dict for the result, with True for arrays that differ between elements.
+          in_batched: for each argument, a dict with True for arrays that differ between elements.
+          out_batched: for the result, a dict with True for arrays that differ between elements.
         """
         if self.batch and not self.has_domains:
             axes = tuple({n: 0 if is_batched else None for n, is_batched in own.items()}

@@ -8,12 +8,12 @@ import harness
 
 
 def run_alone(function, *, timeout=60, **environment):
-    """Return the function's output. Fail unless it succeeds within about `timeout` seconds."""
+    """Return the printed text. Fail unless the call succeeds within about `timeout` seconds."""
     timeout *= harness.TIMES_SLOWER
     module, name = function.__module__, function.__name__
     environment = {
         **os.environ,
-        # Do not preallocate, because the current process has most of the GPUs' memory.
+        # JAX must not preallocate: the current process has most of the GPUs' memory.
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
         **environment,

@@ -4,11 +4,12 @@ All moved values are hashes of (step, rank, token, ...). Every rank therefore kn
 communication which values must arrive, and detects rows of a wrong step, rank or token. The values
 are small integers, so sums are exact in any dtype and order.
 
-A program maps a state to a state: the next step, and the number of wrong values so far. The host
-reads the counts once, after thousands of calls. With MOE_A2A_TEST_RANKS_ON_ONE_GPU=N, all N ranks
-share one GPU. A program is then a vmap over the group's axis, and not a shard_map over a mesh.
-`assert_right` then also compares the number of called exchanges with the workspace's counters. A
-test whose calls take the portable path therefore fails.
+A program maps a state to the next state: the number of a step, and the counts of wrong values so
+far. The host reads the counts once, after thousands of calls.
+
+With MOE_A2A_TEST_RANKS_ON_ONE_GPU=N, all N ranks share one GPU. A program is then a vmap over the
+group's axis, and not a shard_map over a mesh. `assert_right` then also compares the number of
+called exchanges with the workspace's counters, so a test of the portable path would fail.
 """
 
 import collections
@@ -45,8 +46,8 @@ def mesh_of(devices):
     return None if ONE_GPU else Mesh(np.array(devices), (AXIS,))
 
 
-# Every order of devices has a separate workspace. Tests in other folders use another order, so
-# tests of this folder cannot close or break a workspace of other tests.
+# Every order of devices has a separate workspace. Tests in other folders order the devices
+# differently, so the tests of this folder cannot close or break their workspaces.
 MESH = mesh_of(DEVICES[1::2] + DEVICES[::2])
 
 
@@ -90,15 +91,15 @@ class Shape:
     local_experts: int = 2
     dtype: str = "bfloat16"
     alignment: int = 1
-    format: object = None  # an 8-bit format, in which the small integers of tokens are exact
-    wire: object = None  # the format of partial sums
+    format: object = None  # an 8-bit token format, in which the tokens' integers are exact
+    wire: object = None  # the format in which combine sends partial sums
 
 
 def fitting(shape, gigabytes=4.0):
-    """Halve the tokens until the zones of all ranks on one GPU fit into the memory.
+    """Return the shape. If all ranks share one GPU, halve its tokens until the ring halves fit.
 
-    Both ring halves of each rank have a zone for each source. The bytes therefore grow with the
-    square of the number of ranks.
+    Each ring half of each rank has a landing zone for every source rank. The bytes therefore grow
+    with the square of the number of ranks.
     """
     row_bytes = shape.hidden * jnp.dtype(shape.dtype).itemsize
     tokens = shape.tokens
@@ -114,10 +115,10 @@ enough_tokens_to_be_late = pytest.mark.skipif(
 
 
 def enough_rows(shape, group):
-    """Return a capacity at which no choice is dropped. None is the worst case.
+    """Return a capacity at which no choice is dropped. None has room for all choices of all ranks.
 
-    On one GPU, the worst case of many ranks does not fit into the memory. Twice the mean load is
-    enough there, because the ids are hashes, so all loads are close to the mean.
+    On one GPU, so many rows may not fit into the memory. Twice the mean number of rows is enough
+    there, because the ids are hashes, so each rank receives about as many rows as the mean.
     """
     if not ONE_GPU:
         return None
@@ -132,7 +133,7 @@ MANY_CHUNKS = Shape(tokens=512)
 
 
 class Counts(NamedTuple):
-    """Numbers of errors: int32 [] on a device, [ranks] on the host."""
+    """Numbers of errors. On a rank, they are one int32 array [4]. On the host, each is [ranks]."""
 
     wrong: object  # elements that are wrong, but not NaN
     lost: object  # values that are NaN, and tags that are zero
@@ -141,13 +142,13 @@ class Counts(NamedTuple):
 
 
 def counted(**found):
-    """Return the number of True elements for each name of `Counts`, int32 [4]."""
+    """Return the numbers of True elements of the arguments, int32 [4] in the order of `Counts`."""
     return jnp.stack(
         [jnp.sum(jnp.asarray(found.get(name, 0)), dtype=jnp.int32) for name in Counts._fields]
     )
 
 
-# Every rank can compute these values. Arguments broadcast.
+# Every rank can compute the values of these functions. Arguments broadcast.
 
 
 def hashed(*values):
@@ -195,7 +196,7 @@ def my_rank(group):
     return lax.axis_index(group.axis_name)
 
 
-# These functions run on one rank.
+# The functions from here to `weighted` run on one rank.
 
 
 def route_args(shape, group):
@@ -249,12 +250,12 @@ def dispatch_start(shape, group, step, routing):
 
 
 def mark_of(rank):
-    """Return the small integer that experts of a rank add to rows, so that bfloat16 is exact."""
+    """Return the integer that a rank's experts add to rows. It is small, so the sums are exact."""
     return rank % 8
 
 
 def expert_output(rows, routing, group):
-    """Add the mark of this rank to rows. Set rows that no kernel may read to NaN."""
+    """Add the mark of this rank to rows. Set rows that no kernel may read (no token) to NaN."""
     rows = rows + mark_of(my_rank(group)).astype(rows.dtype)
     return jnp.where(routing.row_rank[:, None] >= 0, rows, jnp.nan)
 
@@ -283,7 +284,7 @@ def compare(actual, expected):
 
 
 def count_rows(shape, step, recv):
-    """Count wrong elements, tags and weights of rows. Rows without a token must be zero."""
+    """Count wrong elements, tags and weights of dispatched rows. Rows without a token must be 0."""
     rank, token, k = recv.src_info
     is_row = rank >= 0
     tags = jnp.where(is_row, tags_at(step, rank, token), 0)
@@ -300,7 +301,7 @@ def count_rows(shape, step, recv):
 
 
 def count_sums(shape, group, step, ids, out):
-    """Compare sums with the weighted sum of `expert_output` over the choices of each token."""
+    """Count wrong elements of `out`: weighted sums of `expert_output` over each token's choices."""
     token = jnp.arange(shape.tokens)
     x = tokens_at(shape, step, my_rank(group), token).astype(jnp.float32)
     weights = jnp.where(ids >= 0, own_weights(shape, group, step), 0)
@@ -337,7 +338,7 @@ def count_routing(shape, group, step, routing):
 
     rank, token, k = routing.row_rank, routing.row_token, routing.row_k
     row = jnp.arange(capacity)
-    local_expert = jnp.sum(row[:, None] >= ends, axis=1)  # local_experts after the last group
+    local_expert = jnp.sum(row[:, None] >= ends, axis=1)  # after the last group: local_experts
     is_real = row[:, None] < (ends - padded + sizes)
     is_real = jnp.any(is_real & (local_expert[:, None] == jnp.arange(len(expert))), axis=1)
     is_own = ids_at(shape, num_ranks, step, rank, token, k) == expert[0] + local_expert
@@ -378,8 +379,8 @@ def count_psum(group, step, size):
     return counted(wrong=total != jnp.sum(every, axis=0, dtype=every.dtype))
 
 
-# If all ranks share one GPU: the exchanges that were called since a workspace opened. The key is
-# the number of ranks, because each number of ranks has a separate workspace.
+# Only used if all ranks share one GPU: how many exchanges were called since a workspace was opened.
+# The key is the number of ranks, because each number of ranks has a separate workspace.
 _noted = collections.defaultdict(Count)
 _noting = threading.Lock()
 
@@ -395,7 +396,7 @@ def close(group):
 
 
 def close_all():
-    """Close all groups whose ranks share a GPU. No exchange of these groups may run."""
+    """Close all groups whose ranks share a GPU. No exchange of these groups may be running."""
     for size in range(2, native.limit("MAX_RANKS") + 1):
         group = ma.Group(axis_name=AXIS, size=size, implementation="cuda")
         if any(epochs_of(group.topology, kind) for kind in native.WORKSPACE_KINDS):
@@ -404,18 +405,18 @@ def close_all():
 
 
 def restart(group, **exchanges):
-    """Replace the noted numbers after a test has set the counters of a workspace."""
+    """Replace the group's numbers in `_noted`, after a test has set counters of its workspace."""
     with _noting:
         _noted[group.size] = dataclasses.replace(_noted[group.size], **exchanges)
 
 
 def counters_of(group):
-    """Return the exchanges that the counters show; 0 for a closed workspace."""
+    """Return the numbers of exchanges that the counters show. They are 0 for a closed workspace."""
     return Count(*(num_exchanges(group.topology, kind) for kind in native.WORKSPACE_KINDS))
 
 
 def assert_counted(group=GROUP):
-    """If all ranks share one GPU, check that the kernels ran all called exchanges.
+    """If all ranks share one GPU, check that kernels have run every exchange that was called.
 
     No exchange of the group may run during this call.
     """
@@ -426,7 +427,10 @@ def assert_counted(group=GROUP):
 
 
 class Noted:
-    """A program that notes its exchanges. The first call counts them if `exchanges` is None."""
+    """A program that adds its exchanges to `_noted` in each call.
+
+    `exchanges` is their number per call. If it is None, the first call reads it from the counters.
+    """
 
     def __init__(self, program, group, exchanges=None):
         self.program, self.group, self.exchanges = program, group, exchanges
@@ -453,7 +457,7 @@ class Noted:
         return self.program.lower(*args)
 
 
-# An order maps (shape, group, step) to the counts of one rank.
+# An *order* makes the exchanges of a step. It maps (shape, group, step) to the counts of one rank.
 
 
 def received(shape, group, step, recv):
@@ -485,14 +489,14 @@ def route_only(shape, group, step):
 
 
 def dispatch_only(shape, group, step):
-    """Dispatch. XLA eliminates the combine, because its sums are unused."""
+    """Route and dispatch. XLA eliminates the combine, because nothing uses its sums."""
     recv = dispatch(shape, group, step, route(shape, group, step))
     combine(shape, group, recv)
     return count_rows(shape, step, recv)
 
 
 def two_dispatches_first(shape, group, step):
-    """Dispatch twice. Combine the rows of the second dispatch before the rows of the first."""
+    """Dispatch twice. Combine the second dispatch's rows first, and then the first dispatch's."""
     steps = (2 * step, 2 * step + 1)
     recvs = [dispatch(shape, group, s, route(shape, group, s)) for s in steps]
     recvs = lax.optimization_barrier(recvs)
@@ -505,7 +509,7 @@ def two_dispatches_first(shape, group, step):
     )
 
 
-# These orders receive the routing of step 0, which another program has made.
+# These orders have one more argument: the routing of step 0, which a separate program has made.
 
 
 def dispatch_given(shape, group, step, routing):
@@ -521,11 +525,14 @@ def combine_given(shape, group, step, routing):
     return count_sums(shape, group, step, own_ids(shape, group, 0), out)
 
 
-# These functions make programs.
+# The functions below make programs.
 
 
 def mapped(fn, group):
-    """Map `fn` over the ranks, by shard_map or, on one GPU, by vmap. Ranks are axis 0."""
+    """Return a function that runs `fn` on all ranks. Axis 0 of its arguments is the rank.
+
+    It is a vmap if all ranks share one GPU, and otherwise a shard_map.
+    """
     if group.mesh is None:
         return jax.vmap(fn, axis_name=group.axis_name, axis_size=group.size)
     spec = PartitionSpec(group.mesh.axis_names)
@@ -538,8 +545,7 @@ def mapped(fn, group):
 
 
 def on_all_ranks(fn, group, exchanges=None, **jit_options):
-    """Return `mapped(fn, group)` under jit. `exchanges` is the number of exchanges of a call. If it
-    is None, `Noted` reads it from the counters."""
+    """Return `mapped(fn, group)` under jit. For `exchanges`, see `Noted`."""
     program = jax.jit(mapped(fn, group), **jit_options)
     if ONE_GPU:
         return Noted(program, group, exchanges)
@@ -547,8 +553,8 @@ def on_all_ranks(fn, group, exchanges=None, **jit_options):
 
 
 class MetProgram:
-    """A program of several processes. Each process waits until all processes have compiled it,
-    because the kernels of the first process could otherwise time out."""
+    """A program of several processes. Its first call waits until all processes have compiled it,
+    because the kernels of the fastest process could otherwise time out."""
 
     def __init__(self, program):
         self.program, self.met = program, set()
@@ -597,13 +603,13 @@ def new_program(shape=SMALL, group=GROUP, order=whole, num_steps=1):
 
 @functools.cache
 def program(shape=SMALL, group=GROUP, order=whole):
-    """Return a program that all tests share."""
+    """Return `new_program(...)`, once for all tests."""
     return new_program(shape, group, order)
 
 
 @functools.cache
 def routing_program(shape=SMALL, group=GROUP):
-    """Return a function that returns the Routing of step 0. Leaves have a leading rank axis."""
+    """Return a function without arguments that returns the Routing of step 0 of all ranks."""
     run = on_all_ranks(lambda step: route(shape, group, step), group)
     return functools.partial(run, begin(group)[0])
 
@@ -619,7 +625,7 @@ def program_with_routing(order, shape=SMALL, group=GROUP):
 
 
 def compile_together(*calls):
-    """Compile programs in parallel. `calls` are (program, *arguments)."""
+    """Compile programs in parallel. Each of `calls` is a tuple (program, *arguments)."""
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda call: call[0].lower(*call[1:]).compile(), calls))
 
@@ -664,7 +670,7 @@ class Outcome:
         return not self.error and not any(count.any() for count in self.counts)
 
     def is_never_wrong(self):
-        """Return True if every wrong value is NaN (or a zero tag), and no integer is unsafe."""
+        """Return True if every wrong value is NaN (or a zero tag), and every index is in range."""
         counts = self.counts
         return counts is None or not (counts.wrong.any() or counts.unsafe.any())
 
@@ -678,7 +684,7 @@ def own_counts(state):
 
 
 def outcome(run, group=GROUP):
-    """Call `run`, which returns a state, and wait. Return one outcome for all processes."""
+    """Call `run`, and wait for the state that it returns. Return one outcome for all processes."""
     counts, error = None, ""
     start = time.perf_counter()
     try:
@@ -698,7 +704,7 @@ def outcome(run, group=GROUP):
     else:
         by_rank = sorted((rank, own) for each in counts for rank, own in each.items())
         counts = Counts(*np.stack([own for _, own in by_rank]).T)
-    # Prefer an error of the failed rank to an error of a rank that was stopped.
+    # Prefer the error of the rank that failed first. The ranks that it stops report "stopped:".
     error = min(filter(None, errors), key=lambda error: "stopped:" in error, default="")
     return Outcome(counts, error, max(seconds))
 
@@ -709,7 +715,7 @@ def assert_stopped(failed, run, group, shown="lost"):
     assert failed.seconds < group.timeout + 1, failed
     assert failed.counts is not None and failed.is_never_wrong(), failed
     assert getattr(failed.counts, shown).all(), failed
-    # The process of the slow rank only learns that another rank has failed.
+    # The slow rank itself has no timeout. Its process only learns that a different rank had one.
     with pytest.raises(RuntimeError, match='timeout: |has reported "timeout"'):
         group.check()
     again = outcome(lambda: run(begin()), group)

@@ -15,7 +15,7 @@ from jax_moe_a2a._src.group import native
 
 ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
 HERE = pathlib.Path(__file__).parent
-# No test takes this long. Only the method "thread" can end a process that waits inside XLA.
+# No test needs this long. Only the timeout method "thread" can end a process that waits in XLA.
 TEST_SECONDS = 90 * harness.TIMES_SLOWER
 
 
@@ -32,7 +32,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def machine_and_build_are_fit():
-    """Fail if the machine or the build is unfit. A skip would look as if the tests had run."""
+    """Fail if GPUs or test hooks are missing. If the tests were skipped, nobody would notice."""
     least = 1 if harness.RANKS_ON_ONE_GPU else 2
     if len(jax.devices("gpu")) < least:
         raise RuntimeError(
@@ -51,7 +51,7 @@ def machine_and_build_are_fit():
 
 @pytest.fixture(scope="module", autouse=True)
 def counters_begin_anew(machine_and_build_are_fit):
-    """Close all workspaces, because other tests do not count their exchanges."""
+    """Close all workspaces. `checked` has not counted the exchanges of other tests."""
     import checked
 
     if harness.RANKS_ON_ONE_GPU:
@@ -60,7 +60,7 @@ def counters_begin_anew(machine_and_build_are_fit):
 
 @pytest.fixture(autouse=True)
 def next_test_finds_a_healthy_group():
-    """Close the workspace if a test has left it in a failed state."""
+    """Close the workspace of `checked.GROUP` if a test has left it in a failed state."""
     import checked
 
     yield

@@ -18,7 +18,7 @@ SIGNAL, STATUS = ((CUDA / name).read_text() for name in ("device/signal.cuh", "s
 
 
 def enumeration(source, name):
-    """Read an enumeration from CUDA sources. `kSendCredit` becomes `SEND_CREDIT`; NONE is 0."""
+    """Read an enumeration from a CUDA source. `kSendCredit` becomes `SEND_CREDIT`. Add NONE = 0."""
     body = re.search(rf"enum (?:class )?{name} : uint32_t {{(.*?)}};", source, re.S)[1]
     numbers = {
         re.sub(r"(?<!^)(?=[A-Z])", "_", member).upper(): int(number)
@@ -33,7 +33,7 @@ Phase = enumeration(STATUS, "Phase")  # the phase to delay, or the phase of a fa
 # The kernels can delay these phases. In all other phases, a rank waits for another rank.
 DELAYABLE = (Phase.SEND, Phase.RECEIVE_CHUNK)
 
-# The text for each phase in error messages.
+# Maps each phase to its text in error messages.
 PHASE_TEXT = {
     phase: re.search(
         rf'case Phase::k{phase.name.title().replace("_", "")}: return "(.*)";', STATUS
@@ -79,12 +79,12 @@ def set_hooks_of(group, index, mutation, phase=0, delay_ns=0, depth=0, kind=nati
 
 
 def set_epoch_of(group, index, epoch):
-    """Let one rank (-1: all ranks of this process) continue as if `epoch - 1` exchanges had run."""
+    """Let rank `index` (-1: all of this process) continue as if `epoch - 1` exchanges had run."""
     native._raise(native._native.set_epoch(*group.topology, native.WHOLE, index, epoch))
 
 
 def set_credits_of(group, index, epoch):
-    """Set the credits of a rank, as if its peers had read all its rows up to `epoch`."""
+    """Set the credits of rank `index`, as if its peers had read all its rows up to `epoch`."""
     native._raise(native._native.set_credits(*group.topology, native.WHOLE, index, epoch))
 
 
@@ -100,7 +100,7 @@ def uncapped(group):
 
 
 def set_epoch(group, epoch):
-    """Continue as if `epoch - 1` whole exchanges had run. Every process calls this."""
+    """Let all ranks continue as if `epoch - 1` exchanges had run. Every process must call this."""
     assert_open(group, native.WHOLE)
     with nothing_under_way():
         set_epoch_of(group, -1, epoch)
@@ -116,7 +116,7 @@ def assert_open(group, kind):
 def nothing_under_way():
     """Wait for the devices and for all processes before and after the `with` block. Otherwise one
     process could raise a flag or post a credit while another process sets hooks or its epoch."""
-    # The addition runs after all earlier work of its device.
+    # The addition on a device runs after all earlier work of the device.
     jax.block_until_ready([jax.device_put(0, device) + 1 for device in jax.local_devices()])
     harness.of_all_processes(None)
     yield
@@ -125,7 +125,7 @@ def nothing_under_way():
 
 @contextlib.contextmanager
 def hooked(group, **hooks):
-    """Call `set_hooks`. At the end, close the group, which removes the hooks."""
+    """Call `set_hooks`. After the `with` block, close the group, which removes the hooks."""
     try:
         set_hooks(group, **hooks)
         yield

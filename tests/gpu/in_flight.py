@@ -1,5 +1,5 @@
-"""Define orders with split exchanges. As in `checked`, an order maps (shape, group, step) to the
-counts of one rank."""
+"""Define orders with split exchanges. As in `checked`, an order makes the exchanges of a step: it
+maps (shape, group, step) to the counts of one rank."""
 
 import random
 
@@ -29,7 +29,7 @@ def check_combine(shape, group, step, inflight):
 
 
 def split_whole(shape, group, step):
-    """Route, dispatch and combine, with a matrix product during the dispatch and the combine."""
+    """Route, dispatch and combine. Matrix products run during the dispatch and the combine."""
     routing = checked.route(shape, group, step)
     inflight = checked.dispatch_start(shape, group, step, routing)
     inflight, rows = ma.overlap(inflight, product, step)
@@ -44,7 +44,7 @@ def split_whole(shape, group, step):
 
 
 def product(step):
-    """Return a matrix product. The compiler does not know that its elements are ones."""
+    """Return a matrix product whose elements are all 1, which the compiler does not know."""
     side = 512
     ones = jnp.ones((side, side), jnp.bfloat16) + (step * 0).astype(jnp.bfloat16)
     return ones @ jnp.full((side, side), 1 / side, jnp.bfloat16)
@@ -52,7 +52,7 @@ def product(step):
 
 def started_first(number, reverse):
     """Return a script that starts dispatches, and finishes them in the order of their starts or in
-    the reverse order. Their combines finish in the same order."""
+    reverse. It finishes their combines in the same order as the dispatches."""
     places = reversed(range(number)) if reverse else [0] * number
     return [("start", None)] * number + [("done", i) for i in places] * 2
 
@@ -81,9 +81,9 @@ def random_script(seed, num_actions=14, most=4):
 
 
 def scripted(script):
-    """Return an order that performs the actions (name, index) of a script. "done" finishes the
-    exchange at this index of the list of exchanges in flight. After a dispatch, "done" also starts
-    the combine."""
+    """Return an order that performs the actions (name, index) of a script. ("done", i) finishes
+    entry i of the list of exchanges in flight. If this is a dispatch, ("done", i) also starts its
+    combine."""
 
     def order(shape, group, step):
         pool, counts, first = [], checked.counted(), len(script) * step
@@ -115,13 +115,13 @@ def scripted(script):
     return order
 
 
-# Whole exchanges run while a dispatch and a combine are in flight.
+# One exchange that is not split runs during a dispatch, and another during a combine.
 whole_between = scripted(
     [("start", None), ("whole", None), ("done", 0), ("whole", None), ("done", 0)]
 )
 
 
-# These orders receive the routing of step 0, which another program has made.
+# These orders have one more argument: the routing of step 0 from a separate program.
 
 
 def dispatch_given(shape, group, step, routing):

@@ -1,6 +1,6 @@
-"""Define hostile routings, and run thousands of steps with one of them.
+"""Define unusual routings, and programs that run STEPS steps with one of them.
 
-A routing maps (group, step) to ids [TOKENS, TOP_K] of one rank. The device computes the ids.
+A routing is a function that maps (group, step) to ids [TOKENS, TOP_K] of one rank.
 """
 
 import checked
@@ -14,16 +14,16 @@ RANKS = checked.RANKS
 TOP_K = 8
 LOCAL_EXPERTS = max(4, 32 // RANKS)
 EXPERTS = RANKS * LOCAL_EXPERTS
-# Ranks have an even number of tokens. More ranks have fewer tokens, because the rows of all ranks
-# grow with the square of the number of ranks.
+# Tokens of a rank, an even number. It is smaller for more ranks, because the rows of all ranks
+# together grow with the square of the number of ranks.
 TOKENS = max(4, min(64, 1024 // RANKS) // 2 * 2)
 CHOICES = TOKENS * TOP_K
 INT32 = np.iinfo(np.int32)
-TIGHT_CAPACITY = CHOICES * 3 // 4 | 1  # less than the mean load, and odd
+TIGHT_CAPACITY = CHOICES * 3 // 4 | 1  # fewer rows than an average rank receives, and odd
 STEPS = 500 if checked.ON_GPU else 3  # steps in one call of a program
 KERNELS = checked.new_group(timeout=10.0, cuda_graphs=None)
 PORTABLE = checked.new_group(implementation="portable")
-POPULARITY_STEPS = 100  # the experts' popularity is drawn again after this many steps
+POPULARITY_STEPS = 100  # steps between random popularities of experts
 
 
 def random_numbers(group, step, salt):
@@ -80,7 +80,7 @@ def every_second_token(group, step):
 
 
 def outside_the_range(group, step):
-    """Return ids. About half of them are outside of the range."""
+    """Return ids of which about half are not in [-1, EXPERTS)."""
     outside = [EXPERTS, EXPERTS + 1, -2, -3, -EXPERTS, 1 << 16, INT32.max, INT32.min]
     drawn = random_numbers(group, step, 27)
     wild = jnp.asarray(outside, jnp.int32)[drawn // 2 % len(outside)]
@@ -93,10 +93,11 @@ def one_expert_with_90_percent(group, step):
 
 
 def skewed(sigma):
-    """Return a routing to the experts with the largest b_e + Gumbel noise.
+    """Return a routing that chooses for each token the experts e with the largest b_e + noise.
 
-    b_e is drawn from N(0, sigma^2). The sigmas below fit 32 ranks with 256 experts. They give the
-    most even, the mean and the least even load of DeepSeek-R1's layers.
+    b_e is normal with the standard deviation sigma, and the noise is Gumbel noise. With 256 experts
+    on 32 ranks, the sigmas of ROUTINGS give the most even, the mean and the least even load of
+    DeepSeek-R1's layers.
     """
 
     def routing(group, step):
@@ -133,9 +134,9 @@ def ids_of(name_index, group, step):
 
 
 def program(take_step, **jit_options):
-    """Return a program that maps (index of a routing, step, sums) to the values after STEPS steps.
+    """Return a program of STEPS steps, from (index of a routing, step, sums) to their new values.
 
-    Each step adds ``take_step(index of a routing, step)``, a pytree of one rank, to the sums.
+    On each rank, a step adds the pytree ``take_step(index of a routing, step)`` to the sums.
     """
 
     def on_rank(name_index, step, sums):
@@ -149,14 +150,14 @@ def program(take_step, **jit_options):
 
 
 def begin(name, zeros):
-    """Return the arguments of the first call of a program. The sums are ``zeros``."""
+    """Return a program's first arguments: the routing ``name``, step 0, and the sums ``zeros``."""
     index = np.full(RANKS, list(ROUTINGS).index(name), np.int32)
     state = index, np.zeros(RANKS, np.int32), zeros
     return harness.put(state, checked.sharding_of(KERNELS))
 
 
 def run_all_steps(run, name, zeros):
-    """Call a program with a routing. Return its sums, which start at ``zeros``."""
+    """Call a program once, for the routing ``name``. Return its sums, which start at ``zeros``."""
     _, steps, sums = harness.numpy_of(run(*begin(name, zeros)))
     KERNELS.check()
     assert (steps == STEPS).all()

@@ -26,7 +26,7 @@ def routing():
 
 @pytest.fixture
 def run(routing, operation):
-    """Return a program with only this operation."""
+    """Return a program that only runs this operation."""
     if operation == "route":
         return checked.program(SHAPE, GROUP, checked.route_only)
     given = checked.program_with_routing(OPERATIONS[operation], SHAPE, GROUP)
@@ -38,14 +38,15 @@ IN_ONE_LAUNCH = pytest.mark.several_devices(
 )
 
 
-# Each entry: (slow phase, ring halves, calls, phases in which the other ranks may wait).
+# Each value: (slow phase, ring halves (0: the default), number of calls, phases in which the other
+# ranks may wait).
 STALLS = {
     # The slow rank sends neither chunks nor its head. A rank that expects no chunk waits for the
     # head.
     "sending": (Phase.SEND, 0, 1, [Phase.RECEIVE_CHUNK, Phase.RECEIVE_HEAD]),
-    # The slow rank still reads, so it does not begin the next call in time.
+    # The slow rank still reads in the first call, so it begins the second call too late.
     "reading": (Phase.RECEIVE_CHUNK, 0, 2, [Phase.RECEIVE_CHUNK, Phase.RECEIVE_HEAD]),
-    # The slow rank posts no credit for its only ring half, and does not begin the next call.
+    # The slow rank also posts no credit for its only ring half.
     "reading_at_depth_1": (
         Phase.RECEIVE_CHUNK,
         1,
@@ -130,7 +131,7 @@ def test_a_group_that_does_not_raise_returns_nan_until_it_is_closed():
             assert np.isnan(sums()).all()
         with pytest.raises(RuntimeError, match='timeout: |has reported "timeout"'):
             group.check()
-        # A group over the same devices without on_failure="nan" raises an error.
+        # GROUP has the same devices, but not on_failure="nan", so it raises an error.
         failed = checked.outcome(lambda: checked.program(SHAPE, GROUP)(checked.begin()), GROUP)
         assert failed.counts is None and failed.error, failed
     group.check()
@@ -167,8 +168,8 @@ def test_a_program_over_another_order_of_devices_is_told_so():
     ),
 )
 def test_an_index_out_of_range_is_an_error_and_not_a_stray_access(routing, operation, field, limit):
-    """If one field of a routing has indices that are too large, the error says so. After the group
-    was closed, results are correct."""
+    """If one field of a routing has indices that are too large, the error says "index out of
+    range". After the group was closed, results are correct."""
     run = checked.program_with_routing(OPERATIONS[operation], SHAPE, GROUP)
     checked.assert_right(run(checked.begin(), routing), GROUP)
 

@@ -1,7 +1,7 @@
-"""Test that calls in replayed CUDA graphs return the same results as launched calls.
+"""Test that calls in replayed CUDA graphs return the same results as calls without graphs.
 
-XLA replays a graph from the second run of a program on. If XLA compiles another program, it drops
-all graphs. The tests therefore compile all programs first, and run them often.
+From the second run of a program on, XLA replays its graph. When XLA compiles a program, it drops
+the graphs of all programs. The tests therefore compile all programs first, and run them often.
 """
 
 import concurrent.futures
@@ -28,7 +28,7 @@ def captured_group():
 
 def test_tens_of_thousands_of_replays_with_launches_between_are_right():
     """A loop with a route, a dispatch and a combine is replayed 20,000 times. Calls without graphs
-    run between the loops. No call counts an error."""
+    run between the loops. No result is wrong."""
     group = captured_group()
     captured = checked.new_program(SHAPE, group, num_steps=STEPS)
     launched = checked.program(OTHER)
@@ -52,7 +52,7 @@ def test_short_programs_replay_in_any_order():
 
 
 def layer(shape, group, step):
-    """Return results and gradients of one rank for normal tokens, whose sums are rounded."""
+    """Return one rank's output and gradients for normally distributed tokens (sums are rounded)."""
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), step), checked.my_rank(group))
     x = jax.random.normal(key, (shape.tokens, shape.hidden), shape.dtype)
     routing = checked.route(shape, group, step)
@@ -70,7 +70,7 @@ def test_captured_calls_return_the_bits_of_launched_calls():
     results = []
     for group in (captured_group(), checked.GROUP):
         run = checked.on_all_ranks(lambda step: layer(SHAPE, group, step), group)
-        for _ in range(3):  # the last round is a replay
+        for _ in range(3):  # the last round replays graphs
             outs = [run(step) for step in steps]
         results.append(harness.numpy_of(outs))
         checked.assert_counted(group)
@@ -82,7 +82,7 @@ def test_captured_calls_return_the_bits_of_launched_calls():
 @pytest.mark.one_process("the number of its calls is by the clock")
 def test_compiling_another_program_while_graphs_replay_changes_nothing():
     """If one thread compiles programs while another thread runs a captured loop, no result is
-    wrong. XLA drops all graphs, so one device may launch a call that another device replays."""
+    wrong. XLA drops all graphs, so in one call one device may launch and another may replay."""
     group = captured_group()
     captured = checked.new_program(SHAPE, group, num_steps=STEPS)
     state = captured(checked.begin())
@@ -106,8 +106,8 @@ def two_independent_exchanges(shape, group, step):
 
 
 def test_exchanges_that_xla_lets_overlap_are_right_or_raise():
-    """In the mode "CONCURRENT", a graph orders calls only by their buffers. Two independent
-    exchanges are correct or raise an error, but never return a wrong number."""
+    """In XLA's mode "CONCURRENT", a graph orders only calls that use the same buffer. Two
+    independent exchanges are correct or raise an error, but never return a wrong number."""
     group = checked.new_group(cuda_graphs=True, timeout=1.0)
     step = checked.steps_of(lambda step: two_independent_exchanges(SHAPE, group, step), 1)
     concurrent = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}

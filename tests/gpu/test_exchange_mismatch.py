@@ -61,8 +61,8 @@ def in_order(first, second):
     return both
 
 
-# Each entry: (calls of rank 0, calls of all other ranks). Except in the last entry, both raise the
-# same number of flags.
+# Each value: (calls of rank 0, calls of each other rank). Except in the last entry, rank 0 raises
+# as many flags as each other rank.
 CASES = {
     "another_shape": (dispatch_narrower, dispatch),
     "another_number_of_arrays": (dispatch_two_arrays, dispatch),
@@ -85,7 +85,8 @@ def routing():
 
 @functools.cache
 def compiled_program(case):
-    """Return a program that maps (state, Routing) to a state. Rank 0 makes another call."""
+    """Return a program that maps (state, Routing) to a state. Rank 0 makes a different call than
+    the other ranks."""
     calls = [
         lambda *args, call=call: jnp.sum(call(*args), dtype=jnp.float32) for call in CASES[case]
     ]
@@ -114,15 +115,15 @@ def programs_are_compiled():
     routing()  # compute the routing before several threads need it
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         list(pool.map(compiled_program, CASES))
-    harness.of_all_processes(None)  # wait for the slowest process
+    harness.of_all_processes(None)  # wait for all processes
 
 
 @RANKS_DIFFER
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.usefixtures("programs_are_compiled")
 def test_ranks_that_make_different_calls_are_told_so_at_once(case):
-    """If rank 0 makes another call than the other ranks, the error says "mismatched calls" before
-    the timeout. After the group is closed, results are correct."""
+    """If rank 0 makes a different call than the other ranks, the error says "mismatched calls"
+    before the timeout. After the group is closed, results are correct."""
     mismatched = run_mismatched(case)
     assert "mismatched calls" in mismatched.error, mismatched
     assert mismatched.seconds < GROUP.timeout, mismatched
@@ -134,7 +135,7 @@ def test_ranks_that_make_different_calls_are_told_so_at_once(case):
 @pytest.mark.parametrize("case", ("another_shape", "another_order"))
 @pytest.mark.usefixtures("programs_are_compiled")
 def test_the_signature_is_what_tells_them(case):
-    """If the kernels ignore signatures, mismatched calls raise no error about the mismatch."""
+    """If the kernels ignore signatures of calls, no error says "mismatched"."""
     checked.assert_right(checked.repeat(checked.program(SHAPE), 1))
     with hooked(GROUP, mutation=Mutation.IGNORE_SIGNATURE):
         unnoticed = run_mismatched(case)

@@ -7,10 +7,10 @@ from alone import run_alone
 from jax import lax
 
 STEPS = 2000
-# The side of each rank's square matrix. It is smaller if all ranks share one GPU.
+# Rows and columns of each rank's matrix. They are fewer if all ranks share one GPU.
 SIDE = (1024 if checked.ONE_GPU else 4096) if checked.ON_GPU else 64
 SUMMED = 1 << 18  # integers in the psum of each step
-# Autotuning is off, because it would take longer than the test.
+# XLA's autotuning is off, because it would take longer than the test.
 NO_SEARCH = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 
 

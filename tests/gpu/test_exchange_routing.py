@@ -1,4 +1,4 @@
-"""Test degenerate routings while the ring holds NaN from earlier calls."""
+"""Test extreme routings after earlier calls have filled the ring with NaN."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ import pytest
 from test_catalogue import assert_is_the_oracles
 
 RANKS = harness.SEVERAL
-# A dispatch and two combines are an odd number of exchanges, so two runs reach both ring halves.
+# A run makes 3 exchanges, a dispatch and two combines, so two runs use each ring half 3 times.
 FULL = cases.Layout("worst_case", tokens=8, top_k=32, local_experts=2, hidden=24)
 LAYOUTS = [
     dataclasses.replace(FULL, name=f"capacity_{capacity}", capacity=capacity)
@@ -30,7 +30,7 @@ ROUTINGS = (
 
 @functools.cache
 def nan_arrays():
-    """Return tokens, weights and rows of NaN for `harness.exchange_fn`."""
+    """Return arguments for `harness.exchange_fn`: tokens, weights and rows, all NaN."""
     (_, *arrays), _ = harness.exchange_inputs(cases.Case(FULL, "uniform"), RANKS)
     sharding = harness.placement(harness.mesh_of(RANKS))
     return jax.tree.map(lambda array: harness.poison(array, sharding), arrays)
@@ -39,7 +39,7 @@ def nan_arrays():
 def leave_nan_in_both_ring_halves():
     """Fill every landing slot of dispatch and of combine with NaN."""
     experts = FULL.num_experts(RANKS)
-    # Together, these routings send every token to every rank. Up to 16 ranks need one routing.
+    # Together, the routings of this loop send every token to every rank.
     for first in range(0, experts, FULL.top_k):
         everywhere = np.arange(first, first + FULL.top_k, dtype=np.int32) % experts
         ids = np.broadcast_to(everywhere, (RANKS, FULL.tokens, FULL.top_k))
@@ -54,5 +54,5 @@ def test_stale_bytes_never_reach_a_result(layout, routing):
     """Earlier calls have filled both ring halves with NaN. All results still equal the oracle's."""
     case = cases.Case(layout, routing)
     leave_nan_in_both_ring_halves()
-    for seed in range(2):  # each run begins with another ring half
+    for seed in range(2):  # the second run begins with the other ring half
         assert_is_the_oracles(harness.run_case(case, RANKS, seed), case.name)

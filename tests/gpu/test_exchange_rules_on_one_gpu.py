@@ -1,7 +1,7 @@
-"""Test broken rules of the protocol with all ranks on one GPU.
+"""Break rules of the protocol with all ranks on one GPU, and test the errors.
 
 Ranks on one GPU share a launch, so they always make the same call, and credits are never late.
-Hooks let a rank make another call, or take its credits away.
+Hooks let one rank make a different call than the others, or remove its credits.
 """
 
 import checked
@@ -49,7 +49,7 @@ def test_a_rank_waits_for_a_credit_that_is_not_there_and_says_so():
     with hooked(GROUP):
         set_credits_of(GROUP, ODD_RANK, 0)
         failed = checked.outcome(lambda: run(state), GROUP)
-        # Either this rank or a rank that waits for its ids may time out first.
+        # Either ODD_RANK or a rank that waits for ids from ODD_RANK may time out first.
         waits = f"timeout: route on rank {ODD_RANK}, {PHASE_TEXT[Phase.SEND_CREDIT]}"
         is_awaited = f"nothing came from rank {ODD_RANK} "
         assert waits in failed.error or is_awaited in failed.error, failed
@@ -58,7 +58,7 @@ def test_a_rank_waits_for_a_credit_that_is_not_there_and_says_so():
 
 
 def test_a_missing_credit_is_not_noticed_where_the_rule_is_broken():
-    """With IGNORE_CREDIT, the call of the test above succeeds without its credit."""
+    """With IGNORE_CREDIT, a call succeeds although a rank has no credits."""
     run = checked.program(checked.SMALL, GROUP)
     state = checked.repeat(run, 2)
     with hooked(GROUP, mutation=Mutation.IGNORE_CREDIT):

@@ -12,14 +12,14 @@ from exchanges import Count
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.group import native
 
-# A mesh with this order of devices has a separate workspace, so these tests do not disturb other
-# tests. On one GPU, a separate number of ranks has the same effect.
+# No other test has a mesh with this order of devices or, on one GPU, this number of ranks. So these
+# tests have a separate workspace, and do not disturb other tests.
 MESH = checked.mesh_of((checked.DEVICES[1::2] + checked.DEVICES[::2])[::-1])
 RANKS = max(checked.RANKS - 1, 3 if checked.RANKS == 2 else 2) if checked.ONE_GPU else checked.RANKS
 SHAPE = checked.Shape(tokens=64)
 LARGER = checked.Shape(tokens=200, hidden=2048)
 PAGE = 2 << 20
-# A process knows only the workspaces of its devices.
+# `Group.memory` only lists devices of the current process.
 ALL = checked.DEVICES * RANKS if checked.ONE_GPU else MESH.devices
 OWN = [(r, d) for r, d in enumerate(ALL) if d.process_index == jax.process_index()]
 OWN_RANKS, OWN_DEVICES = map(list, zip(*OWN))
@@ -34,8 +34,8 @@ def begin():
 
 
 def sizes_of(shape):
-    """Return the keyword arguments of `memory_estimate` for `checked.whole`. Its payload also has a
-    tag of 4 bytes, which needs a separate row."""
+    """Return the keyword arguments of `Group.reserve` for `checked.whole`. Its payload also has a
+    tag of 4 bytes. The tag needs 16 bytes, as 8 more elements of `hidden` do."""
     return dict(
         num_tokens=shape.tokens,
         hidden=shape.hidden + 8,
@@ -79,12 +79,12 @@ def test_a_program_finds_what_was_reserved_for_it(group):
 
 
 def test_programs_that_exist_go_on_when_the_workspace_grows(group):
-    """The workspace grows after a program has run, and graphs may have captured its old addresses.
-    The program still returns correct results, also in turns with a larger program."""
+    """The workspace grows after a program has run. The program's graphs may have old addresses, but
+    it still returns correct results, also in turns with a larger program."""
     old = checked.new_program(SHAPE, group)
     state = checked.repeat(old, 20, begin())  # later calls are replays
     before = group.memory()[0].mapped_bytes
-    tokens = 300 + before // (RANKS * 4 * LARGER.hidden)  # more than the memory holds
+    tokens = 300 + before // (RANKS * 4 * LARGER.hidden)  # too many for the current memory
     group.reserve(**sizes_of(LARGER) | dict(num_tokens=tokens))
     assert group.memory()[0].mapped_bytes > before
     state = checked.repeat(old, 20, state)
@@ -96,7 +96,7 @@ def test_programs_that_exist_go_on_when_the_workspace_grows(group):
 
 @pytest.mark.parametrize("steps", (0, 1, 2, 5))
 def test_counters_count_exchanges_and_say_what_each_rank_has_read_and_announced(group, steps):
-    run = checked.new_program(SHAPE, group, checked.dispatch_only)  # a route and a dispatch
+    run = checked.new_program(SHAPE, group, checked.dispatch_only)  # two exchanges in a step
     group.reserve(**sizes_of(SHAPE))
     state = checked.repeat(run, steps, begin())
     checked.assert_right(state, group)

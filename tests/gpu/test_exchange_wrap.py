@@ -4,13 +4,13 @@ import checked
 import pytest
 from hooks import hooked, set_epoch
 
-LIMITS = (2**31, 2**32, 2**47)  # at 2**47, a flag's highest bit is set
+LIMITS = (2**31, 2**32, 2**47)  # from epoch 2**47 on, the highest bit of flags is set
 
 
 @pytest.mark.parametrize("limit", LIMITS)
 def test_a_flag_raised_before_the_limit_is_no_flag_of_after_it(limit):
-    """Epochs cross the limit in small calls, while old flags of large calls remain. Large calls
-    after the limit return correct results."""
+    """Large calls leave flags in the ring, and small calls then cross the limit. Large calls after
+    the limit must ignore the old flags."""
     large, small = checked.program(checked.MANY_CHUNKS), checked.program(checked.ONE_CHUNK)
     state = checked.repeat(large, 2)
     with hooked(checked.GROUP):

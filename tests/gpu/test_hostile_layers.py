@@ -1,7 +1,7 @@
-"""Compare thousands of expert layers on hostile routings with the portable path.
+"""Compare thousands of expert layers on unusual routings with the portable path.
 
-Each step makes a new routing, new tokens and new experts on the device. `moe_mlp` runs with the
-kernels. A layer of dispatch, products and combine runs on the portable path. All data are small
+Each step makes a new routing, new tokens and new experts on the device. The kernels run `moe_mlp`.
+The portable path runs the same layer as dispatch, products and combine. All data are small
 integers, so sums are exact in any order, and results and gradients must be equal. In bfloat16, the
 kernels of the products compute the activation. In float32, XLA computes the experts.
 """
@@ -38,7 +38,7 @@ activation = jax.nn.relu
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    is_tight: bool  # the capacity is less than the mean load; otherwise it is the worst case
+    is_tight: bool  # True: the capacity is TIGHT_CAPACITY. False: it has room for all rows
     dtype: str
 
     @property
@@ -126,7 +126,7 @@ def program(layout, is_broken=False):
 
 
 def differences(run, name):
-    """Run all steps with a routing. Return the sums of the differences over steps and ranks."""
+    """Run STEPS steps with a routing. Return the differences, summed over steps and ranks."""
     zeros = np.zeros((RANKS, len(Differences._fields)), np.int32)
     sums = routings.run_all_steps(run, name, zeros)
     return Differences(*map(int, sums.sum(axis=0)))

@@ -1,7 +1,7 @@
 """Test layers next to NCCL collectives on another stream, as in FSDP and data parallelism.
 
-Each step has a layer with all gradients. Its collectives do not depend on the layer, so XLA may run
-them at the same time. The layer is compared with the portable path, as in `test_hostile_layers.py`.
+Each step has a layer with all gradients, and collectives. They do not depend on the layer, so XLA
+may run them at the same time. As in `test_hostile_layers.py`, the portable path checks the layer.
 The collectives are compared with numbers that every rank computes alone.
 """
 
@@ -18,9 +18,9 @@ pytestmark = [
     pytest.mark.several_devices("NCCL has nothing to do on one GPU"),
     pytest.mark.skipif(len(checked.DEVICES) < 2, reason="NCCL has nothing to do on one GPU"),
 ]
-GATHERED = 1 << (20 if checked.ON_GPU else 10)  # integers of each rank
+GATHERED = 1 << (20 if checked.ON_GPU else 10)  # integers per rank in a collective
 NAMES = list(ROUTINGS)
-# These sums count differences of layers, and wrong elements of three collectives.
+# Two sums: the differences of layers, and the wrong elements of each of the three collectives.
 ZEROS = tuple(
     np.zeros((routings.RANKS, number), np.int32) for number in (len(layers.Differences._fields), 3)
 )
@@ -36,7 +36,7 @@ def numbers(step, rank):
 
 
 def collectives(step):
-    """Return how many elements of an all_gather, a reduce-scatter and a psum are wrong."""
+    """Return the numbers of wrong elements [3] of an all_gather, a psum and a psum_scatter."""
     axis, ranks = KERNELS.axis_name, jnp.arange(KERNELS.size)
     mine = numbers(step, checked.my_rank(KERNELS))
     every = numbers(step, ranks[:, None])

@@ -1,5 +1,5 @@
-"""Test how two processes end, and what remains, if one of them dies, stops, is late, never arrives
-or makes a different call.
+"""Test two processes of which one dies, stops, is late, never arrives or makes a different call.
+Test that the other process ends with the right error, and that no files or shared memory remain.
 
 Each test starts two worker processes, which run this file. Each worker has a GPU. With
 MOE_A2A_TEST_RANKS_ON_ONE_GPU both share the first GPU, and tests that need NCCL or fill a GPU are
@@ -34,7 +34,7 @@ SLACK = 4.0  # seconds from the timeout to the error of the process
 START = 60.0  # seconds for a worker to start and compile
 COMPILE = 15.0  # seconds for a worker to make a group and compile a program
 LIMIT = 85.0  # maximum lifetime of a worker, in seconds
-SURVIVOR, VICTIM = 0, 1  # numbers of the processes, and their ranks
+SURVIVOR, VICTIM = 0, 1  # the number of a process, which is also its rank
 CLOSE = 2.0  # timeout of close(), in seconds
 CYCLES = 20  # how often a worker opens and closes the group
 OWN_GPU_ONLY = "MOE_A2A_TEST_OWN_GPU_ONLY"
@@ -48,7 +48,7 @@ needs_nccl = pytest.mark.several_devices("NCCL refuses two processes on one GPU"
 
 
 class Job:
-    """A worker's group over both processes, and programs of `checked`."""
+    """What a worker uses: a group over both processes, and programs of `checked` for this group."""
 
     def __init__(self, **options):
         import checked
@@ -147,7 +147,7 @@ def num_contexts():
 
 
 def fill_gpu(but):
-    """Allocate the memory of this process's GPU, except `but` GiB, until the process ends."""
+    """Allocate all memory of this process's GPU except `but` GiB, until the process ends."""
     import jax
 
     cuda, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
@@ -199,7 +199,7 @@ def late_with_psum(process):
 
 
 def stuck_in_a_collective(process):
-    """Close the survivor while its GPU waits in a psum that the victim joins later."""
+    """Close the survivor's group while its GPU waits in a psum that the victim joins later."""
     import jax
     from jax import lax
 
@@ -266,7 +266,7 @@ def other_order_of_execution(process):
 
 
 def growth(process):
-    """Run three programs that each need more memory, and run them again after close()."""
+    """Run three programs, each with more memory than the last, and again after close()."""
     job = Job()
     (small,) = job.ready(job.small)
     wrong = [job.wrong(small)]
@@ -283,7 +283,8 @@ def growth(process):
 
 
 def no_room(process):
-    """Fill the victim's GPU. The survivor tries to reserve much memory; then both exchange."""
+    """Fill the memory of the victim's GPU. The survivor then cannot reserve ring halves of 4 GiB.
+    After its error, both processes exchange."""
     job = Job()
     (small,) = job.ready(job.small)
     wrong, error = [job.wrong(small)], ""
@@ -315,9 +316,9 @@ def reopening(process):
     for cycle in range(CYCLES + 2):
         wrong += job.wrong(small, times=1)
         job.group.close()
-        if cycle in (1, CYCLES + 1):  # cycle 0 also starts the CUDA runtime
+        if cycle in (1, CYCLES + 1):  # not 0, which also starts the CUDA runtime
             meet()
-            time.sleep(0.5)  # until all requests have ended
+            time.sleep(0.5)  # the requests of both processes end
             descriptors.append(len(os.listdir("/proc/self/fd")))
             meet()
     contexts.append(num_contexts())
@@ -351,11 +352,11 @@ def work(scenario):
 
 
 class Worker:
-    """The test's handle of a worker process."""
+    """A worker process, and the words that a test exchanges with it."""
 
     def __init__(self, scenario, address, process, folder, meet, own_gpu_only=False):
         environment = processes.environment_of(address, 2, process, 1)
-        environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # pytest has most of the memory
+        environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # pytest has most GPU memory
         environment["TMPDIR"] = str(folder)
         root = str(HERE.parent.parent)
         path = [root, *filter(None, [environment.get("PYTHONPATH")])]
@@ -389,7 +390,7 @@ class Worker:
         self.lines.put(None)
 
     def hear(self, word, seconds):
-        """Wait for this word from the worker, and return the values after the word."""
+        """Wait until the worker prints `word`. Return the values that it prints with it."""
         end = time.monotonic() + seconds
         while True:
             try:
@@ -426,7 +427,7 @@ class Worker:
 
 
 class Pair:
-    """Two workers that run one scenario."""
+    """Two workers, the survivor and the victim, which run the same scenario."""
 
     def __init__(self, scenario, folder, **options):
         address = processes.free_address()
@@ -462,7 +463,7 @@ class Pair:
 
 
 def leavings(folder):
-    """Return names of shared memory, files in the folder, and sockets of this package."""
+    """Return three sets of names: of all shared memory, files in `folder`, and our sockets."""
     shared = {name for name in os.listdir("/dev/shm") if not name.startswith("nccl-")}
     files = {str(path) for path in pathlib.Path(folder).rglob("*") if path.is_file()}
     unix = pathlib.Path("/proc/net/unix").read_text().splitlines()
@@ -513,7 +514,7 @@ def test_a_process_that_is_stopped_is_an_error_of_the_others_in_time(folder):
         pair.victim.signal(signal.SIGSTOP)
         found = pair.survivor.hear("failed", TIMEOUT + 2 * SLACK)
         assert_names_who_and_where(found, time.monotonic() - start)
-        # After the survivor has failed, the victim continues, and then fails, too.
+        # The stopped victim now continues, and fails, too.
         start = time.monotonic()
         pair.victim.signal(signal.SIGCONT)
         found = pair.victim.hear("failed", TIMEOUT + 2 * SLACK)

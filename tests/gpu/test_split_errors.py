@@ -1,4 +1,4 @@
-"""Test misused starts and dones of split exchanges, and ranks that do not arrive."""
+"""Test errors of split exchanges: wrong uses of start and done, and ranks that do not arrive."""
 
 import re
 
@@ -29,7 +29,7 @@ def routing():
 
 
 def program(of_rows):
-    """Return a program that maps x and a routing of each rank to `of_rows(x, routing.arrays)`."""
+    """Return a program that computes `of_rows(x, routing.arrays)` on each rank."""
     return checked.on_all_ranks(lambda x, routing: of_rows(x, routing.arrays), GROUP)
 
 
@@ -79,8 +79,8 @@ IN_PLACE = pytest.param(
 
 @pytest.mark.parametrize("misuse", (twice, never_started, IN_PLACE))
 def test_a_done_of_what_is_not_in_flight_is_an_error(routing, misuse):
-    """A done without its start, or with the start of another exchange, raises an error. The test
-    binds primitives directly, because `InFlight` already refuses such calls."""
+    """A done raises an error unless its arrays are those of a start that is in flight. The test
+    binds primitives, because class `InFlight` already refuses such calls."""
     run, right = program(misuse), program(once)
     jax.block_until_ready(right(tokens(), routing))
     with pytest.raises(RuntimeError, match="done of an exchange"):
@@ -110,7 +110,7 @@ def test_a_start_outside_jit_is_refused():
 
     with pytest.raises(ValueError, match="under jax.jit"):
         checked.mapped(eager, GROUP)(x, ids)
-    checked.close(GROUP)  # the ids were routed before the error
+    checked.close(GROUP)  # a route has run before the error
 
 
 OPERATIONS = dict(dispatch=in_flight.dispatch_given, combine=in_flight.combine_given)
@@ -141,7 +141,7 @@ def test_a_stalled_rank_stops_all_in_time_with_nan_and_never_a_wrong_number(
 
 
 def test_whole_exchanges_go_on_where_only_a_split_one_is_slow():
-    """If only the split workspace has a slow rank, whole and split exchanges are correct."""
+    """If a rank is slow only in split exchanges, all exchanges are correct."""
     run = checked.program(SHAPE, GROUP, in_flight.whole_between)
     state = checked.repeat(run, 1)
     with hooked(GROUP, phase=Phase.SEND, rank=SLOW_RANK, delay=TIMEOUT / 8, kind=native.SPLIT):

@@ -1,4 +1,4 @@
-"""Test split exchanges that finish in any order, with other work and whole exchanges in between."""
+"""Test split exchanges that finish in any order, with other work and exchanges in between."""
 
 import functools
 
@@ -15,7 +15,7 @@ from jax_moe_a2a._src.group import native
 
 SHAPE = checked.SMALL
 SHAPES = (checked.ONE_CHUNK, SHAPE, checked.MANY_CHUNKS)
-MANY = 24  # more than the events in the pool, and more than the ring halves
+MANY = 24  # more than the pool has events, and more than the ring has halves
 ORDERS = {
     "split_whole": in_flight.split_whole,
     "in_the_order_of_starts": in_flight.scripted(in_flight.started_first(2, reverse=False)),
@@ -111,7 +111,7 @@ def test_split_exchanges_end_with_a_single_hardware_queue():
 
 
 def test_random_programs_in_random_order_never_disturb_each_other():
-    """Six random scripts of starts, dones and other work alternate. All results are correct."""
+    """Programs of six random scripts run in turns. All results are correct."""
     programs = [random_program(order) for order in RANDOM]
     state = checked.begin()
     for i in range(STEPS // 15):

@@ -1,9 +1,9 @@
 """Compare MaxText's training with and without ``maxtext.enable``, for five kinds of models.
 
-``make test-maxtext`` installs MaxText and runs this module. MaxText without ``enable`` multiplies
-all tokens by all experts (``sparse_matmul=False``). Only this layer of MaxText runs on CPUs, drops
-no token, and computes losses over all tokens. The optimizer is plain SGD, so the first update of
-the parameters shows the gradients.
+``make test-maxtext`` installs MaxText and runs this module. Without ``enable``, the tests choose
+MaxText's layer that multiplies all tokens by all experts (``sparse_matmul=False``). No other layer
+of MaxText runs on CPUs, drops no token, and computes losses over all tokens. The optimizer is plain
+SGD, so the first update of the parameters shows the gradients.
 """
 
 import os
@@ -67,7 +67,7 @@ MODELS = dict(
         n_routing_groups=4,
         topk_routing_group=2,
         routed_bias_update_rate=0.01,
-        load_balance_loss_weight=0.0,  # in MaxText's dense layer, the bias changes this loss
+        load_balance_loss_weight=0.0,  # MaxText's dense layer adds the router's bias in this loss
     ),
     gpt_oss=dict(model_name="gpt-oss-20b"),
     llama4=dict(model_name="llama4-17b-16e", num_experts_per_tok=1, base_num_decoder_layers=4),
@@ -80,7 +80,7 @@ METRICS = ("loss", "lm_loss", "moe_lb_loss", "grad_norm")
 @dataclasses.dataclass
 class Trained:
     metrics: np.ndarray
-    """METRICS of each step."""
+    """[step, metric], with the metrics in the order of METRICS."""
     updates: list[np.ndarray]
     """Changes of all parameters (also of the router's bias) in the first step."""
 
@@ -125,8 +125,8 @@ def test_training_is_that_of_maxtext(model):
 
 
 def test_tensor_parallelism_and_token_chunks_do_not_change_training(enabled):
-    """With a tensor axis and with chunks of tokens, GPT-OSS has the same losses as without them.
-    Each bias is therefore added only once."""
+    """With a tensor axis and chunks of tokens, GPT-OSS has the same losses as without them. With
+    biases that were added twice, losses would differ."""
     model = MODELS["gpt_oss"] | ENABLED
     expected = train(model, steps=2)
     divided = dict(ici_fsdp_parallelism=1, ici_tensor_parallelism=2, per_device_batch_size=1)

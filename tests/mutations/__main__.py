@@ -1,5 +1,5 @@
-"""Apply each mutation to a copy of the tree, and run its test: ``python -m tests.mutations``
-(``make mutations``).
+"""Apply each mutation of ``list.toml`` to a copy of this repository, and run the mutation's test:
+``python -m tests.mutations`` (``make mutations``).
 
 A mutation is detected if its test passes without the mutation, and fails with the mutation within
 ``--seconds``. A test that cannot run with the mutation does not detect it.
@@ -18,7 +18,7 @@ import time
 
 from .catalogue import ROOT, read
 
-TREE = ROOT / "build" / "mutations"  # not deleted, so that later runs compile little C++ code
+TREE = ROOT / "build" / "mutations"  # kept, so that the next run compiles less C++ code
 
 
 def main():
@@ -44,7 +44,7 @@ def main():
 
 
 def notice_each(chosen, limit):
-    """Run the test of each mutation. Yield whether it detects the mutation."""
+    """Run the test of each mutation. Yield True if the test detects it, and otherwise False."""
     passes = {}
     for mutation in chosen:
         path = TREE / mutation.file
@@ -70,7 +70,7 @@ def report(verdict, seconds, what):
 
 
 def copy_tree():
-    """Copy all files that git does not ignore to ``TREE``. Unchanged files keep their times."""
+    """Copy all files that git does not ignore to ``TREE``. Do not touch unchanged files."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     names = {name for name in listed.split("\0") if (ROOT / name).is_file()}
@@ -86,12 +86,12 @@ def copy_tree():
 
 
 def run(test, limit):
-    """Run a test in ``TREE``. Return "passed", "failed" or another reason, and its duration."""
+    """Run a test in ``TREE``. Return ("passed", "failed" or a different result, its seconds)."""
     words = shlex.split(test)
     if words[0].startswith("tests/"):
         words = ["pytest", "-q", "-x", "-p", "no:cacheprovider", *words]
-    # The mutated source may have the same size and time as the unchanged source. Python could then
-    # reuse the compiled module of the unchanged source.
+    # If the mutated source has the same size and time as the original, Python would reuse the
+    # compiled module of the original. Do not write compiled modules.
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
     start = time.monotonic()
     process = subprocess.Popen(

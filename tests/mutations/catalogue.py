@@ -11,7 +11,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 @dataclasses.dataclass(frozen=True)
 class Mutation:
-    """A text of a file, its replacement, and the test that detects the change."""
+    """A file, a text in it, a replacement of the text, and the test that detects the change."""
 
     file: str
     old: str

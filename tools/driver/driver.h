@@ -1,5 +1,5 @@
-// Helpers of the drivers: checks, lists on the command line, arrays on a device, and measurements
-// on several GPUs.
+// Helpers of kernels.cu and wire.cu: checks, options on the command line, arrays on a device, and
+// measurements on several GPUs.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -82,8 +82,8 @@ inline void SetValue(const std::string&, bool* flag) { *flag = true; }
 using OptionValue =
     std::variant<bool*, int*, double*, std::string*, std::vector<int>*, std::vector<std::string>*>;
 
-// Sets options from names and values on the command line. Commas separate the elements of a list.
-// Flags have no value.
+// Sets `options` from names and values on the command line. Commas separate the elements of a list.
+// A bool is a flag, which has no value.
 inline void ReadOptions(int argc, char** argv, const std::map<std::string, OptionValue>& options) {
   for (int i = 1; i < argc; ++i) {
     const std::string name = argv[i];
@@ -127,7 +127,7 @@ __global__ void FillRandom(T* to, int64_t count, uint64_t seed) {
   }
 }
 
-// Adds a hash of each word and its index to `sum`. Equal arrays have equal sums.
+// Adds to `sum` a hash of each word with its index. Equal arrays therefore have equal sums.
 static __global__ void Fingerprint(const uint32_t* words, int64_t count, unsigned long long* sum) {
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
   unsigned long long own = 0;
@@ -154,8 +154,8 @@ enum PlanArray {
 
 // ---- Measurements
 
-// Calls body(gpu) for each of the first GPUs, which is then the current device. Each call has a
-// separate thread, because a call for one GPU may wait for other GPUs.
+// Calls body(gpu) for each of the first `num_gpus` GPUs, with this GPU as the current device. Each
+// call has a separate thread, because it may wait for other GPUs.
 template <typename Body>
 void ForEachGpu(int num_gpus, const Body& body) {
   std::vector<std::thread> threads;
@@ -168,7 +168,7 @@ void ForEachGpu(int num_gpus, const Body& body) {
   for (std::thread& thread : threads) thread.join();
 }
 
-// The median, the least and the greatest value of samples.
+// The median, the smallest and the largest of the samples.
 struct Summary {
   explicit Summary(std::vector<double> samples) {
     std::sort(samples.begin(), samples.end());
@@ -198,7 +198,7 @@ class TimedStream {
   void Begin(unsigned flags = 0) { CHECK(cudaEventRecordWithFlags(begin_, stream_, flags)); }
   void End(unsigned flags = 0) { CHECK(cudaEventRecordWithFlags(end_, stream_, flags)); }
 
-  // Waits for the stream. Returns the time between the events.
+  // Waits for the stream. Returns the time from Begin() to End().
   double Microseconds() {
     CHECK(cudaStreamSynchronize(stream_));
     CHECK(cudaGetLastError());

@@ -13,21 +13,22 @@
 //                 [--ops dispatch,combine,route,routed,weighted]
 //                 [--gpus N | --ranks N] [--iters 32] [--samples 7] [--check] [--timeout 5]
 //
-// Prints one line per operation and combination of the lists. A time is the time of the slowest
-// device, in microseconds per launch (route: per pair of launches). The kernels of route make the
-// plan of all other operations. The capacity holds the rows of the fullest rank.
+// Prints one line for each operation with each value of --tokens and --sms. A time is that of the
+// slowest device, in microseconds per launch (route: per pair of launches). The kernels of route
+// make the routing of all other operations. The capacity is the rows of the fullest rank, rounded
+// up.
 //
 //   --gpus     runs one rank on each of the first N GPUs; the default is all visible GPUs
-//   --ranks    runs N ranks, at least 2, on the first GPU. A launch of a kernel of cuda/colocated/
-//              is for all ranks. A number in --sms is at most the number that
+//   --ranks    runs N ranks, at least 2, on the first GPU, with the kernels of cuda/colocated/. One
+//              launch is for all ranks. Numbers in --sms are reduced to the number that
 //              cuda/ffi/call_state.cc allows for a rank
 //   --check    compares the results of the first launch of an operation (on poisoned arrays), of
-//              the last timed launch, and of launches with other numbers of SMs. All bits must be
-//              equal. Inner products of a weighted dispatch are not compared, because their
-//              rounding depends on the number of teams. Also prints a hash of the results
+//              the last timed launch, and of launches with the other numbers of --sms. All bits
+//              must be equal. Inner products of a weighted dispatch are not compared, because
+//              their rounding depends on the number of teams. Also prints a hash of the results
 //   --timeout  limit of waits in kernels, in seconds. A sanitizer may need more than 5
 //
-// To try another number of tuning.h, build with, for example, "-DMOE_A2A_CANDIDATE=kPauseNs = 0".
+// To try a new value of kPauseNs in tuning.h, build with "-DMOE_A2A_CANDIDATE=kPauseNs = 0".
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -56,7 +57,8 @@
 namespace moe_a2a {
 namespace {
 
-// Launches before the timed launches. They synchronize the devices, which start at different times.
+// Launches before the timed launches. They let the devices, which start at different times, wait
+// for each other.
 constexpr int kUntimedLaunches = 2;
 constexpr int kTightMultiple = 128;
 
@@ -70,10 +72,10 @@ struct Options {
   double timeout_s = 5;
   int iters = 32, samples = 7;
   int gpus = 0;   // 0: all visible GPUs
-  int ranks = 0;  // 0: one rank on each GPU; otherwise all ranks on the first GPU
+  int ranks = 0;  // 0: one rank on each GPU; otherwise so many ranks on the first GPU
 };
 
-// Checks the numbers of GPUs and ranks, and chooses the numbers that the command line does not set.
+// Checks `gpus` and `ranks`. Replaces those that the command line does not set.
 void ChooseRanks(Options* o) {
   int visible = 0;
   CHECK(cudaGetDeviceCount(&visible));
@@ -87,8 +89,8 @@ void ChooseRanks(Options* o) {
   CHECK(o->gpus >= 1 && o->gpus <= visible && o->ranks <= kMaxRanks);
 }
 
-// For ranks that share a GPU, reduces the numbers of blocks to the limit of the handlers, and
-// removes repeated numbers.
+// For ranks that share a GPU, reduces the numbers in `sms` to the limit of the package's handlers.
+// Removes repeated numbers.
 void LimitBlocks(Options* o) {
   int sms = 0;
   CHECK(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0));
@@ -179,7 +181,7 @@ Workload MakeWorkload(const Options& options, int num_tokens) {
 
 // ---- Memory of the devices
 
-// An array of a rank, in memory of DeviceMemory.
+// An array of one rank, from DeviceMemory.
 struct DeviceBuffer {
   char* data;
   int64_t bytes;
@@ -189,10 +191,10 @@ struct DeviceBuffer {
   }
 };
 
-// The memory of all ranks of one GPU, which must be the current device in Take(). All ranks take
-// arrays of the same sizes in the same order. An allocation holds the arrays of all ranks one after
-// another, because kernels for ranks that share a GPU need a constant distance between the arrays
-// of two ranks (device/ranks.cuh).
+// The memory of all ranks of one GPU, which must be the current device in Take(). All ranks must
+// take arrays of the same sizes in the same order. One allocation contains the same array of all
+// ranks, one after another. Kernels for ranks that share a GPU need a constant distance between the
+// arrays of two ranks (device/ranks.cuh).
 class DeviceMemory {
  public:
   explicit DeviceMemory(int num_ranks) : num_ranks_(num_ranks) {}
@@ -201,7 +203,7 @@ class DeviceMemory {
     for (const DeviceBuffer& array : first_) cudaFree(array.data);
   }
 
-  // Makes Take() return arrays of the next rank. Call it also before the first rank.
+  // Makes Take() return arrays of the next rank. Must also be called before the first rank.
   void BeginRank() {
     ++rank_;
     num_taken_ = 0;
@@ -250,7 +252,7 @@ int RouteChunks(int num_tokens) {
   return static_cast<int>(ceil_div(num_tokens, TokensPerRouteChunk(num_tokens)));
 }
 
-// Operands and results of a rank. The constructor needs the rank's device as the current device.
+// The operands and results of a rank. Its GPU must be the current device in the constructor.
 struct RankData {
   RankData(const Workload& w, int rank, DeviceMemory& memory)
       : rank_number(Upload({rank}, memory)),
@@ -289,12 +291,12 @@ struct RankData {
   std::vector<DeviceBuffer> route_scratch;  // in the order of RouteParams
 };
 
-// ---- Launches, with the parameters that cuda/calls builds for the handlers
+// ---- Launches, with parameters from cuda/calls, as in the package's handlers
 
 // The operations that --ops names.
 enum class Op { kDispatch, kCombine, kRoute, kRoutedDispatch, kWeightedDispatch };
 
-// Returns the bytes of the largest landing zone of all operations.
+// Returns the bytes of a landing zone that is large enough for each operation.
 int64_t ZoneBytes(const Workload& w) {
   const int64_t ids = array_bytes(1, int64_t{w.num_tokens} * w.top_k * sizeof(int32_t));
   const int64_t rows = array_bytes(w.num_tokens, w.row_bytes());
@@ -306,7 +308,7 @@ int64_t ZoneBytes(const Workload& w) {
 struct Call {
   const Workload& workload;
   const RankData& data;
-  RankView view;  // without the members that depend on the operation
+  RankView view;  // members that depend on the operation are not set
   int sms;
 };
 
@@ -319,8 +321,8 @@ struct Bound {
   Arrays arrays;
   std::vector<std::vector<int64_t>> all_dimensions;  // of the arrays
 
-  // If ranks share a GPU, only the buffers of the first rank have the alignment of cudaMalloc. The
-  // buffer of each other rank directly follows the buffer of the previous rank.
+  // If ranks share a GPU, only buffers of the first rank have the alignment of cudaMalloc. The
+  // buffer of each other rank directly follows that of the previous rank.
   void Add(const DataType& type, std::vector<int64_t> dimensions, const DeviceBuffer& buffer) {
     int64_t bytes = type.bytes;
     for (int64_t dimension : dimensions) bytes *= dimension;
@@ -359,7 +361,7 @@ void AddPlan(const Call& call, Bound* results) {
   }
 }
 
-// Tokens and their router weights.
+// Adds the tokens and their router weights, and the results for both.
 void AddPayload(const Call& call, Arguments* a) {
   const Workload& w = call.workload;
   a->args.Add(kBFloat16, {w.num_tokens, w.hidden}, call.data.payload);
@@ -465,7 +467,7 @@ const std::map<std::string, Op> kOperations = {{"dispatch", Op::kDispatch},
                                                {"routed", Op::kRoutedDispatch},
                                                {"weighted", Op::kWeightedDispatch}};
 
-// A CUDA graph of untimed launches and then timed launches on a GPU.
+// A CUDA graph of untimed launches and then timed launches, on one GPU.
 class GpuGraph {
  public:
   GpuGraph(const Calls& calls, Op operation, const Kernels& kernels, int untimed, int timed) {
@@ -484,7 +486,7 @@ class GpuGraph {
   GpuGraph(const GpuGraph&) = delete;
   ~GpuGraph() { cudaGraphExecDestroy(executable_); }
 
-  // Returns the time of the timed launches.
+  // Runs the graph. Returns the time of the timed launches.
   double Microseconds() {
     CHECK(cudaGraphLaunch(executable_, stream_));
     return stream_.Microseconds();
@@ -517,9 +519,9 @@ Ranks MakeRanks(const Options& options, const Workload& w, Workspace& workspace)
     ranks.data.push_back(std::make_unique<RankData>(w, rank, *ranks.memory[gpu]));
     RankView view = {};
     CHECK(workspace.View(gpu, &view));
-    view.error += rank - view.rank;  // View returned the view of the GPU's first rank
+    view.error += rank - view.rank;  // `view` is that of the GPU's first rank
     view.rank = rank;
-    view.launch = 1;  // launches follow each other on one stream
+    view.launch = 1;  // equal for all launches, which follow each other on one stream
     view.timeout_ns = view.first_timeout_ns = static_cast<uint64_t>(options.timeout_s * 1e9);
     ranks.views.push_back(view);
   }
@@ -554,8 +556,7 @@ double RunGraphs(const Ranks& ranks, Graphs& graphs) {
 
 // ---- Checking
 
-// Returns the results of an operation on a rank that do not depend on the numbers of blocks and
-// teams.
+// Returns those results of an operation on a rank that must not depend on the number of SMs.
 std::vector<DeviceBuffer> ResultsOf(const RankData& data, Op operation) {
   std::vector<DeviceBuffer> results;
   if (operation == Op::kCombine) return {data.combined};
@@ -567,7 +568,7 @@ std::vector<DeviceBuffer> ResultsOf(const RankData& data, Op operation) {
   return results;
 }
 
-// Overwrites the results, so results of an earlier launch cannot pass a check.
+// Overwrites the results, so that a check cannot pass with results of an earlier launch.
 void Poison(const Ranks& ranks, Op operation) {
   for (int rank = 0; rank < ranks.workload.num_ranks; ++rank) {
     CHECK(cudaSetDevice(ranks.workload.gpu_of(rank)));
@@ -597,7 +598,7 @@ uint64_t FingerprintOf(const Ranks& ranks, Op operation) {
   return total;
 }
 
-// The fingerprint of each operation, from its first launch.
+// Maps each operation to the fingerprint of its first launch.
 using Fingerprints = std::map<Op, uint64_t>;
 
 void CheckResults(const Ranks& ranks, Op operation, Fingerprints* expected) {

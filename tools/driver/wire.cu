@@ -1,11 +1,11 @@
 // Measures the link limit: a plain kernel on every GPU stores to all its peers at the same time.
 //
-//   wire GPUS BYTES...   each of the first GPUS sends BYTES in total, evenly to all its peers
+//   wire GPUS BYTES...   each of the first GPUS sends BYTES in total, the same to each peer
 //
-// Prints JSON: `gpus`, `name` and `results`. An element of `results` has `bytes`, `blocks` (the
-// fastest number of blocks), `median_us`, `min_us`, `max_us` and `gb_per_s`. benchmarks/wire.py
-// builds and runs this program. A launch sends the bytes many times, so the latencies of the launch
-// and of the last store do not affect the result.
+// Prints JSON: `gpus`, `name` and `results`. Each result has `bytes`, `blocks` (the fastest number
+// of blocks), `median_us`, `min_us`, `max_us` and `gb_per_s`. benchmarks/wire.py builds and runs
+// this program. A launch sends the bytes many times, so the latencies of the launch and of the last
+// store do not affect the result.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -27,7 +27,7 @@ constexpr int kSamples = 7;
 constexpr int kBlocks[] = {8, 16, 32, 64};
 constexpr double kLaunchBytes = 3e9;  // per launch: about 10 ms at the speed of NVLink 4
 constexpr double kMaxRounds = 5000;
-// Arrays have at least this size, so they do not fit in the L2 cache.
+// The least size of the arrays, with which they do not fit in the L2 cache.
 constexpr int64_t kLeastBytes = 192 << 20;
 
 struct Peers {
@@ -66,10 +66,10 @@ __global__ void __launch_bounds__(kThreads)
 struct Gpu {
   TimedStream stream;
   uint4* from;
-  uint4* zone;  // a segment for each peer, in the order of ranks
+  uint4* zone;  // receives words: a segment for each peer, in the order of ranks
 };
 
-// The first GPUs of the machine, with peer access, and the measurements.
+// The first `num_gpus` GPUs, with access to each other, and the measurements on them.
 class Machine {
  public:
   Machine(int num_gpus, int64_t most_words) : size_(num_gpus), most_(most_words) {
@@ -83,7 +83,7 @@ class Machine {
   int num_peers() const { return size_ - 1; }
   double bytes(int64_t words) const { return 16.0 * words * num_peers(); }
 
-  // Returns the times of one round of plain stores of `words` words to each peer.
+  // Measures one round, in which each GPU stores `words` words to each peer.
   Summary TimeStores(int64_t words, int blocks) {
     const int rounds = static_cast<int>(std::clamp(kLaunchBytes / bytes(words), 4.0, kMaxRounds));
     const auto store = [&](int g) { Store(g, blocks, words, rounds); };
@@ -124,7 +124,7 @@ class Machine {
     return *std::max_element(us.begin(), us.end());
   }
 
-  // Returns the address at a peer to which GPU g stores. A peer has a segment for each other GPU.
+  // Returns the address in the memory of `peer` to which GPU g stores.
   uint4* ZoneOf(int g, int peer) const {
     return gpus_[peer]->zone + (g < peer ? g : g - 1) * most_;
   }
@@ -140,7 +140,7 @@ class Machine {
   std::vector<std::unique_ptr<Gpu>> gpus_;
 };
 
-// Prints the times of the fastest number of blocks.
+// Tries all numbers of blocks. Prints the times of the fastest.
 void PrintStores(Machine& machine, int64_t asked_bytes, int64_t words) {
   int best = kBlocks[0];
   Summary us = machine.TimeStores(words, best);

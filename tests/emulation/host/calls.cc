@@ -1,9 +1,9 @@
-// The package's handlers over the fake driver, as targets for XLA on CPU. Tests see the errors of
-// loading and of initialization, and errors about arrays. No kernel runs. After a failure,
-// `call_report` returns NaN, as a kernel would.
+// The package's calls as custom-call targets of XLA on CPU, over the fake driver. No kernel runs.
+// Tests use them for errors while a program is loaded or initialized, and errors about arrays.
+// After a failure, `call_report` returns NaN, as a kernel would.
 //
-// XLA on CPU passes no stream and no ordinal, and has no stage between loading and execution. These
-// targets therefore have their own handlers around the package's call state.
+// XLA on CPU passes no stream and no ordinal, and has no stage between loading and execution. The
+// handlers in this file are therefore different from those of the package, but use its CallState.
 #include <cuda_runtime_api.h>
 
 #include <atomic>

@@ -181,7 +181,7 @@ class Channel {
     text.resize(kBytes, ' ');
     if (write(there_[1], text.data(), kBytes) != kBytes) _exit(9);
   }
-  // Returns "" when the other process has ended.
+  // Returns the next message, or "" if the other process has ended.
   std::string hear() const {
     std::string text(kBytes, '\0');
     for (ssize_t got = 0; got < kBytes;) {
@@ -229,7 +229,7 @@ void check_processes(int seconds) {
     usleep(static_cast<useconds_t>(own_random() % 3000));
     require_no(
         workspace.Reserve(bytes + (static_cast<int64_t>(own_random() % 3) << 16), kTimeoutNs));
-    channel.say("here");  // ranks of an exchange wait for each other
+    channel.say("here");  // wait for the other process, as ranks of an exchange wait
     channel.hear();
     RankView view = {};
     require_no(workspace.View(2 * self, &view));
@@ -290,8 +290,8 @@ void send_bytes(const Endpoint& to, const std::string& bytes, bool reads_answer)
   close(connection);
 }
 
-// Returns a request: a secret, a number of words, and the words. Each item is right, nearly right,
-// or random.
+// Returns the bytes of a request: a secret, a number of words, and the words. Each item is correct,
+// nearly correct, or random.
 std::string random_request(const Endpoint& to, Random& random) {
   const auto odd_word = [&]() -> int64_t {
     const int64_t words[] = {0,
@@ -360,7 +360,7 @@ void check_memory(int) {
   for (int i = 0; i < 2; ++i) AddDevice(i, {0, i});
   Workspace& workspace = Workspace::Get(topology_of({0, 1}), WorkspaceKind::kWhole);
   fake_driver::room[1] = int64_t{64} << 20;
-  // Only the first device has enough memory. Reserve() must then free the first device's memory.
+  // Only device 0 has enough memory. Reserve() must fail, and free what it got on device 0.
   const Problem full = workspace.Reserve(int64_t{8} << 30, kTimeoutNs);
   require(!full.empty(), "8 GiB fit into 64 MiB");
   require_nothing_left();
@@ -371,8 +371,8 @@ void check_memory(int) {
               full.find(std::to_string(fake_driver::room[1])) != std::string::npos,
           "the message must name the requested and the free memory: " + full);
   fake_driver::room[1] = int64_t{1} << 60;
-  // Each call of the driver fails once. It must return an error and leave no memory allocated, and
-  // the next attempt must succeed.
+  // In each round, a different call of the driver fails. Reserve() must then return an error and
+  // leave no memory allocated, and the next Reserve() must succeed.
   int failures = 0;
   for (int failing = 0;; ++failing) {
     fake_driver::calls_until_failure = failing;
@@ -389,14 +389,14 @@ void check_memory(int) {
     require_no(workspace.Close(kTimeoutNs));
     require(fake_driver::used[0] == 0 && fake_driver::used[1] == 0, "memory is left");
   }
-  // A workspace that grows allocates only the missing memory.
+  // When a workspace grows, it must only allocate the additional memory.
   constexpr int64_t kHalf = 64 << 20;  // more than before
   require_no(workspace.Reserve(kHalf / 2, kTimeoutNs));
   require_no(workspace.Reserve(kHalf, kTimeoutNs));
   require(fake_driver::used[0] == kHeaderBytes + kRingDepth * kHalf, "it has grown by more");
   require_no(workspace.Close(kTimeoutNs));
   require_nothing_left();
-  // Memory of another process first arrives with a gap. Later memory fills the gap.
+  // The memory of another process first arrives with a gap, and then the memory in the gap.
   PeerSlab slab({0});
   require_no(slab.Open());
   constexpr int64_t kPage = int64_t{2} << 20;
@@ -435,7 +435,7 @@ void check_failures(int) {
     std::string failure;
     require_no(workspace.ReadFailure(&failure));
     require(failure.empty(), failure);
-    // Rank 0 poisons rank 1. Rank 1 has no record, because it launches nothing afterwards.
+    // Rank 0 has poisoned rank 1. Rank 1 has no error record, because no kernel of rank 1 runs.
     RankView view = {};
     require_no(workspace.View(1, &view));
     Control& control = reinterpret_cast<Header*>(view.slab[1])->control;
@@ -444,7 +444,7 @@ void check_failures(int) {
     require_no(workspace.ReadFailure(&failure));
     require(says(failure, "rank 1 between") && says(failure, "rank 0 has reported \"timeout\""),
             "the poison was not read: " + failure);
-    // A record takes precedence over the poison.
+    // If there is also an error record, its text is returned, and not that of the poison.
     view.error->operation = static_cast<uint32_t>(Operation::kCombine);
     view.error->kind = static_cast<uint32_t>(ErrorKind::kOverlap);
     require_no(workspace.ReadFailure(&failure));

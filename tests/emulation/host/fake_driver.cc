@@ -37,7 +37,7 @@ std::map<CUmemGenericAllocationHandle, Allocation>& allocations() {
   return *all;
 }
 
-// Returns true if this call must fail.
+// Returns true if the current call must fail.
 bool fails() { return calls_until_failure >= 0 && calls_until_failure-- == 0; }
 
 CUresult driver_result() { return fails() ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_SUCCESS; }
@@ -264,7 +264,7 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
   return cudaSuccess;
 }
 
-// ---- Control from outside, for tests that load a library with this driver.
+// ---- Functions for tests that load a library which contains this driver.
 
 #define MOE_A2A_CONTROL extern "C" __attribute__((visibility("default")))
 MOE_A2A_CONTROL void fake_set_room(int device, int64_t bytes) { room[device] = bytes; }

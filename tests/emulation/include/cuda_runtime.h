@@ -43,8 +43,8 @@ struct alignas(8) float2 {
 };
 inline float2 make_float2(float x, float y) { return {x, y}; }
 
-// ---- Barriers. `site` is the place of the call. A barrier at a site that is left out does
-// nothing.
+// ---- Barriers. `site` is the place of the call in the source. If the run leaves it out, the
+// barrier does nothing.
 
 inline void __syncwarp(emulation::Site site = emulation::Site::here()) {
   if (!emulation::is_left_out(site)) emulation::sync_warp();
@@ -52,7 +52,7 @@ inline void __syncwarp(emulation::Site site = emulation::Site::here()) {
 inline void __syncthreads(emulation::Site site = emulation::Site::here()) {
   if (!emulation::is_left_out(site)) emulation::sync_named(0, emulation::block_threads());
 }
-// If a run leaves out the barrier of a vote, the vote is still correct, but orders no memory.
+// If a run leaves out this barrier, the vote is still correct, but orders no memory.
 inline int __syncthreads_or(int vote, emulation::Site site = emulation::Site::here()) {
   return emulation::vote_of_block(vote != 0, /*is_and=*/false, !emulation::is_left_out(site));
 }

@@ -52,8 +52,7 @@ constexpr size_t kStaticLimit = 48 << 10;  // dynamic shared memory that needs n
 
 }  // namespace emulation
 
-// The emulator learns the parameters of a kernel when the kernel is loaded. A kernel that was not
-// loaded therefore cannot be launched.
+// A kernel must be loaded before a launch. At the load, the emulator notes the parameters' types.
 template <typename... Params>
 cudaError_t cudaFuncSetAttribute(void (*kernel)(Params...), cudaFuncAttribute, int bytes) {
   emulation::load_kernel(kernel, static_cast<size_t>(bytes));

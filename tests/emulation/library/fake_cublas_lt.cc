@@ -18,7 +18,7 @@ using moe_a2a::CublasLt;
 constexpr int kInvalid = 7, kUnsupported = 15;
 constexpr uint64_t kAlgorithm = 0x1234;
 
-// The data that the fake stores in an opaque object of the caller.
+// The fake stores this struct in the opaque objects that the caller allocates.
 struct Object {
   int64_t values[16];
   int type, groups;

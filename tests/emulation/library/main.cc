@@ -36,7 +36,7 @@ Numbers numbers(size_t count) {
   return made;
 }
 
-// A product of random sizes, with groups without rows, a tail without weights, and spare weights.
+// A product of random sizes. Groups may have no rows, spare weights, or no weights (-1).
 struct Product {
   GroupedProduct product = static_cast<GroupedProduct>(random_int(0, 3));
   int k = 8 * random_int(1, 3), n = 8 * random_int(1, 3), num_weights = random_int(1, 5);
@@ -132,7 +132,7 @@ int main(int argc, char** argv) {
   auto& counts = *static_cast<FakeCounts*>(dlsym(fake, "fake_counts"));
   require(CublasLtVersion() == 130405, "the version is not the library's");
 
-  // In round N, call N fails. The last round is the first round in which no call fails.
+  // In round N, call N of the library fails. The loop ends with the first round without a failure.
   for (long call = 0, has_failed = 1; has_failed; ++call) {
     Product product;
     counts.calls_until_failure = call;

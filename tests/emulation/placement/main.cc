@@ -1,4 +1,4 @@
-// Runs fill_slots. Reads int32 B, R, L, S, most, min_rows, then the operands. Writes the results.
+// Runs fill_slots. Reads int32 B, R, L, S, most, min_rows and the operands. Writes the results.
 #include <cstdio>
 #include <vector>
 

@@ -1,6 +1,5 @@
 // Checks with random groups that the schedule of the grouped GEMM (gemm/schedule.cuh) visits each
-// tile once. Prints the first error. The exit status is 0 if there is no error. Usage: walk --seed
-// N.
+// tile once. Prints the first error. Without an error, the exit status is 0. Usage: walk --seed N.
 #include <cstdio>
 #include <cstdlib>
 #include <set>
@@ -21,7 +20,7 @@ using namespace moe_a2a::gemm;
 struct ListParams {
   GemmParams gemm;
   Work* found;
-  int stride;  // number of blocks; each block takes every stride-th position
+  int stride;  // the number of blocks; each lists every stride-th position
 };
 
 template <typename F>
@@ -34,7 +33,7 @@ void list_tiles(const ListParams* p) {
   }
 }
 
-// Returns the first error in the list of tiles of random groups, or null.
+// Lists the tiles of a product with random groups. Returns the first error in the list, or null.
 template <typename F>
 const char* check(Random& random) {
   const int num_groups = 1 + random.below(random.one_in(4) ? 70 : 8);
@@ -66,7 +65,7 @@ const char* check(Random& random) {
     return "the launch failed";
   }
 
-  std::set<std::tuple<int, int, int>> seen;  // the start of a tile's group, and the tile's m and n
+  std::set<std::tuple<int, int, int>> seen;  // (start of the tile's group, its m, its n)
   for (const Work& work : found) {
     if (work.size == -2) return "a position is missing";
     if (work.is_end()) break;
