@@ -36,8 +36,7 @@ namespace {
 
 using namespace moe_a2a;
 
-// Reads the attributes of a call at lowering. Converts no types, because XLA's handlers convert
-// none.
+// Reads a call's attributes at lowering. Converts no types, because XLA's handlers convert none.
 AttributeReader ReaderOf(nb::dict attributes) {
   return [attributes](const char* name, AttributePointer value) {
     const auto read_into = [&](auto* to) {

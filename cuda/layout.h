@@ -65,8 +65,7 @@ MOE_A2A_HOST_DEVICE constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a
 MOE_A2A_HOST_DEVICE constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 static_assert(kMaxTopK <= kWarpThreads, "a warp's lanes hold the choices of a token");
-// Teams of several warps need named barriers. A block has 16 barriers; __syncthreads() is barrier
-// 0.
+// Teams of several warps need named barriers. A block has 16; __syncthreads() is barrier 0.
 static_assert(kThreads % kWarpThreads == 0 && (kMaxTeams & (kMaxTeams - 1)) == 0);
 static_assert(1 + kMaxTeams / 2 <= 16);
 static_assert(kZoneAlignment % kVectorBytes == 0);
@@ -122,8 +121,7 @@ MOE_A2A_HOST_DEVICE constexpr int64_t array_bytes(int64_t num_slots, int64_t row
   return round_up(num_slots * row_stride(row_bytes), kZoneAlignment);
 }
 
-// Returns how many slots share a flag. They are few, so that little work is left after the last
-// flag.
+// Returns how many slots share a flag: few, so that little work is left after the last flag.
 MOE_A2A_HOST_DEVICE constexpr int64_t slots_per_chunk(int64_t num_slots) {
   return num_slots > kMaxChunks ? ceil_div(num_slots, kMaxChunks) : 1;
 }

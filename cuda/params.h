@@ -97,8 +97,7 @@ struct RouteParams {
   int64_t zone_bytes;                // of one source
   // Scratch between the two launches.
   int32_t* all_ids;  // [num_ranks, batch, num_tokens, top_k]; invalid ids are -1
-  // [batch, num_ranks, chunks, levels * local_experts + 1]; the last number counts tokens for this
-  // rank
+  // [batch, num_ranks, chunks, levels * local_experts + 1]; the last counts tokens for this rank
   int32_t* expert_counts;
   int32_t* rank_counts;  // [batch, chunks, num_ranks]: this rank's tokens per destination
   RoutePlan plan;
@@ -137,8 +136,7 @@ struct Encoding {
   bool decode;
   int32_t num_leaves;
   char* decoded[kMaxArrays / 2];  // the decoded rows of each leaf if the destination decodes
-  // NvFp4: a scale for all tokens, or for each token. With `decode`, token scales travel as the
-  // last array.
+  // NvFp4: one scale, or one per token. With `decode`, token scales travel as the last array.
   float global_scale;
   const float* token_scales;  // [num_tokens], or null
 };

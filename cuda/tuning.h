@@ -1,6 +1,5 @@
-// All numbers that were chosen by measurement. Other values that pass the static_asserts change
-// only times, not results. Exception: the inner products of a weighted dispatch are rounded
-// depending on the number of teams.
+// All numbers chosen by measurement. Other values that pass the static_asserts change only times.
+// Exception: the number of teams changes how a weighted dispatch rounds inner products.
 //
 // To tune the exchange for another GPU, for example of compute capability 10.0:
 //
@@ -118,8 +117,7 @@ struct Sm90 {
   // Python chooses kForwardFew up to this number of rows per group. With 96 and 256 rows per group,
   // kForwardFew takes 0.77 and 0.99 times as long as kForward (H200, "Between few and many rows").
   static constexpr int kGemmFewRows = 128;
-  // The same in FP8: 32 groups of 64 and 128 rows take 149 and 187 us, but 150 and 160 us with
-  // kForward.
+  // For FP8: 32 groups of 64 and 128 rows take 149 and 187 us, but 150 and 160 us with kForward.
   static constexpr int kFp8FewRows = 64;
 };
 

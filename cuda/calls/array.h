@@ -37,8 +37,7 @@ inline const DataType kBFloat16 = {"BF16", 2, 0xFF};
 inline const DataType kFp8 = {"F8E4M3FN", 1, 0xFF};
 
 // The first number in XLA's name of a type is the number of bits; PRED has 8. Names of
-// floating-point types begin with F, BF or C. In a type whose name ends with FNUZ, only 0x80 is
-// NaN.
+// floating-point types begin with F, BF or C. In FNUZ types, only 0x80 is NaN.
 inline DataType TypeNamed(std::string name) {
   const size_t digits = name.find_first_of("0123456789");
   const int64_t bits = digits == std::string::npos ? 8 : std::atoi(&name[digits]);

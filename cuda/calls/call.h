@@ -9,9 +9,8 @@
 //                 each other or the attributes.
 //
 // Describe() runs when a program is lowered (calls/why_not.h), and once for each call when the
-// program runs. It calls CallContext::Bind() for each parameter that is an address, because a
-// handler replaces the addresses at each execution. For ranks that share a GPU, Describe() runs
-// once.
+// program runs. Describe() binds each address (CallContext::Bind()), because handlers replace
+// addresses at each execution. For ranks that share a GPU, Describe() runs once.
 #pragma once
 
 #include <cstdint>
@@ -111,8 +110,7 @@ int64_t HalfBytes(const typename Call::Params& params) {
   return num_ranks > 1 ? num_ranks * Call::ZoneBytes(params) : 0;
 }
 
-// Appends an array to a zone, and its row size to the signature. Returns the array's offset in the
-// zone.
+// Appends an array to a zone, and its row size to the signature. Returns the array's offset.
 inline int64_t TakeZone(int64_t& zone_bytes, int64_t num_slots, int64_t row_bytes, RankView& view) {
   Mix(view.signature, row_bytes);
   const int64_t offset = zone_bytes;

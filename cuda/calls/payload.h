@@ -7,7 +7,6 @@
 
 namespace moe_a2a {
 
-// Adds an array that a dispatch moves.
 inline MovedArray& AddArray(int64_t row_bytes, int64_t choice_bytes, int32_t width,
                             DispatchParams& p) {
   MovedArray& array = p.arrays[p.num_arrays++];

@@ -29,7 +29,6 @@
 
 namespace moe_a2a {
 
-// The parameter type of a call's kernels, and the functions that load and launch the kernels.
 // Kernels are loaded before the first execution on a device, because no launch may load a kernel.
 template <typename KernelParams, auto kLoadKernels, auto kLaunchKernel>
 struct ProductCall {
@@ -282,8 +281,7 @@ struct ActDotGradCall : ActivatedGemmCall {
   }
 };
 
-// Returns the type that CheckShape() must require of an array: float32 if it is float32, else
-// bfloat16.
+// Returns the type that CheckShape() must require: float32 if the array is float32, else bfloat16.
 inline const DataType& WideType(const Array& array, ElementType* type) {
   const bool is_float = array.type == kFloat32;
   *type = is_float ? ElementType::kFloat32 : ElementType::kBFloat16;

@@ -1,6 +1,5 @@
-// The call `weighted_dispatch`. Operands: a payload array, rows for inner products (optional),
-// weights for scaling (optional), the routing. Results: scaled rows if there are weights, inner
-// products if there are rows.
+// The call `weighted_dispatch`. Operands: a payload array, optional rows for inner products,
+// optional weights, the routing. Results: scaled rows (with weights), inner products (with rows).
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,4 @@
-// Tells the lowering in Python why the kernels refuse a call. If no kernel supports the call, the
-// lowering uses other operations. If the call is malformed, the lowering raises an error.
+// Tells the lowering in Python why the kernels refuse a call.
 #pragma once
 
 #include <cstdint>

@@ -77,8 +77,7 @@ __device__ inline void copy_row(const Team& team, char* to, const char* from, in
   });
 }
 
-// Copies the row `from` to rows of `array.out`: to the index `row` of each lane in the mask
-// `choices`.
+// Copies the row `from` to row `row` of `array.out`, for each lane in the mask `choices`.
 __device__ inline void spread_row(const MovedArray& array, const Team& team, const char* from,
                                   int row, uint32_t choices) {
   with_width(array.width, [&](auto word) {

@@ -23,13 +23,11 @@ struct Destinations {
   const int* slots;
   int count;
 
-  // Tells the compiler that `to` is in shared memory, which a function that is not inlined cannot
-  // see.
+  // Tells the compiler that `to` is in shared memory, for functions that are not inlined.
   __device__ void assume_shared() const { __builtin_assume(__isShared(to)); }
 };
 
-// The values or the scales of a segment. They go to byte `offset` + s * `stride` of a zone for slot
-// s.
+// Values or scales of a segment. They go to byte `offset` + s * `stride` of a zone for slot s.
 struct SegmentPart {
   const char* made;
   uint32_t bytes;
@@ -116,7 +114,6 @@ class PlainSegments {
     __syncwarp();
     for (int i = 0; i < rows.count; ++i) store_by_lanes(rows.to[i] + offset, made, bytes);
   }
-  // Loads the segment once for all zones.
   __device__ void store(const Destinations& zones, const SegmentPart& a, const SegmentPart& b) {
     constexpr int kUnroll = Tuning::kLoadsOfEncoded;
     const int of_a = a.bytes / kVectorBytes, all = of_a + b.bytes / kVectorBytes;
@@ -147,8 +144,7 @@ class PlainSegments {
 };
 
 // The rounds of a row that one warp of a team computes. The warps compute segments of `most` rounds
-// in turn. Segments are shorter if a row would otherwise have fewer segments than the team has
-// warps.
+// in turn. Segments are shorter if the team would otherwise have more warps than segments.
 class Rounds {
  public:
   __device__ Rounds(const Team& team, int64_t elements, int most)
@@ -225,8 +221,7 @@ __device__ __noinline__ void encode_row(const MovedArray& values, const MovedArr
     return lane;
   };
   char* segment = nullptr;
-  // Encodes the round in `lane`, then loads a later round into `lane`. Returns false after the last
-  // round.
+  // Encodes the round in `lane`, then loads a later one. Returns false after the last round.
   const auto encode_next = [&](LaneNumbers<T>& lane) {
     if (rounds.in_segment() == 0) segment = segments.next();
     encode_round<F, T>(lane, global, segment + rounds.in_segment() * kRoundValueBytes,
@@ -266,7 +261,6 @@ __device__ __forceinline__ void encode_leaves(const DispatchParams& exchange,
   }
 }
 
-// Returns the array of a leaf's decoded rows.
 __device__ inline MovedArray decoded_rows(const DispatchParams& exchange, const Encoding& encoding,
                                           int leaf) {
   MovedArray rows = exchange.arrays[2 * leaf];
@@ -321,8 +315,7 @@ __device__ __noinline__ void decode_row(const MovedArray& values, const MovedArr
     }
   };
   char* segment = nullptr;
-  // Decodes the round in `landed`, then loads a later round into `landed`. Returns false after the
-  // last round.
+  // Decodes the round in `landed`, then loads a later one. Returns false after the last round.
   const auto decode_next = [&](Landed& landed) {
     if (values.out != nullptr) keep_encoded(landed);
     const LaneNumbers<T> lane =

@@ -1,10 +1,9 @@
 // The steps that all exchange kernels share.
 //
 // The first `send_blocks` blocks to start are senders: they send until no item is left, and then
-// receive like all other blocks. A sender waits only for credits, which other ranks' earlier
-// launches post.
-// When a block begins to receive, running blocks have taken or will take every send item. A launch
-// therefore ends even if only one block is resident at a time (docs/protocol.md, section 6).
+// receive. A sender waits only for credits, which other ranks' earlier launches post. When a block
+// begins to receive, running blocks have taken or will take every send item. A launch therefore
+// ends even if only one block is resident at a time (docs/protocol.md, section 6).
 #pragma once
 
 #include "device/ranks.cuh"
@@ -81,8 +80,7 @@ __device__ inline uint32_t take_item(uint32_t& counter, const Team& team) {
   return team.broadcast(ask_for_item(counter, team));
 }
 
-// Requests the first send item before enter() if all blocks send. Otherwise this block may be a
-// receiver, which would not send the item.
+// If all blocks send, requests the first send item before enter(). A receiver must not take one.
 __device__ inline uint32_t ask_before_entering(const RankView& view, const Roles& roles,
                                                const Team& senders) {
   return all_send(roles) ? ask_for_item(control(view).next_send, senders) : 0;
@@ -93,8 +91,7 @@ __device__ inline void change_teams(const Roles& roles) {
   if (roles.send_teams != roles.receive_teams) __syncthreads();
 }
 
-// Waits until this rank may overwrite its zones in the ring half at all peers. All threads of the
-// team call it.
+// Waits until this rank may overwrite its zones at all peers. All threads of the team call it.
 __device__ inline bool wait_for_credits(const RankView& view, const Team& team, uint64_t epoch) {
   bool free = true;
   for (int peer = team.thread(); peer < view.num_ranks; peer += team.threads()) {
@@ -175,8 +172,7 @@ __device__ __forceinline__ void send_items(const RankView& view, const Team& tea
   if (item == num_items) raise_heads(view, team, epoch);
 }
 
-// Sends chunks to all peers if the block is a sender. `send_chunk(destination, chunk)` writes its
-// rows.
+// If the block is a sender, sends chunks. `send_chunk(destination, chunk)` writes a chunk's rows.
 template <typename SendChunk>
 __device__ __forceinline__ void send_chunks(const RankView& view, const BlockState& block,
                                             const Roles& roles, const Team& team, int num_chunks,

@@ -1,5 +1,4 @@
-// Tells a block for which rank it works, which index it has among the blocks of this rank, and
-// which parameters this rank has.
+// Tells a block its rank, its index among the blocks of this rank, and the rank's parameters.
 //
 // Usually a launch is for the only rank of its device. With MOE_A2A_COLOCATED (cuda/colocated/), a
 // launch is for all ranks of a domain, which share one GPU.
@@ -34,9 +33,8 @@ struct Launched {
   Params first, second;
 };
 
-// Writes the parameters of this block's rank to shared memory. Every 64-bit word of the parameters
-// is a linear function of the rank, so ranks 0 and 1 determine it. All threads of the block call
-// it.
+// Writes the parameters of this block's rank to shared memory. Every 64-bit word is a linear
+// function of the rank, so ranks 0 and 1 determine it. All threads of the block call it.
 template <typename Params>
 __device__ inline void write_own_params(const Launched<Params>& launched, Params& own) {
   static_assert(sizeof(Params) % sizeof(uint64_t) == 0 && alignof(Params) == alignof(uint64_t));

@@ -1,8 +1,7 @@
 // Reads and writes flags between ranks. No other file has a loop that waits for another rank.
 //
-// A flag is `epoch << 16 | low 16 bits of the call's signature`. Epochs start at 1 and only
-// increase, so flags are never reset, and no kernel argument changes from call to call.
-// docs/protocol.md, section 5, describes how flags order memory.
+// Epochs start at 1 and only increase, so flags are never reset, and no kernel argument changes
+// from call to call. docs/protocol.md, section 5, describes how flags order memory.
 #pragma once
 
 #include "device/ptx.cuh"
@@ -97,8 +96,7 @@ static __device__ __noinline__ void fail(const RankView& view, ErrorKind kind, P
 
 class Patience {
  public:
-  // Call it between two polls. Returns true in every 64th call: the caller then checks for
-  // failures.
+  // Call it between polls. Returns true in every 64th call: the caller then checks for failures.
   __device__ bool is_long() {
     // Pause, because other warps of this multiprocessor have work to do.
     if (++polls_ > Tuning::kPollsWithoutPause) __nanosleep(Tuning::kPauseNs);
@@ -136,8 +134,7 @@ static __device__ __noinline__ bool head_agrees(const RankView& view, uint64_t e
   return true;
 }
 
-// Returns true if a wait for a flag must go on. `seen` is the flag's present value. Reports
-// failures.
+// Returns true if a wait for a flag must go on. `seen` is its present value. Reports failures.
 static __device__ __noinline__ bool may_wait_on(const RankView& view, Patience& patience,
                                                 uint64_t epoch, Phase phase, int awaited_rank,
                                                 uint64_t seen) {
@@ -210,8 +207,7 @@ static __device__ __noinline__ bool may_wait_for_credit(const RankView& view, Pa
   return false;
 }
 
-// Waits until `destination` has read this rank's rows of ring_depth() epochs ago. One thread calls
-// it.
+// One thread waits until `destination` has read this rank's rows of ring_depth() epochs ago.
 __device__ inline bool wait_for_credit(const RankView& view, uint64_t epoch, int destination) {
   if (epoch <= ring_depth(view)) return true;
   const uint64_t* credit = &header(view, view.rank)->credit[ring_half(view, epoch)][destination];

@@ -116,8 +116,7 @@ __device__ inline void stream_copy(Stream& stream, const Team& team, int num_row
   __syncwarp();
 }
 
-// Zeroes a row. `zeros` is kSegmentBytes of zeros in shared memory. Only the first lane of a warp
-// stores.
+// `zeros` is kSegmentBytes of zeros in shared memory. Only the first lane of a warp stores.
 __device__ inline void stream_zeros(const Team& team, const char* zeros, char* to,
                                     int64_t row_bytes) {
   if (lane_index() != 0) return;

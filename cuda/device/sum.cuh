@@ -109,8 +109,7 @@ __device__ __forceinline__ RowWeights row_weights(const CombineParams& p, int64_
 }
 
 // Returns the sum of a token's rows on this rank, added in the order of choices. In every warp,
-// `row` of lane k is the row of choice k, or negative. `choices` is the mask of lanes that have a
-// row.
+// `row` of lane k is the row of choice k, or negative. `choices` is the mask of lanes with a row.
 template <typename T, int kCount>
 __device__ __forceinline__ Accumulator<kCount> sum_rows(const CombineParams& p,
                                                         const SummedArray& array, int row,
@@ -262,8 +261,7 @@ struct RoundedWire {
 enum class Sum { kPartial, kOutput, kOutputPlusAddend };
 
 // Sums the listed rows, part by part. Loads of the next rows are always under way. With
-// RoundedWire, a partial sum is computed like an output row, because rounding it again changes
-// nothing.
+// RoundedWire, a partial sum is computed like an output row: rounding it again changes nothing.
 template <typename T, Sum kSum, typename Wire>
 __device__ __forceinline__ void sum_parts(const Team& team, const SourceList& list,
                                           const SourceCounts& counts, int64_t row_bytes, char* out,

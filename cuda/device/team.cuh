@@ -1,5 +1,4 @@
-// A team is one or more warps of a block that share a work item. If rows are few or large, teams
-// have more warps.
+// A team is one or more warps of a block that share a work item.
 #pragma once
 
 #include <cstdint>

@@ -39,8 +39,7 @@ class EncodedWire {
     return part;
   }
 
-  // Loads the values and scales of one part from the landed `row`. The part begins at byte `offset`
-  // of the row of sums.
+  // Loads one part, which begins at byte `offset` of the row of sums, from the landed `row`.
   __device__ __forceinline__ void load(RowPart& part, const RowParts& range, const char* row,
                                        int64_t offset) const {
     range.each_word(offset, [&](int u, int64_t at) {

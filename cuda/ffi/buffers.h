@@ -34,9 +34,8 @@ inline DataType TypeOf(ffi::DataType type) {
   return TypeNamed(name.str());
 }
 
-// Decodes a call's operands or results, of the device's first rank. XLA owns the dimensions. If
-// ranks share the device, each buffer has a leading axis of ranks. `first_index` is the first
-// Array::index.
+// Decodes operands or results of the device's first rank. XLA owns the dimensions. If ranks share
+// the device, buffers have a leading axis of ranks. `first_index` is the first Array::index.
 template <typename Buffers>
 Problem DecodeArrays(const Buffers& buffers, size_t first_index, int64_t ranks_of_device,
                      Alignment alignment, Arrays* decoded) {

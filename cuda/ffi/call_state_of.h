@@ -109,8 +109,7 @@ class CallStateOf final : public CallState {
       view.rank += i;
       view.error += i;
       view.run = run;
-      // The address of a result identifies the launch, because overlapping launches share no
-      // result.
+      // A result's address identifies the launch, because overlapping launches share no result.
       view.launch =
           state.name < arrays.size() ? reinterpret_cast<uint64_t>(address_of(state.name)) : 1;
     }

@@ -2,12 +2,10 @@
 // product, multiplies the activations by router weights, rounds them to the dtype of the product,
 // and encodes them in BlockwiseFp8. act_grad computes the gradients of act_encode.
 //
-// Holds afterwards: the results of all rows that belong to groups. Other rows are not read or
-// written.
+// Holds afterwards: the results of all rows of groups. Other rows are not read or written.
 //
 // Layout: 8 neighbouring lanes process a group of 128 columns. They load 128 contiguous bytes at a
-// time: vector v of lane l starts at byte 16 (8 v + l) of the group. A warp of act_grad processes a
-// row.
+// time: vector v of lane l starts at byte 16 (8 v + l). A warp of act_grad processes a row.
 //
 // Launch: one block per multiprocessor. A thread loads 64 bytes or more at a time, so enough bytes
 // are in flight for the full bandwidth of the memory.
@@ -241,8 +239,7 @@ __global__ void __launch_bounds__(kGradThreads<T>, 1) act_grad(const ActGrad p) 
   }
 }
 
-// Calls body(element type, is gated, kernel, threads) for every kernel whose parameter type is
-// Call.
+// Calls body(element type, is gated, kernel, threads) for every kernel with parameters `Call`.
 template <typename Call, typename Body>
 void each_kernel(Body&& body) {
   for_each(Types<__nv_bfloat16, float>{}, [&](auto element) {

@@ -11,8 +11,7 @@
 
 namespace moe_a2a {
 
-// Arrays of B batch elements with C rows each. P = I; for a gated activation P = 2 I: gate, then
-// up.
+// Arrays of B batch elements with C rows. P = I; for a gated activation P = 2 I: gate, then up.
 struct ActEncode {
   ElementType type;     // of the product: kBFloat16 or kFloat32
   const void* product;  // [B, C, P]

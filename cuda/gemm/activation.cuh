@@ -63,8 +63,7 @@ __device__ inline Gated activate_gated(float gate, float up, float alpha, float 
   }
 }
 
-// Calls body(Constant<A>) for the activation `a`, so that the body does not branch on `a` for each
-// number.
+// Calls body(Constant<A>) for the activation `a`, so that the body never branches on `a`.
 template <bool kIsGated, typename Body>
 __device__ inline void for_activation(Activation a, Body&& body) {
   switch (a) {

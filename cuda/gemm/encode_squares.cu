@@ -6,8 +6,7 @@
 // unit is the bytes that a thread stores at once. A unit's position is xored with the thread's
 // column, so that stores and loads have no bank conflicts.
 //
-// Launch: a block for each square. Several blocks share a multiprocessor, so one can load while
-// others wait.
+// Launch: a block for each square. Blocks share a multiprocessor, so one loads while others wait.
 #include "gemm/encode_squares.h"
 
 #include "device/element.cuh"

@@ -10,8 +10,7 @@
 
 namespace moe_a2a {
 
-// L matrices of weights. K and N are multiples of 128; there are at most 2^31 - 1 squares of 128 x
-// 128.
+// L matrices of weights. K and N are multiples of 128; there are at most 2^31 - 1 squares.
 struct EncodeSquares {
   ElementType type;     // of the weights: kBFloat16 or kFloat32
   const void* weights;  // [L, K, N]

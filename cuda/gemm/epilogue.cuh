@@ -2,8 +2,7 @@
 // round and store the results.
 //
 // A warp has the results of 16 indices along m and of all n. Four neighbouring lanes share two
-// values of m, 8 apart. Of every 8 elements along n, a lane has two neighbours, which become one
-// word:
+// values of m, 8 apart. Of every 8 elements along n, a lane has two neighbours, in one word:
 //   d[4 j + 2 r + i]  is  (m = lane / 4 + 8 r, n = 8 j + 2 (lane % 4) + i).
 #pragma once
 
@@ -99,8 +98,7 @@ struct Nothing {
   __device__ explicit Nothing(const Args&...) {}
 };
 
-// The router weights of a lane's two rows, if rows lie along m. They are loaded before the
-// products.
+// The router weights of a lane's rows, if rows lie along m. They are loaded before the products.
 template <typename F>
 struct WeightsAlongM {
   float of[2];
@@ -143,8 +141,7 @@ class WeightsAlongN {
 template <typename F>
 using RowWeights = std::conditional_t<F::kIsTurned, WeightsAlongN<F>, WeightsAlongM<F>>;
 
-// Calls body(first, n) for each box of a transposed tile. A box begins at d[first] and at index n
-// along n.
+// Calls body(first, n) for each box of a transposed tile. A box begins at d[first] and at index n.
 template <typename F, typename Body>
 __device__ inline void each_box(const Tile<F>& tile, Body&& body) {
 #pragma unroll
@@ -186,8 +183,7 @@ class Rounded {
     columns_ = tile.end_n - tile.n;
   }
 
-  // Stores box number `box` if it exists. The caller must store all boxes in turn before the next
-  // take().
+  // Stores box number `box` if it exists. Store all boxes in turn before the next take().
   __device__ void store(const CUtensorMap& map, BoxWriter<F>& writer, int box) {
 #pragma unroll
     for (int i = 0; i < kBoxes; ++i) {
@@ -204,8 +200,7 @@ class Rounded {
 };
 
 // Applies biases, activation and router weights, if rows lie along m. Stores the activations, and
-// the pre-activations if `keeps`. Half of a gated tile's columns are gate columns, the others up
-// columns.
+// the pre-activations if `keeps`. A gated tile has as many gate columns as up columns.
 template <typename T, typename F, int kSize>
 __device__ inline void store_activations_along_m(const GemmParams& p, BoxWriter<F>& writer,
                                                  const Work& work, const Tile<F>& tile,
@@ -470,10 +465,9 @@ class Derivative {
 
 // Adds products to a tile of float32 totals in global memory.
 //
-// The loader loads totals into the stages of the operands. A stage has 64 columns of a tile: 32 in
-// the memory of operand a, and 32 in that of operand b. A warp adds its results in shared memory,
-// and stores the sums. Bulk reductions would need no load, but the L2 cache adds more slowly than
-// it stores.
+// The loader loads totals into the stages of the operands. A stage has 64 columns: 32 in the memory
+// of operand a, and 32 in that of operand b. A warp adds its results in shared memory, and stores
+// the sums. Bulk reductions would need no load, but the L2 cache adds more slowly than it stores.
 template <typename F>
 class AddToTotals {
  public:

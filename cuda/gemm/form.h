@@ -16,10 +16,9 @@ enum class Axis { kM, kN, kK };
 // The contiguous axis of an operand: k, or its other axis, m or n.
 enum class Major { kK, kMN };
 
-// In shared memory, an operand's tile consists of boxes of up to 64 rows. A row has 64 elements
-// (128 bytes, swizzled). In a K-major box, elements are along k, and rows along m or n. In an
-// MN-major box, elements are along m or n, and rows along k. The next box has the next 64 of m or
-// n.
+// In shared memory, an operand's tile has boxes of up to 64 rows. A row has 64 elements (128 bytes,
+// swizzled). In a K-major box, elements are along k, and rows along m or n. In an MN-major box,
+// elements are along m or n, and rows along k. The next box has the next 64 of m or n.
 constexpr int kBoxElements = 64;
 constexpr int kTileK = 64;
 constexpr int kBoxBytes = kBoxElements * kTileK * 2;
@@ -109,8 +108,7 @@ struct Form {
   static_assert(kBytesA + kBytesB < 1 << 20, "a phase of an mbarrier counts up to 2^20 - 1 bytes");
 };
 
-// Multiplies rows [C, K] by weights [L, K, N]. The two tiles of a cluster share each load of
-// weights.
+// Multiplies rows [C, K] by weights [L, K, N]. A cluster's two tiles share each load of weights.
 template <Epilogue E>
 using Forward = Form<Axis::kM, Major::kK, Major::kMN, Tuning::kForward.m, Tuning::kForward.n,
                      Tuning::kForward.blocks, Tuning::kForward.stages, E>;

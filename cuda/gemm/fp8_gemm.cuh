@@ -12,9 +12,8 @@
 //
 // Rows along m: one part and one set of temporary registers. The products of both warp groups end
 // at the same time, so the time until the next products matters. This time is shortest if a tile's
-// number of steps is a multiple of kStages (kWholeTurns). Stage indices are then constant,
-// descriptors are in uniform registers, and the wait for a step begins while the previous step is
-// added.
+// number of steps is a multiple of kStages (kWholeTurns). Then stage indices are constant,
+// descriptors are in uniform registers, and a step's wait begins while the previous step is added.
 //
 // Rows along n: two parts and two sets of temporary registers. A part is added while the next part
 // is multiplied.
@@ -53,10 +52,9 @@ struct Fp8Params : GemmParams {
   uint32_t row_stride, block_stride;
 };
 
-// The scales of a lane's results, for rows along m. The four lanes of a quad have the same rows.
-// Each lane reads the scales of a different step, and stores them for the other three lanes in
-// shared memory. Rows and columns past the end have arbitrary scales, but their results are not
-// stored.
+// The scales of a lane's results, for rows along m. All lanes of a quad have the same rows. Each
+// lane reads the scales of a different step, and stores them for the other lanes in shared memory.
+// Rows and columns past the end have arbitrary scales, but their results are not stored.
 template <typename F>
 class ScalesAlongM {
  public:
@@ -70,8 +68,7 @@ class ScalesAlongM {
 
   __device__ explicit ScalesAlongM(Shared& of_steps) : of_steps_(of_steps) {}
 
-  // Begins a tile: loads the scales of the tile's first steps. `m` is the warp's first row in its
-  // group.
+  // Loads the scales of the tile's first steps. `m` is the warp's first row in its group.
   __device__ void start(const Fp8Params& p, const Work& work, const Tile<F>& tile, int32_t m) {
     const int32_t row = m + lane_index() / kLanes, last = work.size - 1;
     const int32_t blocks_n = (p.n + kFp8Block - 1) / kFp8Block;
@@ -96,8 +93,7 @@ class ScalesAlongM {
       load(p, first + next + kLanes, steps);
     }
     const float4 of_step = of_steps_[next % kLanes][lane_index() / kLanes];
-    // Columns 64 h to 64 h + 63 are in block h / 2, or (h + 1) / 2 if the tile begins within a
-    // block.
+    // Columns 64 h to 64 h + 63 are in block h / 2, or (h + 1) / 2 if begins_within_block_.
     const bool second[] = {false, begins_within_block_, true};
 #pragma unroll
     for (int i = 0; i < kSize / 2; ++i) {

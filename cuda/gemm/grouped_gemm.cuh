@@ -1,5 +1,4 @@
-// A grouped GEMM: multiplies groups of rows by their weight matrices, or computes the gradient of
-// the weights.
+// A grouped GEMM: multiplies groups of rows by weight matrices, or computes the weights' gradient.
 //
 // Holds afterwards: for every group, d[m, n] = sum over k of a[m, k] b[k, n], in float32 and
 // rounded once. Groups with a negative weight index have zeros. With Epilogue::kAdd, d has
@@ -9,11 +8,10 @@
 // Layout: gemm/form.h describes the axis of the rows, and the layout of tiles in shared memory.
 //
 // Roles: in the last warp group of a block, one warp takes tiles of d. Another warp loads tiles of
-// a and b into kStages stages. The two other warp groups are consumers: each multiplies half of the
-// tile's rows, and stores the results. Without an activation, they store a tile while the products
-// of the next tile run. The first block of a cluster takes the cluster's next tiles, from a counter
-// or in turn, and tells the other block. Any number of blocks completes the work. With a counter,
-// blocks that start late take fewer tiles.
+// a and b into kStages stages. The two other warp groups are consumers: each multiplies and stores
+// half of the tile's rows. Without an activation, they store a tile while the next tile's products
+// run. A cluster's first block takes tiles, from a counter or in turn, and tells the other block.
+// Any number of blocks completes the work. With a counter, blocks that start late take fewer tiles.
 //
 // For an epilogue that reads an array, such as pre-activations, the loader fills kReadStages stages
 // after a tile's operands. A block uses all these stages, even for fewer columns.
@@ -200,8 +198,7 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
       } else if (is_first_lane) {
         const int32_t k = first_k + step * F::kStepK;
         expect_bytes(loaded, F::kBytesA + rows_b * kBytesOfRowB);
-        // Branches choose the tensor map, because the loader lacks registers for a computed
-        // address.
+        // Branches choose the map, because the loader lacks registers for a computed address.
         const auto load_from = [&](const CUtensorMap& map, bool has_weights, char* to,
                                    const Box& box, auto&& load) {
           if (has_weights && is_spare) {
@@ -308,9 +305,8 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
     Before<T, F> before(p, work, tile, warp_m);
     float d[F::kProducts][F::kTileN / 2];
     int previous = 0;
-    // If rows lie along k, a group's last step may be partly filled. Its rows are multiplied 16 at
-    // a time, with a wait after each product. Without these waits, the compiler would not let
-    // products of any step overlap.
+    // If rows lie along k, a last step may be partial. Its rows are multiplied 16 at a time, with a
+    // wait after each product. Without these waits, the compiler would not let products overlap.
     const int whole = F::kRows == Axis::kK ? tile.whole_steps() : steps;
     with_extent(tile, [&](auto extent) {
       constexpr int kExtent = decltype(extent)::value;

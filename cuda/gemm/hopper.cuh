@@ -47,9 +47,8 @@ __device__ inline void arrive_at(uint64_t* barrier, uint32_t rank) {
       : "memory");
 }
 
-// Arrives at `barrier` of block `rank`, with cluster scope, which is slow. Earlier reads of this
-// thread, and of threads that it has synchronized with, come before accesses of block `rank` after
-// its `wait_for<true>`.
+// Arrives at `barrier` of block `rank`, with cluster scope (slow). Earlier reads of this thread,
+// and of threads synchronized with it, precede accesses of block `rank` after its `wait_for<true>`.
 __device__ inline void arrive_in_cluster_order(uint64_t* barrier, uint32_t rank) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(
                    shared_address_of(barrier, rank))
@@ -64,10 +63,10 @@ __device__ inline void expect_bytes(uint64_t* barrier, uint32_t bytes) {
       : "memory");
 }
 
-// Waits for the phase of this block's barrier with this parity. All lanes of a warp call it. They
-// all see the phase before any lane continues and lets the next phase begin. With kInClusterOrder,
-// later accesses come after all accesses that another block made before it called send() or
-// arrive_in_cluster_order(). This order is slow.
+// Waits for the phase of this block's barrier with this parity. All lanes of a warp call it. All
+// see the phase before any lane lets the next phase begin. With kInClusterOrder, later accesses
+// come after all accesses that another block made before send() or arrive_in_cluster_order().
+// This order is slow.
 template <bool kInClusterOrder = false>
 __device__ inline void wait_for(uint64_t* barrier, uint32_t parity) {
   if constexpr (kInClusterOrder) {
@@ -118,8 +117,7 @@ __device__ inline void load_box(void* to, const CUtensorMap* map, const Box& box
       : "memory");
 }
 
-// Loads into both blocks of the cluster, at the same address and with the barrier at the same
-// address.
+// Loads into both blocks of the cluster. `to` and the barrier have the same address in both.
 __device__ inline void load_box_for_both(void* to, const CUtensorMap* map, const Box& box,
                                          uint64_t* barrier) {
   constexpr uint16_t kBoth = 3;
@@ -212,8 +210,7 @@ __device__ inline void fence_registers(float (&d)[kSize]) {
                : "l"(kHigh | a), "l"(kHigh | b), "r"(static_cast<int32_t>(adds)),            \
                  "n"(static_cast<int>(kA == Major::kMN)), "n"(static_cast<int>(kB == Major::kMN)))
 
-// Starts a product. a and b are descriptors. If `adds` is false, overwrites the first kN / 2
-// numbers of `d`.
+// Starts a product. a and b are descriptors. Unless `adds`, overwrites d[0] to d[kN / 2 - 1].
 template <typename T, Major kA, Major kB, int kN, int kSize>
 __device__ inline void multiply(float (&d)[kSize], uint32_t a, uint32_t b, bool adds) {
   constexpr bool kIsBf16 = std::is_same_v<T, __nv_bfloat16>;

@@ -91,8 +91,7 @@ struct Tile {
   __device__ int whole_steps() const { return (end_k + 15) / F::kStepK; }
 };
 
-// Finds tiles by their index in the list of all tiles, at increasing indices. All lanes of a warp
-// call it.
+// Finds tiles by their index among all tiles, at increasing indices. All lanes of a warp call it.
 template <typename F>
 class Walk {
  public:

@@ -238,8 +238,7 @@ __device__ int read_slots(const CombineParams& p, int token_index, TokenSlots& s
   return count;
 }
 
-// Checks that a token's slots at other ranks plus its rows on this rank are at most top_k. All
-// lanes call it.
+// Checks that a token's slots elsewhere plus its rows here are at most top_k. All lanes call it.
 __device__ bool fits_lists(const CombineParams& p, const SourceToken& token) {
   const int own_rows = __popc(__ballot_sync(kAllLanes, token.own.row >= 0));
   // The rows on this rank replace its slot in the sum.
@@ -319,8 +318,7 @@ __device__ __forceinline__ void sum_token(const CombineParams& p, const SummedAr
   });
 }
 
-// Replaces sum_token() if rows are summed through a warp's list. Lane i lists the partial sum of
-// ranks[i].
+// Replaces sum_token() if rows are summed through lists. Lane i lists the partial sum of ranks[i].
 template <typename T, typename Wire, Sums kSums, bool kAdds>
 __device__ __forceinline__ void sum_listed_token(const CombineParams& p, const SummedArray& array,
                                                  const Team& team, SourceList& list,

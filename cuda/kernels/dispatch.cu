@@ -1,5 +1,4 @@
-// dispatch: sends each token to the ranks of its experts, and writes the rows of this rank's
-// experts.
+// dispatch: sends each token to its experts' ranks, and writes the rows of this rank's experts.
 //
 // Holds afterwards: out[row] is the row's token if row_slot[row] >= 0, and zero otherwise. For
 // choice arrays, out[row] is the entry of the row's choice. With `leaves_tail`, rows after the last

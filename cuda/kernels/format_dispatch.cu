@@ -1,5 +1,4 @@
-// format_dispatch: a dispatch that encodes tokens in a token format, and can decode them on
-// arrival.
+// format_dispatch: a dispatch that encodes tokens in a format, and can decode them on arrival.
 //
 // Holds afterwards: as in dispatch.cu, except that a leaf's outputs are the token's values and
 // scales (docs/formats.md), its decoded numbers, or both.
@@ -16,9 +15,8 @@
 //
 // Why bulk stores: a warp encodes a segment while bulk copies store the previous one.
 //
-// This file and dispatch.cu are separate, because a common template made a dispatch in a format 4
-// to 8 % slower for 8 and 128 tokens
-// (benchmarks/results/2026-11-26-1xH200-one-dispatch-source.txt).
+// dispatch.cu is separate, because a common template made 8 and 128 tokens in a format 4 to 8 %
+// slower (benchmarks/results/2026-11-26-1xH200-one-dispatch-source.txt).
 #include "device/encode.cuh"
 #include "device/exchange.cuh"
 #include "device/expand.cuh"

@@ -24,8 +24,7 @@ constexpr int64_t colocated_blocks(int64_t num_ranks, int64_t num_sms, bool is_s
 
 // Returns the number of blocks that a launch may have on a device with one rank. If there are
 // peers, one multiprocessor stays free. Without it, a whole exchange could fill one device and a
-// split exchange another device, and both would wait for each other forever
-// (docs/protocol_split.md).
+// split exchange another, and both would wait forever (docs/protocol_split.md).
 constexpr int64_t launch_blocks(int64_t num_ranks, int64_t num_sms) {
   return num_ranks == 1 ? num_sms : num_sms - 1;
 }
@@ -42,8 +41,7 @@ inline int teams_for(int64_t items, int64_t blocks, int64_t row_bytes, int least
   return teams;
 }
 
-// With at most `few` send items per block, all blocks are senders; otherwise this `share` of
-// blocks.
+// With at most `few` send items per block, all blocks are senders; otherwise this `share` of them.
 struct Senders {
   int64_t few;
   double share;
@@ -89,8 +87,7 @@ inline Grid grid_of(const RouteParams& p, int64_t num_sms) {
   return {blocks, {blocks, 1, 1}};
 }
 
-// Estimates the rows that a rank writes: all rows, or with `leaves_tail` the rows of a balanced
-// load.
+// Estimates the rows that a rank writes: all, or with `leaves_tail` the rows of a balanced load.
 inline double num_written_rows(const DispatchParams& p) {
   const int64_t balanced = int64_t{p.routing.num_tokens} * p.routing.top_k;
   return static_cast<double>(p.leaves_tail ? std::min<int64_t>(p.routing.capacity, balanced)

@@ -7,15 +7,13 @@
 // threshold, which is the first choice that is dropped. Slots and rows are prefix sums, so no order
 // of atomic operations matters: equal inputs give equal bytes.
 //
-// Layout: the zone of a source holds its ids, [batch, num_tokens, top_k]. A chunk is
-// `tokens_per_chunk` tokens of one batch element. Each chunk has one flag and one entry in the
-// counts.
+// Layout: a source's zone holds its ids, [batch, num_tokens, top_k]. A chunk is `tokens_per_chunk`
+// tokens of one batch element. Each chunk has a flag and an entry in the counts.
 //
 // Waits: senders wait only for credits of an earlier epoch. Receivers wait for the flag of each
 // chunk. The block with the highest index waits for the head of every rank before the launch ends.
-// route_assign follows route_exchange on the stream and waits for no rank. At its begin and at its
-// end, a block checks whether the domain has failed. After a failure, a block writes an empty
-// routing: no slots, no rows, sizes 0.
+// route_assign follows route_exchange on the stream and waits for no rank. If a block sees a
+// failure at its begin or end, it writes an empty routing: no slots, no rows, sizes 0.
 //
 // Launch: route_exchange with any number of blocks, which all send until no chunk is left.
 // route_assign with one block for each batch element, source and chunk.
@@ -83,7 +81,6 @@ __device__ int32_t* expert_counts(const RouteParams& p, int batch, int source, i
   return p.expert_counts + entry * counts_per_entry(p);
 }
 
-// Sends one chunk of ids to every peer.
 __device__ void send_chunk(const RouteParams& p, uint64_t epoch, int index) {
   const Chunk chunk(p, index);
   for (int64_t i = threadIdx.x; i < chunk.num_choices; i += kRouteThreads) {
@@ -225,7 +222,6 @@ __device__ const int32_t* counts_of_level(const RouteParams& p, int batch, int l
   return expert_counts(p, batch, 0, 0) + int64_t{level} * p.local_experts();
 }
 
-// Tables of route_assign in shared memory.
 struct AssignShared {
   int32_t* first_row;  // [local_experts]: each expert's first row, after alignment
   int32_t* rows;       // [local_experts]: each expert's rows with a token
@@ -277,7 +273,6 @@ __device__ void sum_counts(const RouteParams& p, int batch, int source, int chun
   }
 }
 
-// Returns the sum of the rows of a group's experts.
 __device__ int rows_of_group(const RouteParams& p, const int32_t* rows, int group) {
   int sum = 0;
   for (int e = group * p.parts; e < (group + 1) * p.parts; ++e) sum += rows[e];
@@ -402,8 +397,7 @@ static __device__ __noinline__ Threshold find_threshold(const RouteParams& p, in
   return found;
 }
 
-// Counts the kept rows before this block's chunk again, because find_threshold() overwrites
-// `next_row`.
+// Counts kept rows before this block's chunk again, because find_threshold() changes `next_row`.
 static __device__ __noinline__ void sum_kept(const RouteParams& p, int batch, int entry,
                                              const Threshold& threshold, const AssignShared& s) {
   const int local_experts = p.local_experts();

@@ -11,9 +11,8 @@
 // Then the block waits for rows, token by token.
 //
 // Waits: as in dispatch. Receivers also wait for the ids of every rank. The first block to start
-// sends the ids before any rows. A sender receives afterwards only if more items remain than the
-// other blocks have teams. With a format, receivers also wait for this rank's tokens, which land in
-// a zone.
+// sends the ids before any rows. A sender receives only if more items remain than the other blocks
+// have teams. With a format, receivers also wait for this rank's tokens, which land in a zone.
 //
 // Why ordinary accesses, even for encoded tokens: with few rows, a bulk copy takes longer.
 //
@@ -596,8 +595,7 @@ __device__ void write_sizes(const RoutedDispatchParams& p, const Shared& shared,
   *p.plan.num_dropped = max(in_all, shared.all_rows) - kept;
 }
 
-// The work items of receivers: this rank's tokens (unless they land), rows to zero, tokens that
-// land.
+// Work items of receivers: this rank's tokens (unless they land), rows to zero, tokens that land.
 struct ReceiveItems {
   int own, zero, all;
   int rows_each;  // rows to zero in one work item
@@ -750,9 +748,6 @@ cudaError_t MOE_A2A_FORM::LaunchRoutedDispatch(const RoutedDispatchParams* ranks
   const int experts = params.num_experts / num_ranks;
   const Encoding& encoding = params.encoding;
   const bool encodes = encoding.format != kNoFormat;
-  if (!fits_routed_dispatch(num_ranks, routing.num_tokens, routing.top_k, params.num_experts)) {
-    return cudaErrorInvalidValue;
-  }
   return LaunchListed<RoutedDispatchKernels>(
       {encoding.format, encodes ? encoding.type : ElementType{}}, ranks, num_blocks,
       shared_bytes(experts, choices, encodes), stream);

@@ -1,6 +1,5 @@
 // choose: chooses the experts of each token. The ids are equal to those of `_composition` in
-// jax_moe_a2a/_src/layer/choose.py, because keys are only compared, and a group's keys are added in
-// the same order.
+// jax_moe_a2a/_src/layer/choose.py, because keys are only compared, or added in the same order.
 //
 // Layout: one warp chooses for a token. Each lane has consecutive keys of one group in registers.
 // Lower lanes have lower expert ids, and several lanes may share a group. A step finds the largest
@@ -83,7 +82,6 @@ __device__ int value_of_group(LaneKeys<kKeys> keys, int group_lanes, int number)
 
 __device__ float log_sigmoid(float x) { return fminf(x, 0.f) - log1pf(expf(-fabsf(x))); }
 
-// Returns the softmax of the lanes' numbers.
 __device__ float softmax_of_warp(float x) {
   float largest = x;
   for (int mask = kWarpThreads / 2; mask > 0; mask /= 2) {

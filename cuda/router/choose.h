@@ -44,7 +44,6 @@ constexpr bool HasRoomForKeys(int64_t num_experts, int64_t num_groups) {
   return num_experts / num_groups <= kMaxChoiceExperts / kWarpThreads * lanes;
 }
 
-// Loads the kernels on the current device, so that no later call does.
 cudaError_t LoadChoose();
 
 // Launches a warp for each token. Does not allocate or synchronize.

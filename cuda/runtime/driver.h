@@ -1,5 +1,4 @@
-// The functions of the CUDA driver. They are looked up at run time, so the package loads without a
-// driver.
+// The CUDA driver's functions are looked up at run time, so the package loads without a driver.
 #pragma once
 
 #include <cuda.h>

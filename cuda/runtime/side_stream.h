@@ -25,8 +25,7 @@ class SideStream {
   // Adds an exchange to the table. The last of its operands and results identifies the exchange.
   Problem Started(int64_t run, Addresses arrays);
 
-  // Makes `stream` wait for the exchange with these arrays, and removes the exchange from the
-  // table.
+  // Makes `stream` wait for the exchange with these arrays, and removes its entry in the table.
   Problem Join(cudaStream_t stream, int64_t run, Addresses arrays);
 
   // Makes `stream` wait for all started exchanges. Ignores errors: the caller already has one.

@@ -46,9 +46,8 @@ class Workspace {
   // Returns a problem if devices of this process cannot access each other's memory.
   Problem CheckAccess() const;
 
-  // Opens or grows the workspace. Then every ring half has `half_bytes` of memory, or more if it
-  // had more before Close(). Addresses never move. Other processes have `timeout_ns` to share
-  // memory.
+  // Opens or grows the workspace. Then every ring half has `half_bytes`, or more if it had more
+  // before Close(). Addresses never move. Other processes have `timeout_ns` to share memory.
   //
   // After a failure, a smaller size can still be reserved. If the workspace was closed, its memory
   // in this process is freed. Otherwise new memory stays until Close().
@@ -88,8 +87,7 @@ class Workspace {
   // Returns the mapped bytes of each device of this process, in the order of the topology.
   std::vector<int64_t> MappedBytes();
 
-  // Sets `values` to the counters of each device of this process; none while closed. Devices must
-  // be idle.
+  // Sets `values` to the counters of this process's devices; none if closed. Devices must be idle.
   Problem ReadCounters(std::vector<CounterValues>* values);
 
   bool is_open() const { return is_open_.load(std::memory_order_acquire); }
@@ -154,8 +152,7 @@ class Workspace {
   ErrorRecord* errors_ = nullptr;  // of this process's ranks, in host memory
   bool spans_processes_ = false;
   std::vector<Device> devices_;  // in the order of the topology
-  // There are two, so that another process can get memory while this process waits for that
-  // process.
+  // There are two, so that another process can get memory while this process waits for it.
   std::mutex mutex_;      // locked before own_mutex_
   std::mutex own_mutex_;  // guards this process's devices and the next three members
   bool own_is_open_ = false;
