@@ -114,7 +114,7 @@ def main(argv: list[str] | None = None) -> int:
             head = head or found
             rows.append(row)
             print(describe(row), flush=True)
-            if head:  # of a process: to make it here would start JAX, which reserves GPU memory
+            if head:  # made by a child process, because JAX would reserve GPU memory in this one
                 record.write({**head, "command": command, "rows": rows}, args.out)
     print(table(rows))
     return 0

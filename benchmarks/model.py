@@ -303,7 +303,7 @@ class Bench:
 
         def sample_us() -> float:
             if number > 1:
-                seconds(1)  # untimed, because a different method has run before
+                seconds(1)  # a warm-up, because a different method ran before
             return seconds(number) / number * 1e6
 
         return sample_us

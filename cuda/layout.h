@@ -83,8 +83,8 @@ struct Control {
   uint64_t poison;        // not 0: a rank of the domain has failed; set until the workspace closes
   uint64_t owner;         // RankView::launch of the running launch; two at once are an error
   uint32_t claimed;       // not 0: a block of this rank has begun to write the error record
-  uint32_t admitted;      // blocks of this launch that have started; wraps to 0
-  uint32_t arrived;       // blocks of this launch that have finished; wraps to 0
+  uint32_t admitted;      // blocks of this launch that have started; the last one sets it to 0
+  uint32_t arrived;       // blocks of this launch that have finished; the last one sets it to 0
   uint32_t next_send;     // the next send item for a team; reset at the end of a launch
   uint32_t next_receive;  // the next receive item for a team; reset at the end of a launch
 #ifdef MOE_A2A_TEST_HOOKS

@@ -1,7 +1,7 @@
 """Test the attribute `scopes` of kernel calls: a hash of the named scopes around it. By this hash,
 ranks detect that they make different calls.
 
-The hash must depend only on the program, and be equal in every process.
+The hash in a call's name must depend only on the program, and be equal in every process.
 """
 
 import functools

@@ -93,7 +93,8 @@ REPLICAS = [0, 1, 2, 3, 4, 0, 4, 5, 6, 7, 0, -1]  # for 2 ranks
 )
 def test_replayed_and_given_choices_equal_those_of_the_router(mesh, options):
     """A layer that replays the router's choices has the router's outputs, statistics and gradients.
-    A layer with choices as arguments has the same outputs, and gradients of the choices' weights.
+    A layer that gets these choices as an argument has the same outputs. It also has gradients with
+    respect to the weights of the choices.
     The layer pads the 15 tokens."""
     mesh, options = mesh_of(**mesh), options_of(options)
     mask = options.get("mask", np.ones(LEAD, bool))

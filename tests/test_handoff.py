@@ -376,12 +376,13 @@ def test_a_request_that_never_ends_delays_others_for_seconds_only(endpoint):
 needs_a_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
 
 
-# The program PEERS has four commands. `ask SOCKET SECRET PID` prints the problem, whether the
-# process has ended, and the number of allocations. `listen [MS]` prints socket and secret, answers
-# requests, and forks once for each input line. A child waits MS milliseconds before it closes its
-# copy of the socket. `hold FD` sends itself a request. While it answers with the descriptor FD, it
-# forks. Then it ends. `throw` sends itself three requests, and prints status and reason of each
-# answer. While it handles the first two, it throws exceptions.
+# The program PEERS has four commands. `ask SOCKET SECRET PID` asks process PID for memory. It
+# prints the problem, whether PID has ended, and the number of allocations that arrived. `listen
+# [MS]` prints socket and secret, answers requests, and forks once for each input line. A child
+# waits MS milliseconds before it closes its copy of the socket. `hold FD` sends itself a request.
+# While it answers with the descriptor FD, it forks. Then it ends. `throw` sends itself three
+# requests, and prints status and reason of each answer. While it handles the first two, it throws
+# exceptions.
 PEERS = r"""
 #include <pthread.h>
 #include <unistd.h>

@@ -53,8 +53,8 @@ def of_one_layer(**sizes):
 
 
 def test_a_layer_is_a_few_hundred_operations_whatever_its_sizes_are():
-    """The layer has a route, a dispatch, a combine and their gradients. A sum has one term for each
-    choice or rank. A sum of many terms is a loop."""
+    """The layer has a route, a dispatch, a combine and their gradients. Their sums over
+    choices and ranks are loops if they have many terms."""
     few = of_one_layer(ranks=2, top_k=1)
     assert few <= 620
     assert of_one_layer(ranks=2, top_k=1, tokens=1024) <= few + 5

@@ -1,6 +1,6 @@
 """Test groups of two levels (between and within hosts). They return the rows of a one-level group
-in the same order. A two-level group first sums within each host, and sends a token to each host
-only once.
+in the same order. With two levels, a dispatch sends a token to each host only once, and a combine
+sends one sum from each host.
 
 The tests divide the devices into two hosts, and into every other possible number of hosts. If all
 ranks share one GPU, a vmap emulates the hosts, and kernels exchange within each host.

@@ -52,7 +52,7 @@ class BulkSegments {
     next_ = next_ + 1 == kCount ? 0 : next_ + 1;
     return segment;
   }
-  // Stores values `a` and scales `b` to all zones.
+  // Stores `a` (values) and `b` (their scales) in all zones.
   __device__ void store(const Destinations& zones, const SegmentPart& a, const SegmentPart& b) {
     fence_shared_for_bulk();
     __syncwarp();

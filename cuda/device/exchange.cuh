@@ -2,8 +2,8 @@
 //
 // The first `send_blocks` blocks to start are senders: they send until no item is left, and then
 // receive. A sender waits only for credits, which other ranks' earlier launches post. When a block
-// begins to receive, running blocks have taken or will take every send item. A launch therefore
-// ends even if only one block is resident at a time (docs/protocol.md, section 6).
+// begins to receive, no item waits for a block that has not started. A launch therefore ends even
+// if only one block is resident at a time (docs/protocol.md, section 6).
 #pragma once
 
 #include "device/ranks.cuh"

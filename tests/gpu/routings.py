@@ -93,7 +93,7 @@ def one_expert_with_90_percent(group, step):
 
 
 def skewed(sigma):
-    """Return a routing that chooses for each token the experts e with the largest b_e + noise.
+    """Return a routing in which each token chooses the experts e with the largest b_e + noise.
 
     b_e is normal with the standard deviation sigma, and the noise is Gumbel noise. With 256 experts
     on 32 ranks, the sigmas of ROUTINGS give the most even, the mean and the least even load of

@@ -1,9 +1,8 @@
 """Lower grouped products on NVIDIA GPUs to a kernel of this package, cuBLASLt, or
 ``lax.ragged_dot``.
 
-The kernel computes all leading axes of a product in one launch. It merges the leading axes of the
-rows with the axis of rows. A table has three numbers for each group: its first row, its number of
-rows, and the index of its weights.
+One launch computes all leading axes of a product, with rows [*B, C, K] as [B C, K]. A table has
+three numbers for each group: its first row, its number of rows, and the index of its weights.
 """
 
 from __future__ import annotations
