@@ -2,8 +2,8 @@
 different group, size or form. A routing with an array of a wrong dtype or shape raises an error,
 too.
 
-These tests only trace programs, and run none. Each pytree is made in a program for its group. It is then used in a
-program for a group of 8 ranks.
+These tests only trace programs, and run none. Each pytree is made in a program for its group. It is
+then used in a program for a group of 8 ranks.
 """
 
 import dataclasses

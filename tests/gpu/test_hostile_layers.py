@@ -1,9 +1,9 @@
 """Compare thousands of expert layers on unusual routings with the portable path.
 
 Each step makes a new routing, new tokens and new experts on the device. The kernels run `moe_mlp`.
-The portable path computes the same layer in separate steps: dispatch, products and combine. All data are small
-integers, so sums are exact in any order, and results and gradients must be equal. In bfloat16, the
-kernels of the products compute the activation. In float32, XLA computes the experts.
+The portable path computes the same layer in separate steps: dispatch, products and combine. All
+data are small integers, so sums are exact in any order, and results and gradients must be equal. In
+bfloat16, the kernels of the products compute the activation. In float32, XLA computes the experts.
 """
 
 import dataclasses

@@ -31,8 +31,8 @@ differences are:
 Operands are as in ``grouped/primitives.py``: rows [*B, C, K], w_in [*B, L, K, N'], b_in [*B, L,
 N'], weights [*B, C] in the accumulation dtype, w_out [*B, L, I, H], sizes [*B, L]. Results after
 the last group are unspecified. The parameter ``tree`` is the structure of the operands, such as a
-``Product``. ``w_in``, ``b_in``, ``w_out`` and ``b_out`` may be tuples (home array, spare array), like
-``w`` and ``spare`` of ``grouped_dot_p``. If one is a tuple, all are.
+``Product``. ``w_in``, ``b_in``, ``w_out`` and ``b_out`` may be tuples (home array, spare array),
+like ``w`` and ``spare`` of ``grouped_dot_p``. If one is a tuple, all are.
 
 A row without a token has the weight 0. In rows with the weight 0, h and ct_pre are exactly zero for
 any pre and ct_y. ct_weights is also computed for rows with the weight 0. In rows without a token,
