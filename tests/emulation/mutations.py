@@ -44,7 +44,7 @@ _LETTERS_OF_FUNCTION = {
     "change_teams": "dcf",
     "send_chunks": "dc",
 }
-# Options that a run needs to execute the code of a function.
+# The options with which a run executes the code of a function.
 _OPTIONS_OF_FUNCTION = {
     "prefix_sum": ["--experts", 150],  # more values than a block has threads
     "all": ["--stall", 1, "--phase", 5, "--delay", 1, "--timeout", 0.3],  # with late credits

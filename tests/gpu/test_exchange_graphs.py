@@ -141,6 +141,6 @@ def replay_after_close_and_after_failure():
 
 @pytest.mark.one_process("it starts a process of its own")
 def test_a_captured_program_runs_again_after_close_and_after_failure():
-    """Captured programs return correct results after their group was closed or has failed. They run
-    in a separate process, because access to freed memory would make the devices unusable."""
+    """Captured programs return correct results after their group was closed or has failed. The test
+    runs in a separate process, because a wrong access to freed memory makes a process's GPUs unusable."""
     run_alone(replay_after_close_and_after_failure)

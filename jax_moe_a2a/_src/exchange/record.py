@@ -104,8 +104,8 @@ class Record:
     """Returns a list of ``KernelCall`` from a ``CallPlacement``, the abstract payload of one rank
     and the parameters (see ``lowering.py``)."""
     unfused: Callable[..., Callable[..., list[jax.Array]] | None] = lambda **_: None
-    """Receives the parameters. Returns a function that computes the results with other exchanges,
-    or None for ``reference``. GPUs use the function if their kernels do not support the payload."""
+    """Receives the parameters. Returns None, or a function that computes the results by
+    several exchanges. GPUs use the function, or else ``reference``, for payloads without kernels."""
     result_types: Callable[..., list[Any]] = lambda results, **_: results
     """Corrects the abstract values of results that do not have the type of their source."""
     primitive: Any = dataclasses.field(init=False)

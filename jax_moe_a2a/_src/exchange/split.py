@@ -26,7 +26,7 @@ tie_p = compat.Primitive("moe_a2a_tie")
 
 
 def tie(*arrays: jax.Array) -> list[Any]:
-    """Return the arrays, so that each returned array depends on all operands."""
+    """Return equal arrays, each of which depends on all arguments."""
     return tie_p.bind(*arrays)
 
 

@@ -37,7 +37,7 @@ def plan_levels(ids: jax.Array, group: Group, options: PlanOptions) -> dict[str,
     host = own_rank(hosts)
     per_host = options.num_local_experts * ranks.size
 
-    # Receive the ids [T, H, K] of the ranks that have the same index as this rank on their hosts.
+    # From each of the H hosts, receive the ids [T, K] of the rank with this rank's index.
     everywhere = jnp.arange(hosts.size, dtype=jnp.int32)
     everywhere = jnp.broadcast_to(everywhere, (num_tokens, hosts.size, hosts.size))
     params: dict[str, Any] = dict(num_leaves=1, num_choice_arrays=0, options=Options())

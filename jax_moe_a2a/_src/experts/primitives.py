@@ -12,7 +12,8 @@ the following primitives. Let ``pre = rows w_in + b_in`` and ``h = weights * act
   d_w_out is the tangent of a total, and is returned as second result.
 - ``act_dot_grad_p`` computes one product, ``ct_h = ct_y w_out^T``. It returns the cotangents
   ``ct_pre = weights * act'(pre) * ct_h`` and ``ct_weights = <ct_h, act(pre)>``, and h. The
-  cotangent of w_out is the outer product of h and ct_y. With totals, it is added to a total.
+  cotangent of w_out is the outer product of h and ct_y. With operands ``totals``, the kernel adds
+  this cotangent to the total of w_out.
 
 Therefore no separate kernel for the activation reads all rows. For the backward pass, rows and pre
 are kept, and y is not. Derivatives of any order exist: second derivatives differentiate the

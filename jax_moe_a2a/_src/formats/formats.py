@@ -4,8 +4,8 @@ docs/formats.md has the definition, and the kernels compute the same bits. Float
 between backends. XLA:CPU flushes subnormals inside ``jit``. XLA:GPU divides inexactly, and fuses a
 multiplication with an addition. Every backend may omit a conversion to a float of fewer bits and
 back. Therefore floats are only multiplied and compared, and integer operations compute everything
-else. Each product is exact or rounded once. Products are never subnormal where a flush would change
-a result.
+else. Each product is exact or rounded once. If a product could be
+subnormal, a flush to zero does not change the result.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ from .weights import Activation, Experts, Names, check_type, specs_of
 
 
 def shortest(spec: P) -> P:
-    """Return a ``PartitionSpec`` without None at its end. Results of XLA over Auto axes have such
-    specs. For an equal placement with another spec, JAX would compile a function again."""
+    """Return a ``PartitionSpec`` without None at its end, like the specs of results over Auto axes.
+    If two specs of one placement differ in such a None, JAX compiles a function twice."""
     entries = list(spec)
     while entries and entries[-1] is None:
         entries.pop()
