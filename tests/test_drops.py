@@ -20,7 +20,7 @@ pytestmark = pytest.mark.exchanges(0)  # ranks are emulated on the portable path
 
 @functools.cache
 def program(capacity, alignment):
-    """Return a function from ids [R, T, K] to booleans [R, T, K]: True for each choice with a row."""
+    """Return a function from ids [R, T, K] to booleans: True for each choice that has a row."""
     group = ma.Group(axis_name="ep", size=RANKS, implementation="portable")
 
     def kept(ids):

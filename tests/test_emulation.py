@@ -10,7 +10,7 @@ import subprocess
 import pytest
 from emulation import mutations, runs
 
-# The number of sequences that each kind of a variant runs. A sequence of "tsan" is slow: it takes seconds.
+# The number of sequences that each kind of a variant runs. One "tsan" takes seconds.
 SEEDS = {"plain": 4, "colocated": 3, "tsan": 2}
 # These kinds need more, to detect the mutations of tests/mutations/list.toml.
 MORE_SEEDS = {"sequences": 6, "drops": 6}

@@ -142,5 +142,5 @@ def replay_after_close_and_after_failure():
 @pytest.mark.one_process("it starts a process of its own")
 def test_a_captured_program_runs_again_after_close_and_after_failure():
     """Captured programs return correct results after their group was closed or has failed. The test
-    runs in a separate process, because a wrong access to freed memory makes a process's GPUs unusable."""
+    runs in a separate process, because an access to freed memory makes the GPUs unusable."""
     run_alone(replay_after_close_and_after_failure)

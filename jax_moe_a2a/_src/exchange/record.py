@@ -105,7 +105,7 @@ class Record:
     and the parameters (see ``lowering.py``)."""
     unfused: Callable[..., Callable[..., list[jax.Array]] | None] = lambda **_: None
     """Receives the parameters. Returns None, or a function that computes the results by
-    several exchanges. GPUs use the function, or else ``reference``, for payloads without kernels."""
+    several exchanges. For payloads without kernels, GPUs use the function, or ``reference``."""
     result_types: Callable[..., list[Any]] = lambda results, **_: results
     """Corrects the abstract values of results that do not have the type of their source."""
     primitive: Any = dataclasses.field(init=False)

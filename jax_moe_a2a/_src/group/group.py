@@ -1,8 +1,7 @@
 """Define ``Group``, which says which devices are the ranks of an exchange.
 
 The methods of ``Group`` choose the path of its exchanges (kernels or the portable path), open and
-close workspaces, and report their memory. ``_of_programs`` is
-the only state of this module.
+close workspaces, and report their memory. ``_of_programs`` is the only state of this module.
 """
 
 from __future__ import annotations
