@@ -252,8 +252,7 @@ def _untested(devices: Sequence[jax.Device]) -> Finding:
 
 
 def _group(devices: Sequence[jax.Device], portable: bool, *, in_two_levels: bool = False) -> Group:
-    """Return a group of ``devices``. With ``in_two_levels``, the group has two levels if the
-    devices are on several hosts."""
+    """Return a group of ``devices``. With ``in_two_levels``, several hosts give it two levels."""
     mesh = Mesh(np.array(devices), (AXIS,))
     implementation = "portable" if portable else None
     group = Group(mesh, AXIS, timeout=TIMEOUT, first_timeout=TIMEOUT, implementation=implementation)

@@ -83,8 +83,7 @@ def without_dead_code(program: Any) -> Any:
 
 
 def traced_in(fn: Callable[..., Any], avals: Sequence[Any], axes: Any) -> Any:
-    """Return the jaxpr of ``fn`` with the mesh axes ``axes`` in scope. In it, no type varies over
-    ``axes``."""
+    """Return the jaxpr of ``fn`` with mesh axes in scope, over which no type varies."""
     types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
     with varying_unchecked(), core.extend_axis_env_nd(list(axes.items())):
         return without_dead_code(jax.make_jaxpr(fn)(*types))
@@ -207,8 +206,7 @@ def process_id() -> int:
 
 
 def coordination_set(key: str, value: str) -> None:
-    """Publish a value to all processes of ``jax.distributed``, and replace an earlier value of
-    ``key``."""
+    """Publish a value to all processes of ``jax.distributed``. It replaces an earlier value."""
     _coordination().key_value_set(key, value, allow_overwrite=True)
 
 

@@ -102,8 +102,7 @@ def named(params: Mapping[str, object]) -> dict[str, Any]:
 
 def _name_of(path: jax.tree_util.KeyPath) -> str:
     """Return ``router_kernel`` for ``router.kernel``, ``w_in`` for ``experts.w_in``, and
-    ``shared_w_in`` for ``shared.w_in``. The values of ``QuantizedExperts`` get the name of the
-    weights.
+    ``shared_w_in`` for ``shared.w_in``. Values of ``QuantizedExperts`` get the weights' name.
     """
     name = jax.tree_util.keystr(path, simple=True, separator="_")
     return name.removeprefix("experts_").removesuffix("_values")

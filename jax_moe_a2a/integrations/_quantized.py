@@ -47,8 +47,7 @@ def in_fp8(
         quantized[part] = quantized[part].replace(**{field: ma.QuantizedExperts(*arrays)})
         *others, rows, columns = tensor.shape
         squares = (*others, rows // BLOCK, columns // BLOCK)
-        # In files, K is the last axis, as in QuantizedExperts. Values and scales use the same
-        # ``view``.
+        # K is the last axis, as in QuantizedExperts. Values and scales use the same ``view``.
         view = lambda x, of=tensor.view, lead=lead: of(np.moveaxis(x, -1, 1)[(0,) * len(lead)])
         found[name] = tensor._replace(param=tensor.param + ".values", view=view)
         param = tensor.param + ".scales"

@@ -40,8 +40,7 @@ class MoE(linen.Module):
         super().__post_init__()
 
     def experts(self, params: Mapping[str, Any]) -> ma.Experts:
-        """Return the experts, cast to ``dtype``. ``params`` is the module's collection
-        ``"params"``."""
+        """Return the experts in ``dtype``. ``params`` is the module's collection ``"params"``."""
         return _layer_of(self).experts({name: _unboxed(param) for name, param in params.items()})
 
     @linen.compact

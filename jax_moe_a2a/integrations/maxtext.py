@@ -99,8 +99,7 @@ class _Options(NamedTuple):
 
 
 _replaced: dict[str, Any] = {}
-"""The original methods of MaxText's ``RoutedMoE`` that ``enable`` has replaced. Keys are names of
-methods."""
+"""The original methods of ``RoutedMoE`` that ``enable`` has replaced, by name."""
 
 
 def enable(
@@ -196,8 +195,7 @@ def _supported_layer() -> Any:
 
 
 def _check_config(layer: _RoutedMoE) -> None:
-    """Raise an error if an option of MaxText's config has a value that this module does not
-    support."""
+    """Raise an error if this module does not support an option of MaxText's config."""
     own = "call disable() to use MaxText's own implementation"
     for name, expected in _REQUIRED.items():
         value = getattr(layer.config, name, expected)
@@ -372,7 +370,6 @@ def _block(layer: _RoutedMoE) -> str:
 
 
 def _activation(layer: _RoutedMoE) -> Callable[[jax.Array], jax.Array]:
-    """Return the activation of the experts, a function of gate and up side by side."""
     config, block = layer.config, _block(layer)
     limit = config.mlp_activations_limit
     if block == "gpt_oss" and config.mlp_activations[0] == "sigmoid":
@@ -403,8 +400,7 @@ def _is_loss_of_sequences(layer: _RoutedMoE) -> bool:
 def _balance_loss(
     layer: _RoutedMoE, scores: jax.Array, ids: jax.Array, num_chunks: int, axes: tuple[str, ...]
 ) -> jax.Array | None:
-    """Return the mean of the balance losses of all chunks of tokens, or None if there is no loss or
-    if it is the loss for each sequence."""
+    """Return the mean balance loss of chunks, or None for no loss and for the loss of sequences."""
     if not _has_loss(layer) or _is_loss_of_sequences(layer):
         return None
     probabilities = jax.nn.softmax(scores.astype(jnp.float32), axis=-1).astype(layer.dtype)

@@ -73,8 +73,7 @@ class MoE(nnx.Module):
         # If no mesh is in scope, Flax cannot place the parameters.
         options = {} if mesh_in_scope() else {"eager_sharding": False}
         for name, param in self.layer.init(rngs.params()).items():
-            # Use P(None) in place of P(): to an empty placement, Flax would not add an axis of
-            # layers.
+            # Use P(None), because Flax would not add an axis of layers to an empty P().
             spec = specs[name] or P(None)
             setattr(self, name, nnx.Param(param, out_sharding=spec, **options))
         zeros = jnp.zeros(config.num_experts, jnp.float32)

@@ -37,8 +37,7 @@ class _Family:
     router: str = "gate"
     score: Literal["softmax", "sigmoid"] = "softmax"
     renormalize: bool | str = "norm_topk_prob"
-    """True if router weights are divided by their sum for each token, or the field with this
-    bool."""
+    """True if each token's weights are divided by their sum, or the field with this bool."""
     scale: str | None = None
     """The field with the factor that multiplies the router weights, or None."""
     top_in_group: int = 0
@@ -47,18 +46,15 @@ class _Family:
     """The names of the selection bias: in files with one tensor for all experts, and in files with
     a tensor for each expert."""
     shared: str | None = None
-    """The name of the shared expert."""
     shared_width: tuple[str, ...] = ()
     """The fields whose product is J, the number of columns of the shared expert."""
     shared_gate: str | None = None
     """The name of the tensor with the ``output_gate`` of the shared expert."""
     weigh_input: bool = False
     inputs_first: bool = False
-    """True if tensors are [E, inputs, outputs]. Such a block always has one tensor for all
-    experts."""
+    """True if tensors are [E, inputs, outputs]: always one tensor for all experts."""
     is_gpt_oss: bool = False
-    """True if there are biases and a clamped activation, and if columns of gate and up
-    alternate."""
+    """True for biases, a clamped activation, and alternating columns of gate and up."""
 
 
 _MIXTRAL = _Family("intermediate_size", ("w1", "w3", "w2"), renormalize=True)
@@ -262,8 +258,7 @@ def moe_config(config: Config) -> ma.MoEConfig:
       config: as in ``from_state_dict``.
 
     Raises:
-      ValueError: if the model or its activation is unknown, or if the configuration has not all
-        fields.
+      ValueError: if the model or its activation is unknown, or if a field is missing.
     """
     family = _family_of(config)
     shared_width = math.prod(_field(config, name, default=0) for name in family.shared_width)
@@ -289,8 +284,7 @@ def _value(config: Config, name: str) -> Any:
 
 
 def _field(config: Config, *names: str, default: float | None = None) -> Any:
-    """Return the first field in ``names`` that the configuration has, or the default, or raise an
-    error."""
+    """Return the first of these fields that the configuration has, or the default."""
     for name in names:
         value = _value(config, name)
         if value is not None:
@@ -335,7 +329,6 @@ def _top_k(config: Config, family: _Family) -> ma.TopK:
 
 
 def _activation(config: Config, family: _Family) -> Callable[[jax.Array], jax.Array]:
-    """Return the activation of a model's experts, a function of gate and up side by side."""
     if family.is_gpt_oss:
         return ma.clamped_swiglu(
             _field(config, "swiglu_limit", default=7.0),
@@ -366,8 +359,7 @@ class _Tensor(NamedTuple):
     param: str
     shape: tuple[int, ...]
     view: Callable[[np.ndarray], np.ndarray]
-    """A function that maps the parameter to a view of it. The tensor is this view, reshaped to
-    ``shape``."""
+    """A function that maps the parameter to a view of it, with the tensor's elements in order."""
 
 
 def _tensors(family: _Family, sizes: ma.MoEConfig, per_expert: bool) -> dict[str, _Tensor]:
@@ -420,8 +412,7 @@ def _tensors(family: _Family, sizes: ma.MoEConfig, per_expert: bool) -> dict[str
 def _block(
     config: Config, sizes: ma.MoEConfig, per_expert: bool, names: Collection[str]
 ) -> tuple[dict[str, _Tensor], dict[str, Any]]:
-    """Return the tensors and the parameters of a block. ``names``, of tensors or of parameters,
-    determines which weights are in FP8."""
+    """Return a block's tensors and parameters. ``names`` determines which weights are in FP8."""
     family = _family_of(config)
     tensors = _tensors(family, sizes, per_expert)
     # Callers read only the structure and the shapes, not the dtypes.
@@ -441,8 +432,7 @@ def _with_dot(prefix: str) -> str:
 
 
 def _as_numpy(name: str, value: object) -> np.ndarray:
-    """Return a PyTorch, JAX or numpy array as a numpy array, or raise an error if it is not
-    floats."""
+    """Return a PyTorch, JAX or numpy array of floats as a numpy array."""
     array: Any
     if type(value).__module__.split(".")[0] == "torch":
         torch, tensor = importlib.import_module("torch"), cast(Any, value).detach().cpu()
@@ -466,7 +456,6 @@ def _as_numpy(name: str, value: object) -> np.ndarray:
 def _checked(
     name: str, value: object, shape: tuple[int, ...], sizes: ma.MoEConfig, param: str
 ) -> np.ndarray:
-    """Return an array as a numpy array. Raise an error if it does not have the shape ``shape``."""
     value = _quantized.as_numpy(value)
     array = np.asarray(value) if param.endswith(".values") else _as_numpy(name, value)
     if param.endswith((".values", ".scales")):

@@ -70,8 +70,7 @@ def accumulate_grads(loss: Callable[..., Any], *, has_aux: bool = False) -> Call
             is_totals = lambda x: isinstance(x, Totals)
             found = [x for x in jax.tree.leaves(aux, is_leaf=is_totals) if is_totals(x)]
             aux = jax.tree.map(lambda x: None if is_totals(x) else x, aux, is_leaf=is_totals)
-            # Skip each ``Totals`` with other shapes or dtypes, for example if the loss casts the
-            # weights.
+            # Skip ``Totals`` with other shapes or dtypes, for example if the loss casts weights.
             whole = (x for x in found if _types(x) == _types(x.of(given[int(x.name)])))
             return (value, {x.name: x for x in whole}), aux
 
@@ -89,8 +88,7 @@ def accumulate_grads(loss: Callable[..., Any], *, has_aux: bool = False) -> Call
 
 
 def _tied(weights: Any, zeros: Any, name: str) -> Any:
-    """Return the parameters, tied to ``zeros``, which get their gradients. The ``Totals`` of
-    ``Experts`` has this name."""
+    """Return the parameters, tied to ``zeros``, which get their gradients."""
     totals = jax.tree.map(total_of, weights, zeros)
     tied = jax.tree.map(lambda w, total: with_total(lax.stop_gradient(w), total), weights, totals)
     if not isinstance(tied, Experts) or isinstance(tied.w_in, QuantizedExperts):

@@ -55,8 +55,7 @@ def load_balancing_loss(
       micro-batches. ``f`` then includes their choices, but ``P`` is the mean over this call only.
 
     Args:
-      scores: floats [..., E], not negative: the ``scores`` of ``TopK``, or other scores, such as
-          sigmoids.
+      scores: floats [..., E], not negative, such as the ``scores`` of ``TopK``.
       ids: integers [..., K]: the ``ids`` of ``TopK``. Ids outside [0, E), such as -1, are
         not counted.
       counts: the number of choices of each expert on all ranks in earlier micro-batches, integers
@@ -114,8 +113,7 @@ def shares_of(scores: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the scores [..., E], divided by their sum for each token, and booleans [...], True for
     tokens with a valid id. The scores of all other tokens become 0."""
     is_token = ((ids >= 0) & (ids < scores.shape[-1])).any(axis=-1, keepdims=True)
-    # Divide by the largest score first. The sum is then at least 1, and its derivative cannot
-    # overflow.
+    # Divide by the largest score first, so that the derivative of the sum cannot overflow.
     largest = lax.stop_gradient(scores.max(axis=-1, keepdims=True))
     has_scores = is_token & (largest != 0)
     ratios = jnp.where(has_scores, scores, 1) / jnp.where(has_scores, largest, 1)
@@ -211,15 +209,13 @@ def sum_of_columns(
         counts = functools.reduce(operator.add, (hit.astype(first.dtype) for hit in of_k))
         columns = jnp.where(column >= start, counts, columns)
     if num_leading > 1:
-        # The barrier keeps two sums. XLA would merge them into one sum, which uses only a few
-        # blocks of a GPU.
+        # The barrier keeps two sums. One merged sum would use only a few blocks of a GPU.
         columns = lax.optimization_barrier(columns.sum(axis=-2))
     return columns.sum(axis=tuple(range(columns.ndim - 1)))
 
 
 @scopes.losses
 def z_loss_of(total: jax.Array, num_tokens: jax.Array) -> jax.Array:
-    """Return the z-loss: a sum over tokens, divided by the number of tokens."""
     return total / jnp.maximum(num_tokens, 1)
 
 
@@ -231,8 +227,7 @@ def update_select_bias(
     recenter: bool = False,
     axis_name: AxisNames = None,
 ) -> jax.Array:
-    """Return the next ``select_bias``: higher for experts below the mean load, lower for experts
-    above it.
+    """Return the next ``select_bias``, which moves the load of each expert toward the mean load.
 
     The result is ``bias + rate * sign(mean(counts) - counts)``, which balances the load without a
     loss (DeepSeek-V3, arXiv:2412.19437, section 2.1.2; Wang et al., arXiv:2408.15664). Call it once
@@ -380,8 +375,7 @@ def _sum_dtype(dtype: jnp.dtype) -> Any:
 
 
 def _below_mean(counts: jax.Array) -> jax.Array:
-    """Return an array like counts [..., E]: 1 for counts below their mean, -1 above it, 0 if
-    equal."""
+    """Return 1 for counts [..., E] below their mean, -1 for counts above it, 0 if equal."""
     num_experts = counts.shape[-1]
     total = counts.sum(axis=-1, keepdims=True, dtype=counts.dtype)
     if not jnp.issubdtype(counts.dtype, jnp.integer):

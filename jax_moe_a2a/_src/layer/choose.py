@@ -6,8 +6,7 @@ their values [*B, K]. In masked tokens, ids are -1, and weights and values are 0
 ``k`` (K), ``groups`` and ``weighing``. A kernel for NVIDIA GPUs and ``lax.top_k`` choose equal ids,
 because both add the keys of a group in the same order.
 
-The ids have no derivative. The weights are a function of the chosen values, which are linear in the
-values.
+The ids have no derivative. Chosen values are linear in the values, and determine the weights.
 """
 
 from __future__ import annotations
@@ -54,11 +53,9 @@ class Weighing(NamedTuple):
     ``is_sigmoid``. False if the weights are the values."""
     is_sigmoid: bool
     scale: float
-    """A factor that multiplies the weights."""
 
     def __call__(self, chosen: jax.Array, counts: jax.Array | None = None) -> jax.Array:
-        """Return the weights of chosen values [..., K]. If ``counts`` [..., K] is False for a
-        choice, the softmax ignores the choice."""
+        """Return weights of chosen values. The softmax ignores choices with False in ``counts``."""
         if not self.renormalizes:
             return chosen * self.scale
         logs = jax.nn.log_sigmoid(chosen) if self.is_sigmoid else chosen
@@ -68,8 +65,7 @@ class Weighing(NamedTuple):
         return jax.nn.softmax(logs) * self.scale
 
     def tangent(self, weights: jax.Array, chosen: jax.Array, d_chosen: jax.Array) -> jax.Array:
-        """Return the tangent of ``weights``, from the tangent ``d_chosen`` of the chosen values
-        [..., K]."""
+        """Return the tangent of ``weights``, from the tangent ``d_chosen`` of ``chosen``."""
         if not self.renormalizes:
             return d_chosen * self.scale
         d_logs = d_chosen * jax.nn.sigmoid(-chosen) if self.is_sigmoid else d_chosen
@@ -95,8 +91,7 @@ def choose(
 
 
 def best(keys: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
-    """Return the highest keys and their indices, from high to low. Among equal keys, the lowest
-    index is first."""
+    """Return the highest keys and their indices. Among equal keys, the lowest index is first."""
     # ``top_k`` sorts 0.0 before -0.0, so replace -0.0. XLA would remove ``keys + 0.0``.
     values, ids = lax.top_k(jnp.where(keys == 0, 0.0, keys), number)
     # The minimum does not change the ids. Without it, a program over Auto axes whose only result is
@@ -160,8 +155,7 @@ def _kernel(
 
 
 def why_no_kernel(keys: Any, groups: Groups | None = None) -> str:
-    """Return '' if the kernel can choose from these keys on this process's GPUs, else the
-    reason."""
+    """Return why no kernel on this process's GPUs can choose from these keys, or ''."""
     if keys.dtype != jnp.float32:
         return f"the kernel compares float32 numbers; got {short(keys)}"
     if why := native.why_no_local_kernel():

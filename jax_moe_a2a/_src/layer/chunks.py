@@ -41,7 +41,6 @@ class LayerWeights(NamedTuple):
     fetched: Experts | None = None
     """Weights of the spare slots, or None if the layer must fetch them."""
     shared: Experts | None = None
-    """Weights of a shared expert."""
 
 
 def check_one_global_scale(fmt: TokenFormat | None, reason: str, remedy: str) -> None:
@@ -66,8 +65,7 @@ def in_chunks(
     Args:
       layer: a function that returns the arrays of a chunk (a pytree), and the totals after this
         chunk. It runs under ``jax.checkpoint``.
-      tokens: arrays [T, ...], which are divided into chunks. Each chunk gets the same numbers and
-        None.
+      tokens: arrays [T, ...], which are divided into chunks, or numbers or None for all chunks.
       weights: JAX arrays. Their gradients are summed over the chunks in float32. Values and scales
         of ``QuantizedExperts`` have no gradient.
       totals: the totals of the experts, or a ``Totals`` without arrays.
@@ -100,12 +98,10 @@ def in_chunks(
         result, found = layer(tokens._replace(**chunk), own, totals)
         return found, result
 
-    # A chunk returns totals that vary over the mesh axes of the tokens. The first totals must do
-    # the same, because the type of a carry must not change.
+    # A carry keeps its type, so the first totals must vary over the tokens' mesh axes, too.
     axes = frozenset().union(*map(compat.varying_axes, divided.values()))
     totals = jax.tree.map(lambda total: compat.align_varying([total], axes)[0], totals)
-    # ``prevent_cse`` is not needed, because XLA does not merge the forward loop and the backward
-    # loop.
+    # ``prevent_cse`` is not needed, because XLA does not merge forward and backward loops.
     return lax.scan(jax.checkpoint(step, prevent_cse=False), totals, divided)
 
 

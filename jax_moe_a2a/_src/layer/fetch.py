@@ -136,8 +136,7 @@ def _routing_of_experts(placement: Placement, rank: jax.Array, num_ranks: int) -
     num_experts, num_slots = placement.num_experts, placement.num_slots
     per_rank, slots_of_rank = num_experts // num_ranks, num_slots // num_ranks
     spare = slots_of_rank - per_rank
-    # The first slot of an expert is its home slot. Its other slots, [R, L, K], are the choices of
-    # the token.
+    # The first slot of an expert is its home slot. Its other slots, [R, L, K], are the choices.
     slots = placement.expert_slots[:, 1:].reshape(num_ranks, per_rank, -1)
     choice_rank = jnp.where(slots >= 0, quotient(slots, slots_of_rank), -1)
     row = slots - choice_rank * slots_of_rank - per_rank
@@ -157,8 +156,7 @@ def _routing_of_experts(placement: Placement, rank: jax.Array, num_ranks: int) -
 
 
 def _in_pieces(routing: RoutingArrays, num: int) -> RoutingArrays:
-    """Return the routing of pieces: index t of an expert becomes the indices t * num to t * num +
-    num - 1."""
+    """Return the routing of pieces: index t becomes ``num`` indices from t * num on."""
 
     def numbered(x: jax.Array, axis: int) -> jax.Array:
         x = jnp.repeat(x, num, axis)

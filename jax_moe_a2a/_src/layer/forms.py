@@ -53,8 +53,7 @@ unless the weights are trained in FP8."""
 
 
 def choose_form(weights: Experts, activation: Activation, tail: Tail) -> Form:
-    """Return the form for weights in the shapes of ``flat``. ``tail`` is the option of the
-    dispatch."""
+    """Return the form for weights in the shapes of ``flat``. ``tail`` is as in the dispatch."""
     width, intermediate = weights.w_in.shape[-1], weights.w_out.shape[-2]
     # Use the function in ``KINDS`` in place of a known activation, because some versions of JAX
     # cannot differentiate the activation that the caller passed.
@@ -133,7 +132,6 @@ def _composed(
 def _multiply(
     rows: Any, w: Any, sizes: jax.Array, total: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return the products of rows and weights, and the new total of the weights, or None."""
     if total is not None:
         return summing_dot(rows, w, total, sizes)
     if isinstance(w, tuple):
@@ -144,9 +142,8 @@ def _multiply(
 
 
 def _frozen(activate: Callable[..., jax.Array], fused: FusedActivation | None, tail: Tail) -> Form:
-    """Return the form for ``RowsInFp8`` and frozen weights. ``activate`` calls ``_activate``. With
-    ``fused``, one kernel applies this activation and quantizes the result, for the rows of all
-    groups."""
+    """Return the form for ``RowsInFp8`` and frozen weights. With ``fused``, one kernel applies this
+    activation and quantizes the result, for the rows of all groups."""
 
     def multiply(rows: Any, w: Any, sizes: jax.Array, _: object) -> tuple[jax.Array, None]:
         return dot_of_frozen(rows, w, sizes, tail=tail), None

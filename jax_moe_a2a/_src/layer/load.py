@@ -156,8 +156,7 @@ def sum_choices(
     axes: tuple[str, ...], columns: jax.Array, rows: jax.Array, num_columns: int
 ) -> jax.Array:
     """Return one int32 array of sums over mesh axes: first how often each column occurs
-    [num_columns], then ``rows``. ``columns_of`` and ``rows_of`` return the arguments ``columns``
-    and ``rows``."""
+    [num_columns], then ``rows``. See ``columns_of`` and ``rows_of``."""
     own = one_hot(columns, num_columns).sum(axis=(0, 1), dtype=jnp.int32)
     return sum_counts(axes, jnp.concatenate([own, rows]), most_choices(axes, columns))
 
@@ -199,8 +198,7 @@ def rows_of(routing: AnyRouting) -> jax.Array:
 
 @scopes.load
 def load_of(counts: jax.Array, sizes: tuple[int, int], placement: Placement | None) -> ExpertLoad:
-    """Return the load from the result of ``sum_choices``. ``sizes`` is (R, E), or (R, P) with a
-    placement."""
+    """Return the load from ``sum_choices``. ``sizes`` is (R, E), or (R, P) with a placement."""
     num_ranks, num_experts = sizes
     wanted, invalid, rows = jnp.split(counts, (num_experts, num_experts + num_ranks))
     if rows.size:

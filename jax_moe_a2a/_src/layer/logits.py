@@ -49,8 +49,7 @@ def _dot(a: jax.Array, b: jax.Array, *, dtype: jnp.dtype) -> jax.Array:
 
 
 def _dot_on_gpu(a: jax.Array, b: jax.Array, *, dtype: jnp.dtype) -> jax.Array:
-    """Compute the result of ``_dot``. If ``a`` or ``b`` is bfloat16, use products of bfloat16
-    arrays."""
+    """Compute ``_dot``. If ``a`` or ``b`` is bfloat16, use products of bfloat16 arrays."""
     if a.dtype == b.dtype and a.dtype.itemsize == 2:
         return _matmul(a, b, dtype)  # float32 can represent products of 16-bit floats exactly
     if _sum_dtype(a, b) != jnp.float32:
@@ -80,8 +79,7 @@ def _pieces(x: jax.Array) -> list[jax.Array]:
     """Return three bfloat16 arrays, from large to small, whose sum is ``x``."""
     rest, pieces = x.astype(jnp.float32), list[jax.Array]()
     for _ in range(3):
-        # XLA may remove a conversion to bfloat16 and back, but it does not remove
-        # ``reduce_precision``.
+        # XLA may remove a conversion to bfloat16 and back, but not ``reduce_precision``.
         piece = lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)
         pieces.append(piece.astype(jnp.bfloat16))
         rest -= piece
@@ -111,8 +109,7 @@ def _transpose(ct: Any, a: Any, b: Any, *, dtype: jnp.dtype) -> list[Any]:
 
 
 def _batch(args: Any, dims: Any, *, dtype: jnp.dtype) -> tuple[jax.Array, int]:
-    """Batch the product. If only one operand is batched, merge the batch with the rows of ``a`` or
-    the columns of ``b``."""
+    """Batch the product. With one batched operand, merge the batch with its rows or columns."""
     (a, b), (i, j) = args, dims
     dot = partial(bind, router_dot_p, dtype=dtype)
     if j is None:

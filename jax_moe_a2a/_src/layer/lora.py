@@ -23,8 +23,7 @@ from ..grouped.weights import QuantizedExperts
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class LoRA:
-    """A low-rank adapter of weights W of ``Experts``: the layer uses ``W + scale * a b`` in place
-    of W.
+    """A low-rank adapter of weights W of ``Experts``: the layer uses ``W + scale * a b``.
 
     ``a`` and ``b`` have the dtype of the tokens. For a shared expert, they have no axis E.
     """
@@ -55,8 +54,7 @@ def draw_lora(
 def add_product(
     product: jax.Array, rows: Any, lora: LoRA | None, dot: Callable[..., jax.Array]
 ) -> jax.Array:
-    """Return ``product`` plus the product of rows and the adapter. ``dot`` multiplies rows by ``a``
-    or ``b``."""
+    """Return ``product`` plus the product of rows and the adapter, computed with ``dot``."""
     return product if lora is None else product + dot(dot(rows, lora.a) * lora.scale, lora.b)
 
 
@@ -76,8 +74,7 @@ def merge(w: Any, lora: LoRA | None, num_lead: int) -> jax.Array:
 
 
 def check_lora(name: str, lora: Any, w: Any, num_lead: int, x: Any) -> LoRA:
-    """Return the adapter with JAX arrays. Raise an error if it does not fit w, or has not the dtype
-    of the tokens x."""
+    """Return the adapter with JAX arrays. Raise an error if it does not fit ``w`` and ``x``."""
     if not isinstance(lora, LoRA):
         raise TypeError(f"{name} must be a LoRA or None; got {type(lora).__name__}")
     check_factor(f"the scale of {name}", lora.scale)
@@ -94,8 +91,7 @@ def check_lora(name: str, lora: Any, w: Any, num_lead: int, x: Any) -> LoRA:
 
 
 def spec_of(lora: LoRA | None, weights: P, num_lead: int) -> LoRA | None:
-    """Return the ``PartitionSpec`` of ``a`` and ``b``, from the ``PartitionSpec`` of the
-    weights."""
+    """Return the adapter's ``PartitionSpec`` from the ``PartitionSpec`` of the weights."""
     if lora is None:
         return None
     lead, k, columns = weights[:num_lead], weights[num_lead], weights[num_lead + 1 :]

@@ -221,8 +221,7 @@ def mlp_and_routing(
     weights: LayerWeights,
     totals: Totals,
 ) -> tuple[jax.Array, AnyRouting, Totals]:
-    """Return the result of ``moe_mlp``, the routing of its tokens, and the new totals of the
-    weights. With a placement, the routing has slots in place of experts."""
+    """Return the result of ``moe_mlp``, the routing (of slots with a placement), and new totals."""
     activation, placement, weigh_input = layer_options
     x, topk_ids, topk_weights = tokens[:3]
     given, hidden = weights.experts, x.shape[1]
@@ -248,8 +247,7 @@ def mlp_and_routing(
     decode = exchange.token_format is not None and not is_frozen
     arguments = check_dispatch(*arrays, route_arguments, decode=decode, tail="unspecified")
     if decode and given.is_trained_in_fp8 and isinstance(exchange.token_format, BlockwiseFp8):
-        # Keep both forms: the first product reads rows in FP8, and the gradient of w_in reads
-        # decoded rows.
+        # Keep both: the first product reads FP8 rows, and the gradient of w_in reads decoded rows.
         kept = arguments.options._replace(keeps_encoded=True)
         arguments = arguments._replace(options=kept)
     options, tail = arguments.route_options, arguments.options.tail
@@ -333,7 +331,6 @@ def _weighted_rows(recv: Recv, dtype: jnp.dtype) -> Rows:
 
 @scopes.activation
 def _weighted_inputs(rows: Rows) -> Rows:
-    """Multiply rows by their weights, and replace the weights by 1."""
     weights = rows.weights[:, None]
 
     def scaled(x: jax.Array) -> jax.Array:
@@ -351,7 +348,6 @@ def _weighted_inputs(rows: Rows) -> Rows:
 
 
 def check_tokens(value: object) -> jax.Array:
-    """Return the tokens of a rank. Raise an error if they are not one float array [T, H]."""
     if not jax.tree_util.treedef_is_leaf(jax.tree.structure(value)):
         raise TypeError(
             f"x must be one array [num_tokens, hidden]; got {jax.tree.structure(value)}"

@@ -58,8 +58,7 @@ class MoEStatistics(NamedTuple):
     """The second result of ``moe``: losses, and the load of experts and ranks, over all tokens."""
 
     balance_loss: jax.Array
-    """[] float32: the ``load_balancing_loss``, without a coefficient; 0 if choices have no
-    scores."""
+    """[] float32: the ``load_balancing_loss`` without a coefficient; 0 without scores."""
     z_loss: jax.Array
     """[] float32: the ``router_z_loss``, without a coefficient; 0 if there is no router."""
     load: ExpertLoad
@@ -80,8 +79,7 @@ class MoEStatistics(NamedTuple):
 
     @property
     def num_invalid(self) -> jax.Array:
-        """Return the number of ids outside [-1, E), [] int32. Choices with such ids add 0 to the
-        output."""
+        """Return the number of ids outside [-1, E), [] int32. Such choices add 0 to the output."""
         return self.load.invalid_per_rank.sum(axis=-1)
 
     def summary(self) -> dict[str, jax.Array]:
@@ -330,8 +328,7 @@ def _statistics(
     sizes: tuple[int, int],
     placement: Placement | None,
 ) -> tuple[tuple[jax.Array, jax.Array], ExpertLoad]:
-    """Return the balance loss, the z-loss and the load. Without scores, the balance loss is 0.
-    Without logits, the z-loss is 0.
+    """Return the balance loss (0 without scores), the z-loss (0 without logits), and the load.
 
     All sums over a rank's tokens are in one array, so that one all-reduce adds them over ranks.
 
@@ -347,8 +344,7 @@ def _statistics(
     if choices.scores is not None:
         shares = check_logits(choices.scores, "scores")
         if is_top_k:
-            # Scores of a TopK are already shares, with 0 for masked tokens. All other tokens have
-            # valid ids.
+            # Scores of a TopK are already shares, with 0 for masked tokens.
             is_token = jnp.ones_like(shares[:, 0], bool) if mask is None else mask
         else:
             shares, is_token = shares_of(shares, choices.ids)
@@ -380,14 +376,12 @@ def _statistics(
 
 @scopes.shared_expert
 def _open_gates(x: jax.Array, output_gate: jax.Array) -> jax.Array:
-    """Return the numbers [T] that multiply the outputs of a shared expert with an
-    ``output_gate``."""
+    """Return the factors [T] of a shared expert's outputs, from its ``output_gate``."""
     return jax.nn.sigmoid(router_logits(x, output_gate[:, None], None)[:, 0])
 
 
 def _biased_once(experts: Experts, tensor: str | None) -> Experts:
-    """Return experts with zeros as ``b_out``, except on index 0 of the tensor axis. The sum over
-    this axis then includes ``b_out`` once."""
+    """Return experts with ``b_out`` only on index 0, so that a sum over ``tensor`` adds it once."""
     if experts.b_out is None or tensor is None:
         return experts
     return experts.replace(b_out=jnp.where(lax.axis_index(tensor) == 0, experts.b_out, 0))
@@ -491,14 +485,12 @@ class _Tokens(NamedTuple):
 
     @property
     def unpadded(self) -> P:
-        """Return ``spec`` without the mesh axes of padded axes. Padding is added and removed in
-        this placement."""
+        """Return ``spec`` without the mesh axes of padded axes, to add and remove padding."""
         spec = (*self.spec, *(None,) * (len(self.padding) - len(self.spec)))
         return P(*(None if more else axes for axes, more in zip(spec, self.padding)))
 
 
 def _divide_tokens(scope: _Scope, x: jax.Array, replicated: bool | None) -> _Tokens:
-    """Choose how tokens are divided over the ranks."""
     sizes = x.shape[:-1]
     num_tokens, num_domains = math.prod(sizes), scope.size(scope.data)
     if replicated is None:
@@ -523,8 +515,7 @@ def _divide_tokens(scope: _Scope, x: jax.Array, replicated: bool | None) -> _Tok
 
 @scopes.padding
 def _with_padding(tokens: _Tokens, array: jax.Array) -> jax.Array:
-    """Return an array with the leading axes of the tokens, padded with 0 and moved to the ranks
-    that need it."""
+    """Return an array with the axes of the tokens, padded with 0 and moved to the ranks."""
     if any(tokens.padding):
         widths = [(0, more) for more in tokens.padding]
         widths += [(0, 0)] * (array.ndim - len(widths))
@@ -566,8 +557,7 @@ class _Scope:
         return {name for name, of_axis in every if of_axis in types}
 
     def spec_of(self, array: jax.Array) -> P | None:
-        """Return the placement of an array over Explicit axes, with an entry for each axis of the
-        array; or None without Explicit axes."""
+        """Return an array's placement with an entry for each axis; None without Explicit axes."""
         if not self.axes_of_type(AxisType.Explicit):
             return None
         spec = jax.typeof(array).sharding.spec
@@ -581,8 +571,7 @@ class _Scope:
         return is_explicit and set(used) == set(axes) and not names_of(spec[-1])
 
     def shard_map(self, layer: Any, **specs: Any) -> Any:
-        """Return the function of global arrays that applies ``layer`` to the arrays of each
-        rank."""
+        """Return the function of global arrays that applies ``layer`` on each rank."""
         axes = self.axes_of_type(AxisType.Explicit, AxisType.Auto)
         if self.in_context:
             return jax.shard_map(layer, axis_names=axes, **specs)
@@ -677,8 +666,7 @@ def _check_experts(
     placement: Placement | None,
     num_outputs: int | None,
 ) -> tuple[int, Experts]:
-    """Return the number of experts, and the experts with JAX arrays, or raise an error.
-    ``num_outputs`` is the number of experts of the router, or None."""
+    """Return E, and the experts with JAX arrays. ``num_outputs`` is E of the router, or None."""
     found = check_weights(experts, x)
     num = num_weights = found.w_in.shape[0]
     if num_outputs is not None:

@@ -195,7 +195,6 @@ def place(array: jax.Array, spec: P) -> jax.Array:
 
 
 def names_of(entry: Any) -> tuple[str, ...]:
-    """Return the mesh axes in one entry of a ``PartitionSpec``."""
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
@@ -203,8 +202,7 @@ def names_of(entry: Any) -> tuple[str, ...]:
 
 @functools.cache
 def _compiled(config: MoEConfig, axes: AxesLike | None) -> Any:
-    """Return the jitted function that creates the parameters. The cache avoids a new compilation
-    for each layer of a model."""
+    """Return the jitted function that creates the parameters. The cache avoids compiling again."""
     draw = functools.partial(_draw, config)
     if axes is None:
         return jax.jit(draw)

@@ -116,8 +116,7 @@ def fetch_all(home: Experts, placement: Placement, group: Group) -> Experts:
     return jax.tree.unflatten(treedef, fetch(given, placement, group))
 
 
-# These primitives move, rearrange, name or quantize fetched weights. The backward pass must not
-# keep their results.
+# Results of these primitives are fetched weights, which the backward pass must not keep.
 _OF_FETCHED = {DISPATCH.primitive, compat.name_p, lax.reshape_p, lax.slice_p}
 _OF_FETCHED |= {encode_squares_p, lax.bitcast_convert_type_p}
 
@@ -127,8 +126,7 @@ def _keeps_all_but_fetched(primitive: compat.Primitive, *_: object, **__: object
 
 
 def _only(rows: Rows, is_kept: jax.Array) -> Rows:
-    """Return the rows. Rows that ``is_kept`` excludes have no token, no gradient and the weight
-    0."""
+    """Return rows that have no token, no gradient and the weight 0 where ``is_kept`` is False."""
     floats = _with_gradients_of(floats_of(rows.rows), is_kept)
     in_fp8 = isinstance(rows.rows, RowsInFp8)
     return Rows(

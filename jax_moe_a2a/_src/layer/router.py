@@ -21,8 +21,7 @@ Choose: TypeAlias = TopK | Callable[[jax.Array, jax.Array, Any, Any], RouterChoi
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Router:
-    """A pytree, the router of a layer: it computes the logits of tokens, and chooses experts from
-    them.
+    """A pytree, the router of a layer: it computes the logits of tokens, and chooses experts.
 
     Logits are ``tokens @ kernel + bias``, with the precision of float32. The field ``choose`` is
     static. All other fields contain arrays, or a ``PartitionSpec`` in place of each array.
@@ -126,8 +125,7 @@ def map_arrays(router: Any, per_token: Callable[[Any], Any], whole: Callable[[An
 
 def num_outputs(router: Any, tokens: Any) -> int | None:
     """Return the number of columns of the kernel if ``choose`` is a ``TopK``, else None. Raise an
-    error if ``router`` is not a ``RouterLike``, or if its kernel does not fit the tokens [...,
-    H]."""
+    error if ``router`` has the wrong type, or its kernel does not fit the tokens."""
     own = router.router if isinstance(router, Replay) else router
     if isinstance(own, RouterChoices):
         return None
@@ -147,8 +145,7 @@ def num_outputs(router: Any, tokens: Any) -> int | None:
 
 
 def check_router(router: RouterLike, tokens: Any, num_experts: int) -> RouterLike:
-    """Return a ``RouterLike`` with JAX arrays, or raise an error. ``num_outputs`` has accepted
-    it."""
+    """Return a router that ``num_outputs`` accepted, with JAX arrays, or raise an error."""
     leading = tokens.shape[:-1]
     if isinstance(router, RouterChoices):
         return check_choices("router", router, leading, num_experts)

@@ -12,7 +12,6 @@ from ..compat import align_varying
 
 
 def sum_over(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
-    """Return the array, summed over mesh axes."""
     (aligned,) = align_varying([x], axes)
     return lax.psum(aligned, axes) if axes else x
 

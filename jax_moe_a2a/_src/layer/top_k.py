@@ -153,8 +153,7 @@ class TopK:
         groups = None
         if self.num_groups is not None and self.top_groups is not None:
             groups = Groups(self.num_groups, self.top_groups, self.top_in_group)
-        # Compare logits if possible: their order is the order of the scores, but rounding may make
-        # different scores equal.
+        # Compare logits if possible, because rounding may make different scores equal.
         keys = logits if select_bias is None and groups is None else scores
         if select_bias is not None:
             keys = lax.stop_gradient(keys) + _for_tokens(select_bias, keys)
@@ -187,8 +186,7 @@ class TopK:
         scores, probs = self._scores(logits)
         ids = _kept(mask, ids, -1)
         is_choice = (ids >= 0) & (ids < logits.shape[-1])
-        # If all ids of a token are invalid, treat all as valid here, because a softmax of no logits
-        # is NaN.
+        # If a token has no valid id, treat all as valid, because a softmax of no logits is NaN.
         counts = is_choice | ~is_choice.any(axis=-1, keepdims=True)
         values = logits if self._weighing.renormalizes else scores
         weights = self._weighing(at(values, ids), counts)
@@ -289,7 +287,6 @@ class TopK:
 
 
 def _kept(mask: jax.Array | None, array: jax.Array, other: int = 0) -> jax.Array:
-    """Return an array [..., N] with the number ``other`` for masked tokens."""
     return array if mask is None else jnp.where(mask[..., None], array, other)
 
 

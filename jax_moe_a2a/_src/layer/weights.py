@@ -47,8 +47,7 @@ class Totals:
     """A name that ``accumulate_grads`` gives to the ``Experts`` of these totals."""
 
     def of(self, experts: Experts) -> Totals:
-        """Return ``Totals`` with the same name, in which the weights of ``experts`` replace the
-        sums."""
+        """Return these totals with the weights of ``experts`` in place of the sums."""
         return dataclasses.replace(self, w_in=experts.w_in, w_out=experts.w_out)
 
     def like(self, others: Totals) -> Totals:
@@ -99,16 +98,14 @@ class Experts:
     """True if router weights multiply the inputs of experts and not their outputs, as in Llama 4.
     The layer then computes the sum of ``f_e(weight_e * x)``, where ``f_e`` is expert e. Each
     product ``weight_e * x`` is rounded to the dtype of ``x``, and kept for the backward pass. If
-    products are in FP8 and tokens arrive in FP8, the weights also multiply the scales of the
-    rows."""
+    products are in FP8 and tokens arrive in FP8, the weights also multiply the row scales."""
     lora_in: LoRA | None = None
     """An adapter of ``w_in``, or None. If there is an adapter of ``w_in`` or ``w_out``, both
     weights are frozen: their gradients are zeros, without a computation. Biases have gradients."""
     lora_out: LoRA | None = None
     """An adapter of ``w_out``, or None."""
     totals: Totals | None = None
-    """The ``Totals`` that ``accumulate_grads`` creates, or None. ``replace`` removes them if
-    weights change."""
+    """The ``Totals`` that ``accumulate_grads`` creates, or None."""
 
     def replace(self, **fields: Any) -> Experts:
         """Return a copy with some fields replaced. A copy with other weights has no totals."""
@@ -213,10 +210,8 @@ def quantize_experts(
         ``scale`` like a ``QArray`` of qwix, is already quantized, and its values and scales do not
         change. Its values are float8_e4m3fn in one of these shapes. Its scales are float32 [L, K /
         128, N / 128 rounded up], or [L, K / 128, 2, I / 128 rounded up].
-      transposed: True to also return the values in the layout [L, K, N], which the gradient of rows
-        reads.
-      trainable: True to also return these values, and ``w`` as ``source``, which gets the
-        gradients.
+      transposed: True to also return values [L, K, N], which the gradient of rows reads.
+      trainable: True to also return these values, and ``w`` as ``source`` for gradients.
 
     Returns:
       ``QuantizedExperts``, or ``Experts`` that contain them, placed like the weights over a mesh.
@@ -238,8 +233,7 @@ def quantize_experts(
 
 
 def flat(experts: Experts) -> Experts:
-    """Return experts without an activation, in which gate and up are side by side: [..., 2, I]
-    becomes [..., 2I]."""
+    """Return experts without an activation: [..., 2, I] becomes [..., 2I]."""
     lead = len(experts.w_out.shape) - 2
 
     def merged(array: Any, axis: int) -> Any:
@@ -287,8 +281,7 @@ def paired(home: Experts, spare: Experts) -> Experts:
 def specs_of(
     experts: Experts, lead: tuple[Names, ...], tensor: Names, fsdp: Names = None
 ) -> Experts:
-    """Return experts with a ``PartitionSpec`` for each array. The axes in ``lead`` divide the axis
-    E, if there is one."""
+    """Return a ``PartitionSpec`` for each array. The axes in ``lead`` divide the axis E, if any."""
     gate = (None,) * (len(experts.w_in.shape) - len(lead) - 2)
     specs = dict(
         w_in=P(*lead, fsdp, *gate, tensor),

@@ -29,8 +29,7 @@ def choose_slots(
     rank: ArrayLike | None,
     num_ranks: int,
 ) -> jax.Array:
-    """Return a slot of the chosen expert for each choice of this rank's tokens, as ids for
-    ``route``.
+    """Return a slot of the chosen expert for each choice, as ids for ``route``.
 
     Each slot of an expert should receive its share (``Placement.share_ends``) of the expert's rows
     from all ranks. If a rank has a slot of the expert, it first sends rows to this slot, up to the

@@ -85,8 +85,7 @@ def fill_loop(xp: Any, experts: Any, rows: Any, *, spare: int, most: int, min_ro
 
 
 def repeat(xp: ModuleType, most: int, step: Callable[..., Any], state: Any, read: Any) -> Any:
-    """Run ``goes_on, state = step(index, state)`` until ``goes_on`` is False, at most ``most``
-    times."""
+    """Run ``goes_on, state = step(index, state)`` while ``goes_on``, at most ``most`` times."""
     if xp is np:
         for index in range(most):
             goes_on, state = step(index, state)

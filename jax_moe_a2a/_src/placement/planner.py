@@ -30,8 +30,7 @@ def plan_placement(
     num_hosts: int = 1,
     min_rows: int = 1,
 ) -> Placement:
-    """Plan which experts get replicas, on which ranks, and how many rows each replica should
-    receive.
+    """Plan which experts get replicas, on which ranks, and how many rows each replica gets.
 
     Each step finds the rank with the most rows, and among ranks with an empty spare slot, the one
     with the fewest rows. This slot gets a replica of the first rank's largest expert, with at most

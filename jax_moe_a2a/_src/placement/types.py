@@ -68,8 +68,7 @@ class Placement:
 
     @classmethod
     def from_slots(cls, slot_experts: ArrayLike, num_experts: int, *, num_ranks: int) -> Placement:
-        """Return a placement from an array of the expert in each slot, for example from another
-        system.
+        """Return a placement from the expert in each slot, for example from another system.
 
         Such arrays are ``physical_to_logical_map`` of vLLM and SGLang, and the first result of
         ``rebalance_experts`` of EPLB.
