@@ -35,9 +35,8 @@ from .recv import Recv, recv_of
 class DispatchArguments(NamedTuple):
     """The checked arguments of ``dispatch`` or ``dispatch_start``.
 
-    To quantize inside the dispatch primitive, bind ``payload`` with ``params``, and pass the
-    results to ``recv``. To quantize before the primitive and decode after it, use ``encoded`` and
-    ``recv_of_encoded``."""
+    To quantize inside the primitive, bind ``payload`` with ``params``, and call ``recv``. To
+    quantize before the primitive, use ``encoded`` and ``recv_of_encoded``."""
 
     source: CheckedIds | AnyRouting
     leaves: list[jax.Array]
@@ -78,9 +77,8 @@ class DispatchArguments(NamedTuple):
 
     @property
     def _scales_of_choices(self) -> list[jax.Array]:
-        """Return [the bits of the tokens' global scales as a choice array, uint32 [T, K]], so that
-        each row receives the scale of its token. Return [] if rows are decoded, or if all tokens
-        share a scale."""
+        """Return [the bits of the tokens' scales, uint32 [T, K]], a choice array that gives each
+        row its scale. Return [] if rows are decoded, or if all tokens share a scale."""
         fmt, source = self.options.token_format, self.source
         if fmt is None or fmt.token_scales is None or self.options.decode:
             return []
@@ -120,9 +118,8 @@ class DispatchArguments(NamedTuple):
             options = self.options.unencoded
             params = dict(num_leaves=num_leaves, num_choice_arrays=0, options=options)
 
-            # Let D be the dispatch, which is linear in x, and Q the rounding of the format. The
-            # rows are D Q(x), but their derivative ignores Q: d rows = D dx. The transpose,
-            # ct(x) = D^T ct(rows), is a combine.
+            # Let D be the dispatch, and Q the rounding of the format. Rows are D Q(x), but their
+            # derivative ignores Q: d rows = D dx. The transpose D^T is a combine.
             def tangent_of(primals: Any, tangents: Any) -> list[jax.Array]:
                 return bind(DISPATCH, tangents[0], primals[1], **params)
 

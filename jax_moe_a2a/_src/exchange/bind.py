@@ -61,8 +61,7 @@ def bind(
 def bind_start(
     exchange: Record, payload: Sequence[jax.Array], routing: AnyRouting, **params: Any
 ) -> tuple[Sequence[jax.Array], Callable[[Sequence[jax.Array]], list[jax.Array]]]:
-    """Bind the start of an exchange. Return the arrays in flight, and a function that binds the
-    done: it maps the arrays in flight to the results of the exchange.
+    """Bind a start. Return arrays in flight, and a function that binds the done to these arrays.
 
     With two levels, the start of a dispatch or the done of a combine runs the whole exchange,
     because XLA's collectives between hosts would not overlap with other work.
@@ -80,7 +79,6 @@ def bind_start(
 
 
 def _planned(ids: jax.Array, options: RouteOptions) -> tuple[jax.Array, PlanOptions]:
-    """Return the ids and the options for ``route_p``."""
     num_local_experts = options.num_local_experts
     if options.replicated:  # Drop choices of other ranks' experts.
         local = ids - own_rank(options.group) * num_local_experts

@@ -55,8 +55,7 @@ def _combine_layouts(
 def _dispatch_types(
     results: list[Any], *, num_leaves: int, options: Options, **_: object
 ) -> list[Any]:
-    """Replace the abstract values of quantized rows in ``results`` by those of values and
-    scales."""
+    """Replace quantized rows in ``results`` by values and scales."""
     fmt = options.token_format
     if fmt is None or not options.has_encoded:
         return results
@@ -111,8 +110,7 @@ def dispatch_calls(
 def combine_calls(
     call_placement: CallPlacement, payload: Sequence[jax.Array], params: dict[str, Any]
 ) -> list[KernelCall]:
-    """Return the kernel calls of a combine or of its halves. Each call sums the leaves of one
-    dtype. The first call also moves the choice arrays."""
+    """Return one kernel call for the leaves of each dtype. The first also moves choice arrays."""
     num_leaves, wire = params["num_leaves"], params["options"].wire_dtype
     leaves, num_moved = payload[:num_leaves], num_leaves + params["num_choice_arrays"]
     has_addends = params["options"].num_addends > 0
@@ -190,10 +188,8 @@ def keep_arrays(keep: Sequence[bool], params: dict[str, Any]) -> dict[str, Any]:
 
 # Derivatives of an exchange y = P x + a, which is linear in the payload x and in the addend a:
 #   jvp: dy = P dx + da, rounded once. Only arrays with a tangent move.
-#   transpose: ct(x) = P^T ct(y) and ct(a) = ct(y). P^T is a combine if P is a dispatch. P^T is a
-#   dispatch if P is a combine.
-# With a format, decoded rows have the derivative of P (straight-through). Quantized rows have no
-# derivative.
+#   transpose: ct(x) = P^T ct(y), ct(a) = ct(y). Dispatch and combine are transposes.
+# With a format, decoded rows have the derivative of P (straight-through), quantized rows none.
 
 
 def _jvp(

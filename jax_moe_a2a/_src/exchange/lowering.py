@@ -161,9 +161,8 @@ barrier = mlir.lower_fun(lambda *arrays: lax.optimization_barrier(arrays), multi
 
 
 def default_num_sms(num_tokens: int, half_bytes: int) -> int:
-    """Return the default number of SMs of a call with ``num_tokens`` tokens per rank.
-    ``half_bytes`` is the size of a ring half: the bytes of one rank's tokens times the number of
-    ranks."""
+    """Return the default number of SMs of a call. ``half_bytes`` is the size of a ring half: the
+    bytes of one rank's tokens times the number of ranks."""
     tuning = native.tuning
     is_few = num_tokens <= tuning("FEW_TOKENS") or half_bytes <= tuning("FEW_BYTES")
     return tuning("FEW_NUM_SMS" if is_few else "DEFAULT_NUM_SMS")
@@ -232,9 +231,8 @@ def custom_call(
     )
     # If a loop stores a result in a larger array, and the program also uses the result elsewhere,
     # XLA's dynamic_slice_fusion copies the call, and the exchange runs twice. A barrier prevents
-    # the copy. Each result has a separate barrier, because XLA removes unused results of a shared
-    # barrier. Equal calls could then have barriers with different results, and XLA would not merge
-    # the calls.
+    # the copy. Each result has its own barrier, because XLA removes unused results of a shared
+    # barrier, and would then not merge equal calls.
     alone = [ctx.replace(avals_in=[aval], avals_out=[aval]) for aval in ctx.avals_out]
     return [out for args in zip(alone, results, strict=True) for out in barrier(*args)]
 
@@ -285,8 +283,7 @@ def lower_by_kernels(
     num_results = len(sources)
 
     def divide(arrays: Sequence[Any]) -> tuple[list[Any], Sequence[Any]]:
-        """Return the operands of the exchange, and for a done the arrays that become its
-        results."""
+        """Return the exchange's operands, and for a done the arrays that become results."""
         if phase != "done":
             return _inputs(arrays), []
         moved, routing = split_routing(arrays)
@@ -359,9 +356,8 @@ _lower_hold = mlir.lower_fun(_hold, multiple_results=True)
 def _held(
     ctx: compat.Context, arrays: Sequence[compat.Value], avals: Sequence[compat.Aval]
 ) -> list[Any]:
-    """Return arrays in row-major layout, as the results of one barrier. The barrier is necessary
-    because the done must read the same memory as the start. Without it, XLA could copy constants,
-    and arrays in other layouts, once for the start and once for the done. XLA's
-    dynamic_slice_fusion could also fuse a call with slices of its operands, or fuse the call with
-    an update of a larger array."""
+    """Return arrays in row-major layout, as the results of one barrier, so that start and done read
+    the same memory. Without the barrier, XLA could copy constants, and arrays in other layouts,
+    once for each half. XLA's dynamic_slice_fusion could also fuse a call with slices of its
+    operands, or with an update of a larger array."""
     return list(_lower_hold(ctx.replace(avals_in=avals, avals_out=avals), *arrays))

@@ -2,8 +2,7 @@
 
 An exchange moves arrays (its payload) from tokens to rows (outward), or from rows to tokens. For a
 fixed routing, an exchange is linear in its payload, or bilinear in rows and their weights. Dispatch
-and combine are transposes of each other. Weighted dispatch and weighted combine are transposes,
-too.
+and combine are transposes of each other. So are weighted dispatch and weighted combine.
 
 The operands are the payload, then the arrays of a ``RoutingArrays``. The parameters are:
 

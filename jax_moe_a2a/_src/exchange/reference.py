@@ -40,8 +40,7 @@ MAX_UNROLLED_BYTES = 4 * 2**20
 def route(
     ids: jax.Array, *, group: Group, emulated: bool, plan_options: PlanOptions
 ) -> list[jax.Array]:
-    """Route ids int32 [*lead, T, K]. Return the arrays of a ``RoutePlan``, also with axes
-    ``lead``."""
+    """Return the arrays of a ``RoutePlan`` for ids int32 [*lead, T, K], also with axes ``lead``."""
     num_lead = ids.ndim - 2 - int(emulated)
     plan: Callable[..., RoutePlan] = partial(plan_route, options=plan_options)
     for _ in range(num_lead):
@@ -220,8 +219,7 @@ def routed_dispatch(
     plan_options: PlanOptions,
     **params: Any,
 ) -> list[jax.Array]:
-    """Route the ids, int32 [T, K], and dispatch the payload. Return the arrays of a ``RoutePlan``,
-    then the results of ``dispatch``."""
+    """Return the arrays of a ``RoutePlan`` for int32 ids [T, K], and the dispatched payload."""
     results = route(ids, group=group, emulated=emulated, plan_options=plan_options)
     plan = RoutePlan.of_results(results)
     moved = dispatch(*payload, *plan.arrays, group=group, emulated=emulated, **params)
@@ -229,8 +227,7 @@ def routed_dispatch(
 
 
 # Split exchanges. A dispatch moves data in its start, and a combine moves data in its done. The
-# other half moves nothing. Therefore the transpose of a start is the done of the transposed
-# exchange. Of the arrays in flight, only the arrays at the rows contain data of the exchange.
+# other half moves nothing. Of the arrays in flight, only the arrays at the rows contain data.
 
 
 def start(exchange: Record, *operands: jax.Array, **params: Any) -> list[jax.Array]:
@@ -277,11 +274,10 @@ def take_rows(x: jax.Array, index: jax.Array, otherwise: jax.Array | None = None
     rows = jnp.where(expand_like(index >= 0, taken), taken, filler)
     if x.dtype not in (jnp.uint8, jnp.uint16):
         return rows
-    # ``x`` may contain the bits of 8-bit or 16-bit floats. XLA:CPU selects these floats in float32.
-    # The conversion makes NaNs canonical, and loses subnormals on CPUs with AVX512_BF16. XLA:CPU
-    # converts even if the program selects integers and bitcasts the result to floats. Adding zero
-    # to the integers prevents the conversion, because XLA does not know that the term is zero. The
-    # term is zero because every index is less than the number of rows.
+    # ``x`` may contain the bits of 8-bit or 16-bit floats. XLA:CPU selects these floats in float32,
+    # even if the program selects integers and bitcasts the result. The conversion makes NaNs
+    # canonical, and loses subnormals on CPUs with AVX512_BF16. Adding a zero that XLA does not know
+    # prevents the conversion. The term is zero because every index is less than the number of rows.
     none = jnp.maximum(index, x.shape[0]) - x.shape[0]
     return rows + expand_like(none.astype(x.dtype), rows)
 
@@ -316,8 +312,7 @@ def receive_rows(
 
 
 def _poison(dtype: DTypeLike) -> Any:
-    """Return a value that a test can recognize: NaN for floats, True for bool, and an extreme value
-    for integers. If floats travel as integers, return the bits of NaN."""
+    """Return a value that tests recognize: NaN or its bits, True, or an extreme integer."""
     if dtype == jnp.bool_:
         return True
     if jnp.issubdtype(dtype, jnp.integer):
@@ -396,8 +391,7 @@ def _sum_in_order(
 def _zeros_like_rows(
     lead: tuple[int, ...], rows: jax.Array, num_lead: int, dtype: jnp.dtype
 ) -> Any:
-    """Return zeros [*lead, *P], where P are the axes of ``rows`` after the first ``num_lead`` axes.
-    The axes P have the sharding of ``rows``."""
+    """Return zeros [*lead, *P], sharded like ``rows``, which has ``num_lead`` axes before P."""
     zeros = jnp.zeros((*lead, *rows.shape[num_lead:]), dtype)
     sharded = jax.typeof(rows).sharding.spec[num_lead:]
     if all(axis is None for axis in sharded):
@@ -446,10 +440,9 @@ def _move(
 ) -> jax.Array:
     """Move an array without changing a bit.
 
-    Floats of fewer than 32 bits travel as integers, for three reasons. XLA:CPU converts these
-    floats to more bits in selects and collectives, which changes signalling NaNs to quiet NaNs.
-    NCCL does not support all of these dtypes. All bytes of a row without a token are zero, but
-    float8_e8m0fnu has no number zero.
+    Floats of fewer than 32 bits travel as integers. XLA:CPU converts these floats in selects and
+    collectives, which makes signalling NaNs quiet. NCCL does not support all of these dtypes. Rows
+    without a token are zero bytes, but float8_e8m0fnu has no zero.
     """
     bits = _as_integers(x)
     moved = _exchange(send, receive, bits, **kwargs)

@@ -31,16 +31,14 @@ from .rules import is_own_axis, move_or_broadcast
 route_p = compat.Primitive("moe_a2a_route")
 routed_dispatch_p = compat.Primitive("moe_a2a_routed_dispatch")
 
-# A primitive that returns its operand, the ids. JAX lowers a program with this primitive again for
-# each list of devices. Otherwise, JAX may reuse the lowered program on other devices. It is bound
-# only if the program decides the devices of the group. The other primitives do not have this
-# effect, because an exported program may have no devices.
+# This identity makes JAX lower a program again for each list of devices. It is bound only if the
+# program decides the devices of the group. The other primitives do not have this effect, because an
+# exported program may have no devices.
 on_own_devices_p = compat.Primitive("on_own_devices")
 
 
 def _for_own_devices(ids: jax.Array, group: Group) -> jax.Array:
-    """Return ``ids``, through ``on_own_devices_p`` if the group uses the mesh of
-    ``jax.set_mesh``."""
+    """Return ``ids``, marked by ``on_own_devices_p`` if the group uses ``jax.set_mesh``."""
     takes_devices = group.placed_on(compat.mesh_in_context()) is not group
     return on_own_devices_p.bind(ids) if takes_devices else ids
 
@@ -64,10 +62,8 @@ def bind_routed_dispatch(
     emulated: bool = False,
     **params: object,
 ) -> tuple[RoutePlan, list[Any]]:
-    """Bind ``routed_dispatch_p``: ids int32 [T, K] and a payload for ``DISPATCH``.
-
-    The plan does not vary over mesh axes over which only the payload varies.
-    """
+    """Bind ``routed_dispatch_p`` to ids int32 [T, K] and a payload for ``DISPATCH``. The plan does
+    not vary over mesh axes over which only the payload varies."""
     axes = crossed_axes(group, emulated)
     (ids,) = compat.align_varying([ids], axes)
     ids = _for_own_devices(ids, group)
@@ -78,7 +74,6 @@ def bind_routed_dispatch(
 
 
 def _split_plan(results: Sequence[Any]) -> tuple[RoutePlan, list[Any]]:
-    """Split the results of ``routed_dispatch_p`` into the plan and the dispatched payload."""
     return RoutePlan.of_results(results[:NUM_RESULTS]), list(results[NUM_RESULTS:])
 
 
@@ -91,8 +86,7 @@ def _split_params(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any
 
 
 def _route_and_dispatch(ids: jax.Array, *payload: jax.Array, **params: object) -> list[Any]:
-    """Bind a route and a dispatch in place of a routed dispatch. The plan gets a checkpoint
-    name."""
+    """Bind a route, whose plan gets a checkpoint name, and a dispatch."""
     route_params, dispatch_params = _split_params(params)
     plan = compat.checkpoint_name(bind_route(ids, **route_params), ROUTING_CHECKPOINT_NAME)
     return [*plan.results, *DISPATCH.bind(payload, plan.arrays, **dispatch_params)]
@@ -224,13 +218,11 @@ def _lower_routed_dispatch(
     *payload: compat.Value,
     **params: object,
 ) -> Callable[[], list[Any]]:
-    """Lower ``routed_dispatch_p`` to one launch."""
     attributes = dict(_attributes(params), format="") | dispatch_attributes(params)
     return _call(ctx, call_placement, "routed_dispatch", [ids, *payload], attributes)
 
 
 def _attributes(params: dict[str, Any]) -> dict[str, Any]:
-    """Return the attributes of a route."""
     options: PlanOptions = params["plan_options"]
     return dict(
         num_experts=options.num_local_experts * params["group"].size,
@@ -247,9 +239,8 @@ def _call(
     attributes: dict[str, Any],
     scratch: Sequence[Any] = (),
 ) -> Callable[[], list[Any]]:
-    """Return a function that emits a call and returns its results, except the last ones, whose
-    types are ``scratch``. The operands of the call are the ids, the rank of this device, and the
-    payload."""
+    """Return a function that emits a call and returns its results, except the last ones of types
+    ``scratch``. The operands of the call are the ids, this device's rank, and the payload."""
     (ids, *payload), (ids_aval, *payload_avals) = operands, ctx.avals_in
     ranks = (call_placement.group.size,) * call_placement.lead
     rank_aval = compat.result_aval(ids_aval, ranks, jnp.dtype(jnp.int32))

@@ -86,8 +86,7 @@ def batch(
 
     If ``vmap`` is over the group's axis, the primitive is bound with ``emulated``. If the routing
     has no batch axis, the batch becomes the first axis after the tokens or rows, so each row is
-    larger. If the routing is batched, the batch is merged into the tokens and rows of one larger
-    routing.
+    larger. If the routing is batched, the batch is merged into the tokens and rows of one routing.
     """
     size = axis_data.size
     bind: Callable[..., list[Any]] = partial(exchange.bind, group=group, **params)

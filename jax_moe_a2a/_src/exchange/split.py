@@ -1,9 +1,8 @@
 """Define the primitives of split exchanges: start, done, and the tie, which orders other work.
 
-The transpose of a start is the done of the transposed exchange, and the transpose of a done is its
-start. Therefore the gradient of work between start and done also runs between a start and a done.
-A start and its done must move the same arrays. Therefore a derivative moves all arrays that can
-have tangents, even zero tangents.
+The transpose of a start is the done of the transposed exchange, and the reverse. Therefore the
+gradient of work between start and done also runs between a start and a done. A start and its done
+must move the same arrays. Therefore a derivative also moves zero tangents.
 """
 
 from __future__ import annotations
@@ -107,8 +106,7 @@ def _have_tangents(arrays: Sequence[Any]) -> list[bool]:
 
 
 # ``lax.optimization_barrier`` cannot replace the tie. JAX removes unused arrays from a barrier, and
-# its derivatives may replace missing tangents by zeros. Such zeros would create a done without a
-# start.
+# may replace missing tangents by zeros, which would create a done without a start.
 
 
 def _tie_those_with_tangents(tangents: compat.Tangents) -> list[Any]:

@@ -2,8 +2,7 @@
 
 A token first travels once to each host that has experts of the token. It goes to the rank with the
 same index on that host (level ``hosts``). This rank sends it to other ranks of the host (level
-``ranks``). A combine first sums rows within each host, and then sends the sums back. Both levels
-are ordinary exchanges.
+``ranks``). A combine first sums rows within each host, and then sends the sums back.
 
 There are H hosts with N ranks each. Rank ``h * N + n`` is rank n of host h. After the first
 exchange, token t of host h is the *relayed* token ``t * H + h``. The route within a host reserves
@@ -30,8 +29,7 @@ from .routed import bind_route
 
 
 def plan_levels(ids: jax.Array, group: Group, options: PlanOptions) -> dict[str, Any]:
-    """Route ids int32 [T, K] of this rank over both levels. Return the arrays of a
-    ``TwoLevelRouting`` by name."""
+    """Return the arrays of a ``TwoLevelRouting`` by name, for ids int32 [T, K] of this rank."""
     hosts, ranks = group.levels
     num_tokens, top_k = ids.shape
     host = own_rank(hosts)
@@ -80,9 +78,8 @@ def _hosts_of_tokens(to_host: jax.Array, num_hosts: int) -> jax.Array:
 
 
 def _between_hosts(choices: jax.Array, host: jax.Array) -> RoutingArrays:
-    """Return the routing between hosts. ``choices`` [T, H, K] has the distinct hosts of the tokens
-    of all ranks with this local index. Token t of host h uses slot t on every host, and becomes row
-    t * H + h."""
+    """Return the routing between hosts. ``choices`` [T, H, K] has the hosts of all tokens with this
+    local index. Token t of host h uses slot t on every host, and becomes row t * H + h."""
     num_hosts = choices.shape[1]
     own = lax.dynamic_index_in_dim(choices, host, axis=1, keepdims=False)
     hosts = jnp.arange(num_hosts, dtype=jnp.int32)

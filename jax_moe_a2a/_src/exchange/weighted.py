@@ -1,9 +1,8 @@
 """Define the weighted combine and its transpose, the weighted dispatch.
 
 The payload of a weighted combine is arrays of rows, as many arrays of weights, and possibly an
-addend. The payload of a weighted dispatch is the array to dispatch, then arrays of rows (the
-leaves), then arrays of weights (the choice arrays). An array of weights has ``num_weight_axes``
-axes after the axis of rows.
+addend. The payload of a weighted dispatch is the array to dispatch, then rows (the leaves), then
+weights (the choice arrays). Weights have ``num_weight_axes`` axes after the axis of rows.
 """
 
 from __future__ import annotations
@@ -168,8 +167,7 @@ def _dispatch_jvp(
     moving = [not is_zero(dx) for dx in payload] + [False] * len(routing)
     fn = partial(_dispatch_and_weigh, **params)
     out, tangents_out = jvp_of_moving(fn, moving, primals, tangents)
-    # Each result depends on the first operand and on one other array. The results of the choice
-    # arrays come first.
+    # Each result depends on the first operand and one array. Results of choice arrays come first.
     of_leaves = moving[1 : 1 + params["num_leaves"]]
     of_choice_arrays = moving[1 + params["num_leaves"] : len(out) + 1]
     return out, [

@@ -1,6 +1,5 @@
-"""Lower the experts of a layer on NVIDIA GPUs. Some kernels compute a product and, in the epilogue,
-the activation. If no such kernel can run, grouped products and element-wise operations replace
-it."""
+"""Lower experts on NVIDIA GPUs. Some kernels compute a product and, in the epilogue, the
+activation. Otherwise, grouped products and element-wise operations run."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ def _sizes(rows: jax.Array, w: jax.Array, sizes: jax.Array) -> tuple[int, int, i
 
 
 def of_operands(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Convert a function of operands to a function of their leaves and ``tree``, their
-    structure."""
+    """Convert a function of operands to a function of their leaves and their structure ``tree``."""
 
     @functools.wraps(function)
     def of_leaves(*leaves: Any, tree: jax.tree_util.PyTreeDef, **params: object) -> Any:
@@ -71,9 +69,8 @@ def dot_bias(o: Any) -> jax.Array:
 def _product(
     operands: Any, columns: int, keep: bool, attributes: dict[str, Any]
 ) -> list[jax.Array]:
-    """Call the kernel that computes a product and, in the epilogue, the activation. ``operands`` is
-    a ``Product``. Return activations with ``columns`` columns, and with ``keep`` also the
-    product."""
+    """Call the kernel for a ``Product`` and, in the epilogue, the activation. Return activations
+    with ``columns`` columns, and with ``keep`` also the product."""
     rows, w, bias, weights, sizes = operands
     ws = arrays_of(w)
     num_rows, width = rows.shape[-2], ws[0].shape[-1]

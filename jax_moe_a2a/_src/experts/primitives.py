@@ -185,8 +185,7 @@ def _dot(rows: Any, w: Any, sizes: jax.Array, *, transposed: bool = False) -> ja
 
 
 def _floats(x: Any) -> Any:
-    """Return the floats in weights or rows: the source of weights in FP8, and the floats of rows in
-    FP8."""
+    """Return the source of weights in FP8, the floats of rows in FP8, or else ``x``."""
     return x.source if isinstance(x, QuantizedExperts) else floats_of(x)
 
 
@@ -206,8 +205,7 @@ def _bind_dot_bias(h: jax.Array, o: ExpertOperands) -> jax.Array:
 
 
 def bias_of_rows(bias: Any, scale: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Return an array [*B, C, N]: for each row, its expert's bias (of [*B, L, N]) times its scale
-    (of [*B, C]).
+    """Return [*B, C, N]: each row's scale [*B, C] times the bias [*B, L, N] of its expert.
 
     This is a grouped product and not ``bias[experts]``, whose gradient would add rows in an
     unspecified order.
@@ -395,8 +393,7 @@ def _bias_terms(
 
 
 def _tangents(tree: jax.tree_util.PyTreeDef, tangents: compat.Tangents) -> Any:
-    """Return the tangents in the structure of the operands. If all tangents of a tuple of arrays
-    are zero, return one zero. The tangent of weights in FP8 is the tangent of their source."""
+    """Return the tangents in the structure of the operands, with one zero for a tuple of zeros."""
     d = tree.unflatten(tangents)
     return d._replace(
         **{name: all_or_none(_floats(x)) for name, x in d._asdict().items() if name != "totals"}
@@ -566,8 +563,7 @@ def _dot_act_dce(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
 
 
 def _dce_in_fp8(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
-    """Remove the operands with transposed values, so that programs without gradients do not compute
-    them."""
+    """Remove unread transposed values, so that programs without gradients do not compute them."""
     in_fp8 = lambda x: isinstance(x, QuantizedExperts)
     cut = lambda x: dataclasses.replace(x, transposed=None) if in_fp8(x) else x
     operands = jax.tree.map(cut, eqn.params["tree"].unflatten(eqn.invars), is_leaf=in_fp8)

@@ -1,11 +1,10 @@
 """Define token formats in plain jnp: how a row becomes values and scales, and back.
 
 docs/formats.md has the definition, and the kernels compute the same bits. Float operations differ
-between backends. XLA:CPU flushes subnormals inside ``jit``. XLA:GPU divides inexactly, and fuses a
-multiplication with an addition. Every backend may omit a conversion to a float of fewer bits and
+between backends. XLA:CPU flushes subnormals inside ``jit``. XLA:GPU divides inexactly, and fuses
+multiplications with additions. Every backend may omit a conversion to a float of fewer bits and
 back. Therefore floats are only multiplied and compared, and integer operations compute everything
-else. Each product is exact or rounded once. If a product could be
-subnormal, a flush to zero does not change the result.
+else. Each product is exact or rounded once. A flush of subnormal products changes no result.
 """
 
 from __future__ import annotations
@@ -214,8 +213,7 @@ class _PowerOfTwoScales(TokenFormat):
         raise NotImplementedError
 
     def encode_blocks(self, x: jax.Array, axes: int | tuple[int, ...]) -> Quantized:
-        """Quantize with one scale for all elements along ``axes``. In the scales, ``axes`` have
-        size one."""
+        """Quantize with one scale along ``axes``, whose size in the scales is one."""
         codes, scales = self._encode_groups(*_float32_bits(x), axes)
         return Quantized(self._to_values(codes), scales)
 
@@ -284,10 +282,9 @@ class NvFp4(TokenFormat):
     Attributes:
       global_scale: a float from 2**-116 to 2**116, or a float32 array. An array may be traced, and
         is clipped to this range. An array [] must be equal on all ranks. An array [T] has one scale
-        for each of the tokens [T, ..., H]. It travels with the token. The full range of the format
-        is used if the scale is the largest magnitude of the tensor, or of the token, divided by
-        2688 (6 * 448). If a scale is negative, infinite or NaN, all numbers with this scale decode
-        to NaN.
+        for each of the tokens [T, ..., H], and each scale travels with its token. The full range of
+        the format is used if the scale is the largest magnitude of the tensor, or of the token,
+        divided by 2688 (6 * 448). Numbers with a negative, infinite or NaN scale decode to NaN.
     """
 
     global_scale: float | jax.Array = 1.0
@@ -335,8 +332,7 @@ class NvFp4(TokenFormat):
         return groups
 
     def _check_token_scales(self, x: jax.Array, remedy: str = "") -> None:
-        """Raise a ValueError unless the scales of tokens match ``x``: the tokens or their
-        values."""
+        """Raise a ValueError unless token scales match ``x``, the tokens or their values."""
         scales = self.token_scales
         if scales is not None and scales.shape != x.shape[:-1][: scales.ndim]:
             raise ValueError(
@@ -438,15 +434,13 @@ def _float32_bits(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _exponent(magnitude: jax.Array) -> jax.Array:
-    """Return the exponent, int32, of a normal float32. ``magnitude`` is its bits without the
-    sign."""
+    """Return the exponent, int32, of a normal float32 from its bits without the sign."""
     return (magnitude >> 23).astype(jnp.int32) - 127
 
 
 def _e4m3_codes(magnitude: jax.Array, exponent: Any) -> jax.Array:
-    """Return magnitude / 2**exponent as codes (uint32) of float8_e4m3fn. The result is rounded to
-    nearest, ties to even, and is at most 448. ``magnitude`` is the bits of a float32, whose
-    subnormals are treated as zero."""
+    """Return magnitude / 2**exponent as codes (uint32) of float8_e4m3fn, rounded to nearest, ties
+    to even, at most 448. ``magnitude`` is the bits of a float32. Its subnormals count as zero."""
     scaled = _exponent(magnitude) - exponent
     is_normal = magnitude >= MIN_NORMAL
     significand = jnp.where(is_normal, magnitude & (MIN_NORMAL - 1) | MIN_NORMAL, 0)
@@ -461,10 +455,9 @@ def _e4m3_codes(magnitude: jax.Array, exponent: Any) -> jax.Array:
 
 
 def _e2m1_codes(y: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return y / scale, for y >= 0, as codes (uint32) of float4_e2m1fn. The result is rounded to
-    nearest, ties to even, and is at most 6. If the scale is 0, the result is 0. To avoid a
-    division, compare y with the scale times the midpoint of each two neighboring values. These
-    products are exact."""
+    """Return y / scale, for y >= 0, as codes (uint32) of float4_e2m1fn, rounded to nearest, ties to
+    even, at most 6. If the scale is 0, return 0. To avoid a division, compare y with the scale
+    times the midpoint of each two neighboring values. These products are exact."""
     codes = jnp.zeros(y.shape, jnp.uint32)
     for i, middle in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
         bound = scale * np.float32(middle)
@@ -478,9 +471,8 @@ def _as_e4m3(codes: jax.Array) -> jax.Array:
 
 
 def _reciprocal(bits: jax.Array) -> jax.Array:
-    """Return 1 / x as float32, rounded to nearest, from the bits of a float32 x. Both x and 1 / x
-    are normal and positive. A long division of integers computes it, because XLA:GPU does not
-    round float divisions correctly."""
+    """Return 1 / x, rounded to nearest, from the bits of a float32 x. Both numbers are normal and
+    positive. Integers are divided, because XLA:GPU does not round float divisions correctly."""
     significand = bits & (MIN_NORMAL - 1) | MIN_NORMAL
     quotient = jnp.zeros_like(bits)
     rest = jnp.full_like(bits, MIN_NORMAL)

@@ -1,8 +1,7 @@
 """Find and load the compiled extension, which contains the CUDA kernels.
 
 A build from source installs the extension into this package. Wheels with kernels are separate
-distributions, one for each major version of CUDA. The extras ``cuda12`` and ``cuda13`` install
-these wheels.
+distributions, one for each major version of CUDA (extras ``cuda12`` and ``cuda13``).
 
 A program in a clone of the repository imports the clone's sources. It uses the extension of the
 installed package if this extension was built from the same sources.

@@ -120,8 +120,7 @@ class Group(GroupValue):
 
         If the devices belong to several processes, the property waits for all of these processes.
         For ``explain``, it raises ``Unknown`` instead. If the kernels could run within each host of
-        a group with two axes, the returned text recommends this, and a Python warning repeats the
-        text.
+        a group with two axes, the returned text and a Python warning recommend this.
         """
         if self.two_level:
             between, within = (level._why_portable for level in self.levels)
@@ -160,9 +159,8 @@ class Group(GroupValue):
 
     @property
     def topology(self) -> native.Topology:
-        """Return a ``Topology``: the devices of the group's workspace, and the size of the group. A
-        group without devices uses the mesh of ``jax.set_mesh``. If no mesh is set, all ranks share
-        the default GPU."""
+        """Return the devices of the group's workspace. A group without devices uses the mesh of
+        ``jax.set_mesh``. If no mesh is set, all ranks share the default GPU."""
         placed = self.placed_on(compat.mesh_in_context())
         if isinstance(placed.mesh, Mesh):
             announce(placed)

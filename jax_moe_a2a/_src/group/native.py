@@ -198,9 +198,8 @@ def why_not(
     topology: Topology,
     is_colocated: bool,
 ) -> tuple[str, int]:
-    """Return why the kernels do not support a call, or ''. Also return the size in bytes of the
-    ring half that the call needs (``cuda/calls/why_not.h``). Operands and results have the dtypes
-    and shapes of one rank's arrays."""
+    """Return why the kernels do not support a call, or '', and the size in bytes of the ring half
+    for the call (``cuda/calls/why_not.h``). Operands and results are the arrays of one rank."""
     arrays = ([(type_name(x.dtype), list(x.shape)) for x in each] for each in (operands, results))
     why, is_unsupported, half_bytes = _native.why_not(
         target, dict(attributes), *arrays, topology.num_ranks, is_colocated

@@ -135,9 +135,8 @@ class GroupValue:
 
     @functools.cached_property
     def levels(self) -> tuple[Self, ...]:
-        """Return the group of each level, in the order in which tokens travel. With one level,
-        return only this group. With two levels, the first group has the ranks with the same index
-        on all hosts. The second group has the ranks of a host."""
+        """Return the group of each level, in the order in which tokens travel. The first of two
+        groups has the ranks with one index on all hosts. The second has the ranks of a host."""
         if not self.two_level:
             return (self,)
         assert self.mesh is not None
@@ -151,8 +150,7 @@ class GroupValue:
 
     def divided_by_hosts(self, mesh: Mesh | None) -> tuple[Mesh, Self] | None:
         """Divide the group's only axis into an axis of hosts and an axis of a host's ranks. Return
-        the new mesh, and a group of two levels without devices. If this is not possible, return
-        None."""
+        the new mesh, and a group of two levels without devices, or None."""
         if mesh is None or len(self.axes) > 1:
             return None
         hosts = hosts_of(mesh, self.axes)

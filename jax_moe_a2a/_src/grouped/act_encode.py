@@ -4,8 +4,7 @@ The operands are rows [*B, C, P] and sizes [*B, L]. The results are values [*B, 
 [*B, C, I / 128]. With an ``activation``, the last operand is ``weights``, float32 [*B, C]. Then ``h
 = weights * act(rows)`` is rounded to the dtype of the rows, and quantized. Without an activation,
 the rows are quantized, and I = P. The results of rows with the weight 0 are exact zeros. Rows after
-the last group are unspecified. For the leading axes ``B`` and the parameter ``num_sms``, see
-``primitives.py``.
+the last group are unspecified. ``primitives.py`` describes ``B`` and ``num_sms``.
 
 The primitive has no derivatives, because gradients of float8 arrays would be float8.
 """
@@ -44,17 +43,15 @@ def bind_act_encode(
     activation: Any = None,
     num_sms: int | None = None,
 ) -> Quantized:
-    """Bind ``act_encode_p`` for rows in bfloat16 or float32. I is a multiple of 128. ``activation``
-    is a ``FusedActivation`` or None. ``weights`` are 0 for rows without a token. Without an
-    activation, ``weights`` is None."""
+    """Bind ``act_encode_p`` for bfloat16 or float32 rows. I is a multiple of 128. ``weights`` are 0
+    for rows without a token. Without a ``FusedActivation``, ``weights`` is None."""
     operands = (rows, sizes) if weights is None else (rows, sizes, weights)
     params = dict(activation=activation, num_sms=num_sms)
     return Quantized(*bind(act_encode_p, *operands, **params))
 
 
 def why_no_act_encode(num_rows: int, num_groups: int, width: int) -> str:
-    """Return '' if the kernel can activate and quantize a product [num_rows, width], else the
-    reason."""
+    """Return '' if the kernel can activate and quantize a product of this size, else the reason."""
     return lowered.why_no_call(num_rows, num_groups, width)
 
 
@@ -79,9 +76,8 @@ def _composition(
 def batch_and_table(
     rows: jax.Array, sizes: jax.Array
 ) -> tuple[tuple[int, ...], tuple[int, int], jax.Array]:
-    """Return the leading axes of rows, the pair (product of leading axes, C), and the result of
-    ``lowering.table``. The grouped product of these rows uses an equal table, so XLA computes it
-    once."""
+    """Return the leading axes of rows, the pair (product of these axes, C), and ``lowering.table``.
+    The grouped product of these rows uses an equal table, which XLA computes once."""
     lead, num_rows = rows.shape[:-2], rows.shape[-2]
     ones = (1,) * len(lead)
     table = lowered.table(sizes, lead, num_rows, (*ones, sizes.shape[-1]), has_tail=False)

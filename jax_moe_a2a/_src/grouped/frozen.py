@@ -42,8 +42,7 @@ def dot_of_frozen(
     *,
     tail: Tail,
 ) -> jax.Array:
-    """Multiply rows [C, K] by frozen weights [L, K, N]. The result has the dtype of
-    ``rows.floats``.
+    """Multiply rows [C, K] by frozen weights [L, K, N], in the dtype of ``rows.floats``.
 
     A compiled program does not compute ``rows.floats``, because only their derivatives are used. If
     N is a multiple of 128, the gradient of rows is a product in FP8, which needs transposed values.

@@ -1,8 +1,6 @@
-"""Lower grouped products on NVIDIA GPUs to a kernel of this package, cuBLASLt, or
-``lax.ragged_dot``.
+"""Lower grouped products on NVIDIA GPUs to a kernel, cuBLASLt, or ``lax.ragged_dot``.
 
-One launch computes all leading axes of a product, with rows [*B, C, K] as [B C, K]. A table has
-three numbers for each group: its first row, its number of rows, and the index of its weights.
+One launch computes all leading axes of a product, with rows [*B, C, K] as [B C, K].
 """
 
 from __future__ import annotations
@@ -38,8 +36,7 @@ NO_WEIGHTS = -1  # an index of weights: the results of the group are zeros
 
 
 def why_no_kernel(dtype: jnp.dtype, num_rows: int, num_groups: int, k: int, n: int) -> str:
-    """Return '' if the kernel can compute products of these sizes on this process's GPUs, else the
-    reason. Weights of a group are [k, n]."""
+    """Return why this process's GPUs cannot run the kernel, or ''. A group's weights are [k, n]."""
     # 2 * num_groups: each batch element may have one more group, the rows after its last group.
     return why_no_call(num_rows, num_groups, k, n) or native.why_not_grouped_gemm(
         dtype, num_rows, 2 * num_groups, k, n
@@ -47,8 +44,7 @@ def why_no_kernel(dtype: jnp.dtype, num_rows: int, num_groups: int, k: int, n: i
 
 
 def why_no_fp8_kernel(num_rows: int, num_groups: int, k: int, n: int) -> str:
-    """Return '' if the kernel can compute FP8 products of these sizes on this process's GPUs, else
-    the reason. Weights of a group are [n, k]."""
+    """Return why this process's GPUs cannot run the FP8 kernel, or ''. Weights are [n, k]."""
     return why_no_call(num_rows, num_groups, k, n) or native.why_not_fp8_gemm(
         num_rows, 2 * num_groups, k, n
     )
@@ -85,8 +81,7 @@ def library_versions() -> tuple[tuple[int, ...], tuple[int, ...]] | None:
 
 
 def why_no_library(dtype: jnp.dtype, num_rows: int, num_groups: int, k: int, n: int) -> str:
-    """Return '' if cuBLASLt can compute products of these sizes on this process's GPUs, else the
-    reason."""
+    """Return why cuBLASLt cannot compute these products on this process's GPUs, or ''."""
     assert (versions := library_versions())
     oldest, wrong = versions
     if not oldest <= (version := native.library_version()) < wrong:
@@ -153,9 +148,8 @@ def by_kernel(
     composition: Callable[..., Any],
     what: str = "not fused",
 ) -> Callable[..., Choice]:
-    """Return a function for ``paths.lowering`` that chooses the implementation. ``why_not`` gets
-    the types of operands and the parameters. It returns '' if the kernel can run, else the
-    reason."""
+    """Return a function for ``paths.lowering`` that chooses the implementation. ``why_not`` maps
+    types of operands and parameters to '', or to the reason against the kernel."""
 
     def choose(ctx: compat.Context, *operands: compat.Value, **params: object) -> Choice:
         why = why_not(*ctx.avals_in, **params)
@@ -214,8 +208,7 @@ def kernel_outer(
     by_library: bool = False,
     **_: object,
 ) -> list[jax.Array]:
-    """Compute each result of ``grouped_outer_p`` in a separate launch. The table of a launch has
-    only the groups of one result."""
+    """Compute each result of ``grouped_outer_p`` in a launch for the groups of the result."""
     if y.shape[-1] <= TILE_ROWS < x.shape[-1]:  # for example the gradient of an adapter
         options: dict[str, Any] = dict(parts=parts, dtype=dtype, num_sms=num_sms)
         transposed = kernel_outer(y, x, sizes, by_library=by_library, **options)
@@ -255,9 +248,8 @@ def flat(x: jax.Array, num_axes: int) -> jax.Array:
 
 
 def aligned(w: jax.Array, other: Any, axes: int) -> tuple[tuple[int, ...], jax.Array, jax.Array]:
-    """Flatten weights [..., L, K, N] and an array ``other`` whose last ``axes`` axes begin with L.
-    A group gets the same index in both flat arrays. Return the sizes (..., L), and both flat
-    arrays."""
+    """Flatten weights [..., L, K, N] and ``other``, whose last ``axes`` axes begin with L. A group
+    gets the same index in both. Return the sizes (..., L), and both flat arrays."""
     lead = np.broadcast_shapes(w.shape[:-3], other.shape[:-axes])
     w3, flat_other = (
         flat(jnp.broadcast_to(x, (*lead, *x.shape[-n:])), n) for x, n in ((w, 3), (other, axes))

@@ -64,8 +64,7 @@ def unspecified_dot(
     **params: object,
 ) -> jax.Array:
     """Bind a product in the dtype of its rows, with ``tail="unspecified"``. ``w`` may be a tuple
-    (home, spare) of weights, each with at least one matrix. ``params`` are more parameters of the
-    primitive."""
+    (home, spare) of weights, each with at least one matrix."""
     tail = check_tail("unspecified")
     params.update(transposed=transposed, dtype=rows.dtype, tail=tail, num_sms=None)
     w, *spare = (x.astype(rows.dtype) for x in reference.arrays_of(w))

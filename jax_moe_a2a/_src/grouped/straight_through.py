@@ -92,8 +92,7 @@ def _dot(
     else:
         quantized = encode_experts(w, turned=not transposed, plain=transposed)
     if transposed:
-        # ``_dce`` may have removed the transposed values before differentiation. If so, compute
-        # them here.
+        # ``_dce`` may have removed the transposed values before differentiation.
         quantized = transposed_experts(quantized)
     if encoded:
         of_rows = Quantized(*parts[:2])
@@ -142,8 +141,7 @@ def _jvp(primals: compat.Primals, tangents: compat.Tangents, **params: Any) -> A
 
 
 def _dce(used: Sequence[bool], eqn: compat.Equation) -> tuple[list[bool], Any]:
-    """Remove the operand with transposed values if this product does not read it. A program without
-    gradients then does not compute these values."""
+    """Remove unread transposed values, so that programs without gradients do not compute them."""
     num = len(eqn.invars)
     reads_all = eqn.params["transposed"] or not eqn.params["quantizes"]
     # The first operands are rows, w, sizes, with ``encoded`` two arrays of Q(r), values and scales.

@@ -54,9 +54,8 @@ def total_of(w: jax.Array, given: jax.Array | None = None) -> jax.Array:
 
 
 def _batched_with(x: jax.Array, other: jax.Array) -> jax.Array:
-    """Return x. The select makes ``vmap`` map the result if it maps ``other``, because a traced
-    ``custom_jvp`` needs results that are mapped like their tangents (jax 0.12.0). XLA removes
-    it."""
+    """Return x. The select, which XLA removes, makes ``vmap`` map the result if it maps ``other``.
+    A traced ``custom_jvp`` needs results that are mapped like their tangents (jax 0.12.0)."""
     return lax.select(False, other.astype(x.dtype), x)
 
 
@@ -86,9 +85,8 @@ def summing_dot(
     total: jax.Array,
     sizes: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the product of rows and weights, which is unspecified after the last group, and the
-    total. The tangent of the weights is ignored: ``passing_dot_p`` uses the tangent of the
-    total."""
+    """Return rows times weights, unspecified after the last group, and the total. ``passing_dot_p``
+    ignores the tangent of the weights, and uses the tangent of the total."""
     w = encode_source(w) if isinstance(w, QuantizedExperts) else w
     leaves, tree = jax.tree.flatten((rows, w, total, sizes))
     return _summing_dot(*jax.tree.unflatten(tree, compat.align_varying(leaves, ())))
@@ -157,8 +155,7 @@ def _add_outer(total: jax.Array, x: jax.Array, y: jax.Array, sizes: jax.Array) -
 def _add_outer_by_product(
     total: jax.Array, x: jax.Array, y: jax.Array, sizes: jax.Array
 ) -> jax.Array:
-    """Add rounded products to the total, because other implementations than the kernel round
-    them."""
+    """Add rounded products to the total, because only the kernel adds products without rounding."""
     params: dict[str, Any] = dict(lead=total.shape[:-3], dtype=x.dtype)
     params.update(tail="unspecified", num_sms=None)
     outer = bind_outer(x, y, sizes, **params)

@@ -1,9 +1,8 @@
 """Quantize the weights of experts to ``BlockwiseFp8``, with a scale for each square of 128 x 128.
 
-``encode_squares_p`` quantizes weights [*B, L, K, N], or [*B, L, K, 2, I] with ``k_axis=-3``. It
-returns scales. With ``turned``, it also returns values with K as the last axis. With ``plain``, it
-also returns values with the axes of the weights. The shapes are in ``QuantizedExperts``. The
-results have no derivatives.
+``encode_squares_p`` quantizes weights [*B, L, K, N], or [*B, L, K, 2, I] with ``k_axis=-3``. The
+results are scales, with ``turned`` also values with K last, and with ``plain`` also values with the
+axes of the weights. ``QuantizedExperts`` has the shapes. The results have no derivatives.
 """
 
 from __future__ import annotations
@@ -207,8 +206,7 @@ def encode_experts(
 
 def encode_source(w: QuantizedExperts) -> QuantizedExperts:
     """Return weights with a source and values. If ``w`` has no values, quantize the source; the
-    results get the name ``QUANTIZED_CHECKPOINT_NAME``. The FP8 values become integers
-    (``as_bits``). ``from_bits`` converts them back."""
+    results get the name ``QUANTIZED_CHECKPOINT_NAME``. FP8 values become integers (``as_bits``)."""
     if w.values is not None:
         found = jax.tree.map(as_bits, dataclasses.replace(w, source=None))
     else:

@@ -167,8 +167,7 @@ def memory_estimate(
         weights: int = top_k,
         num_ids: int = num_tokens * top_k,
     ) -> MemoryEstimate:
-        """Return the estimate of one level. ``weights`` weights travel with each token, and the
-        routing contains ``num_ids`` ids."""
+        """Estimate one level, with ``weights`` weights per token and ``num_ids`` ids."""
         shapes = plan_shapes(num_tokens, num_choices, num_ranks, num_local_experts, capacity)
         # A dispatch sends rows and weights. A combine sends sums and gradients of weights.
         zones = (

@@ -90,8 +90,7 @@ class PlanOptions(NamedTuple):
 
 
 def plan_route(all_ids: jax.Array, rank: jax.Array, options: PlanOptions) -> RoutePlan:
-    """Compute the plan of one rank from the expert ids of all ranks, int32 [R, T, K]. A choice with
-    an id outside [0, R * L) sends nothing."""
+    """Plan one rank from all ranks' ids, int32 [R, T, K]. Ids outside [0, R * L) send nothing."""
     num_local_experts, capacity, alignment, may_drop, parts = options
     num_ranks, num_tokens, top_k = all_ids.shape
     int32 = jnp.int32
@@ -166,11 +165,9 @@ def number_slots(choice_rank: jax.Array, rank: jax.Array) -> Slots:
     num_ranks, num_tokens, _ = choice_rank.shape
     own = lax.dynamic_index_in_dim(choice_rank, rank)
     ranks = lax.broadcasted_iota(jnp.int32, (num_ranks, 1, 1), 0)
-    # [2R, T]: the first R rows say which tokens this rank sends to each rank. The other R rows say
-    # which tokens this rank receives from each rank.
+    # [2R, T]: which tokens this rank sends to each rank, then which it receives from each rank
     goes = jnp.concatenate([own == ranks, choice_rank == rank]).any(axis=2)
-    # Sort the tokens so that those that travel come first. XLA:CPU compiles a sort faster than a
-    # prefix sum or a scatter.
+    # Put tokens that travel first. XLA:CPU compiles a sort faster than a prefix sum or a scatter.
     token = lax.broadcasted_iota(jnp.int32, goes.shape, 1)
     token_of = lax.sort(jnp.where(goes, token, token + num_tokens), dimension=1)
     is_used = token_of < num_tokens
@@ -265,9 +262,8 @@ def remainder(x: jax.Array, divisor: int) -> jax.Array:
 
 
 def running_sum(x: jax.Array, axis: int = 0) -> jax.Array:
-    """Return the inclusive prefix sum along an axis, in the dtype of ``x``. ``jnp.cumsum`` emits
-    many operations on CPU. In jax 0.12.0.1 it becomes a scan. XLA:CPU aborts on this scan if a
-    program was exported for several platforms."""
+    """Return the inclusive prefix sum, in the dtype of ``x``. ``jnp.cumsum`` emits many operations
+    on CPU. In jax 0.12.0.1 it is a scan, on which XLA:CPU aborts in multi-platform exports."""
     length = x.shape[axis]
     if length == 0:
         return x

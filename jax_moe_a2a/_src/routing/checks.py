@@ -158,9 +158,8 @@ def axes_of(group: object, argument: str = "group") -> tuple[str, ...]:
 
 
 def check_scope(group: object) -> Group:
-    """Return a ``Group`` unchanged. For names of axes, return the group over these axes. Raise an
-    error if the group does not match the axes or the mesh in scope. Also raise an error if the
-    group requires the CUDA kernels and they cannot run."""
+    """Return a ``Group``, or the group over given axes. Raise an error if the group does not match
+    the axes or the mesh in scope, or if it requires CUDA kernels that cannot run."""
     axes = axes_of(group)
     if not isinstance(group, Group):
         return Group(axis_name=axes, size=math.prod(_sizes_in_scope(axes, repr(group))))

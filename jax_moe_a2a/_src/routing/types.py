@@ -42,8 +42,7 @@ class RouteOptions:
 
     @property
     def domain(self) -> Group:
-        """Return the group over which tokens travel: a group of one rank if tokens are
-        replicated."""
+        """Return the group over which tokens travel: one rank if tokens are replicated."""
         return self.group.single_rank if self.replicated else self.group
 
     @property
@@ -184,8 +183,7 @@ def check_arrays(
 def check_int32(
     what: str, arrays: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], reason: str
 ) -> None:
-    """Raise a TypeError unless each array is int32 with its shape in ``shapes``. ``reason`` is for
-    the error."""
+    """Raise a TypeError with ``reason`` unless each array is int32 with its shape in ``shapes``."""
     for name, shape in shapes.items():
         if arrays[name].dtype != jnp.int32 or arrays[name].shape != shape:
             expected = ",".join(map(str, shape))
