@@ -509,10 +509,11 @@ def restored(checkpoints: Any, state: dict) -> dict:
 
 
 def save(checkpoints: Any, state: dict, step: int) -> None:
+    if checkpoints is None or checkpoints.latest_step() == step:
+        return
     import orbax.checkpoint as ocp
 
-    if checkpoints is not None and checkpoints.latest_step() != step:
-        checkpoints.save(step, args=ocp.args.StandardSave(state))
+    checkpoints.save(step, args=ocp.args.StandardSave(state))
 
 
 def main() -> int:

@@ -131,6 +131,8 @@ def run_section(document, section, *, with_gpu):
     namespace = dict(opening_names(document))
     for snippet in snippets:
         if snippet.section == section and snippet is not first:
+            if "import orbax" in snippet.code:  # tensorstore has no wheel for Python 3.15
+                pytest.importorskip("orbax.checkpoint")
             if with_gpu or snippet.mark != "gpu":
                 run(snippet, namespace)
 
