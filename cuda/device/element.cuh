@@ -65,7 +65,9 @@ __device__ __forceinline__ uint32_t pack<float>(const float* v) {
 
 template <typename... T>
 constexpr bool have_their_sizes(Types<T...>) {
-  return ((sizeof(T) == Element<T>::kBytes) && ...);
+  return (
+      (sizeof(T) == Element<T>::kBytes && element_bytes(Element<T>::kType) == Element<T>::kBytes) &&
+      ...);
 }
 static_assert(have_their_sizes(Elements{}));
 

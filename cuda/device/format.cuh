@@ -228,7 +228,8 @@ __device__ __forceinline__ Values<F> encode_lane(const LaneNumbers<T>& lane,
 
 template <TokenFormat F>
 __device__ __forceinline__ float float32_scale(typename Format<F>::Scale scale) {
-  static_assert(kHasPowerOfTwoScales<F> || kHasGlobalScale<F>);
+  static_assert(F == TokenFormat::kBlockwiseFp8 || F == TokenFormat::kMxFp8 ||
+                F == TokenFormat::kNvFp4);
   if constexpr (F == TokenFormat::kBlockwiseFp8) return __uint_as_float(scale);
   if constexpr (F == TokenFormat::kMxFp8) return __uint_as_float(uint32_t{scale} << 23);
   if constexpr (F == TokenFormat::kNvFp4) return from_e4m3(scale).x;
