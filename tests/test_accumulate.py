@@ -1,5 +1,5 @@
-"""Test that `ma.accumulate_grads` adds gradients to totals, and that the products for weight
-gradients add their results directly to the totals."""
+"""Test that `ma.accumulate_grads` adds gradients, also those of weights in the products themselves,
+to totals."""
 
 import dataclasses
 import functools
@@ -72,7 +72,7 @@ def num_added(fn, *args):
 
 
 def assert_sums(loss, params, *args, tolerance=1e-4, has_aux=True):
-    """Check that totals are START plus the gradients of `jax.grad`. Return the result of
+    """Check that totals are START plus the gradients of `jax.grad`; return the result of
     `num_added`."""
     totals = jax.tree.map(lambda zero: zero + START, zeros_like(params))
     add = ma.accumulate_grads(loss, has_aux=has_aux)
@@ -87,7 +87,7 @@ def assert_sums(loss, params, *args, tolerance=1e-4, has_aux=True):
     return num_added(add, totals, params, *args)
 
 
-# The next functions map (axes, parameters of a layer, tokens) to (loss, statistics or totals).
+# Functions of (axes, parameters of a layer, tokens) that return (loss, statistics or totals).
 
 
 def once(axes, params, x):
@@ -148,7 +148,6 @@ def in_a_loop(axes, params, x):
 
 
 def casts(axes, params, x):
-    """Return the loss of a bfloat16 copy of the parameters."""
     own = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
     y, stats = layer(own, x.astype(jnp.bfloat16), axes)
     return jnp.sin(y.astype(jnp.float32)).sum(), stats
@@ -226,8 +225,7 @@ def test_totals_of_experts_that_are_trained_in_fp8(mesh):
 
 @pytest.mark.parametrize("mesh", [1], indirect=True)
 def test_a_scan_over_micro_batches_inside_shard_map(mesh):
-    """A scan over micro-batches calls ``moe_mlp`` in ``accumulate_grads``. The totals equal the
-    sums of ``jax.grad`` over the micro-batches, and both products add to the totals."""
+    """Totals equal the sums of `jax.grad` over micro-batches; both products add to the totals."""
     params, batches = params_of(), tokens(3, 8)
     rng = np.random.default_rng(5)
     ids = jnp.asarray(rng.integers(-1, EXPERTS, (3, 8, TOP_K)), jnp.int32)

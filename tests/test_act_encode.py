@@ -1,10 +1,5 @@
-"""Compare the primitive `act_encode` with numpy.
-
-In one pass, `act_encode` applies an activation and router weights to rows, and encodes them to FP8.
-The tests run its composition of JAX operations and, on GPUs, its kernel. With ReLU and weights that
-are powers of two, results equal numpy's bit for bit. Otherwise, a number near the middle of two FP8
-values may become either value.
-"""
+"""Compare `act_encode` (activation, router weights, encoding to FP8) with numpy: bit for bit with
+ReLU and powers of two, else up to FP8 ties."""
 
 import contextlib
 import functools
@@ -49,8 +44,8 @@ CASES = dict(
 
 
 def draw(case, activation, dtype, powers_of_two=False):
-    """Return a random product, random weights, and the group sizes of a case. Rows without a token
-    are NaN and have weight 0."""
+    """Return a random product, random weights and group sizes; rows without a token are NaN and
+    have weight 0."""
     num_rows, columns, sizes = CASES[case]
     rng = np.random.default_rng(num_rows)
     product = 3 * rng.normal(size=(num_rows, activation.width(columns)))
@@ -62,7 +57,7 @@ def draw(case, activation, dtype, powers_of_two=False):
     has_token = np.arange(num_rows) < sum(sizes)
     has_token[3::7] = False
     product[~has_token], weights[~has_token] = np.nan, 0
-    weights[sum(sizes) :] = np.nan  # unused weights, after the last group
+    weights[sum(sizes) :] = np.nan
     return product, weights, np.asarray(sizes, np.int32)
 
 
@@ -79,14 +74,12 @@ PATHS = ("kernel", "composition")[not harness.ON_GPU :]
 
 
 def assert_same_bits(found, expected, end=None):
-    """Compare lists of arrays bit for bit, up to row `end`."""
     for one, other in zip(found, expected, strict=True):
         one, other = (np.asarray(x)[:end].view(f"u{x.dtype.itemsize}") for x in (one, other))
         np.testing.assert_array_equal(one, other)
 
 
 def assert_batch_is_its_elements(bind, run, floats, sizes, shares_sizes):
-    """Check that `bind` of a batch of two elements returns the results of `run` of each element."""
     sizes = sizes if shares_sizes else np.stack([sizes, np.array([3, 1, 0, 90], np.int32)])
     batched = jax.jit(jax.vmap(bind, (*[0] * len(floats), None if shares_sizes else 0)))
     found = harness.numpy_of(tuple(jax.tree.leaves(batched(*floats, sizes))))
@@ -137,7 +130,6 @@ def assert_encodes(values, scales, h, magnitudes, dtype):
     assert ((scales == np.where(largest > 0, low, 0)) | (scales == high)).all()
     assert (scales[largest == 0] == 0).all()
     decoded = values.astype(np.float64).reshape(groups.shape) * scales[..., None]
-    # `spacing` is the distance between neighbouring FP8 values near h.
     ratio = np.abs(groups) / np.where(scales > 0, scales, 1)[..., None]
     exponents = np.floor(np.log2(np.maximum(ratio, 2.0**-6)))
     spacing = 2.0 ** (exponents - 3) * scales[..., None]
@@ -148,7 +140,7 @@ def assert_encodes(values, scales, h, magnitudes, dtype):
 
 
 def both_dtypes(values):
-    """Pair each value with bfloat16 and float32. On CPUs, pair it with only one of them."""
+    """Pair each value with bfloat16 and float32; on CPUs, with only one of them."""
     dtypes = "bfloat16", "float32"
     if harness.ON_GPU:
         return itertools.product(values, dtypes)
@@ -194,8 +186,6 @@ def test_any_number_of_multiprocessors(path, num_sms):
 
 @pytest.mark.parametrize("number", (np.nan, np.inf))
 def test_a_number_that_is_not_finite_stays_in_its_group(path, number):
-    """A NaN or infinity makes the scale of its 128 numbers NaN, and changes no other number or
-    scale."""
     product, weights, sizes = draw("no_tail", SWIGLU, "bfloat16")
     product, weights = np.tile(product, (1, 2)), np.where(weights == 0, 1, weights)
     product = without_nan(product)
@@ -222,8 +212,7 @@ def test_a_batch_is_one_call_of_the_same_rows(path, shares_sizes):
     "case, dtype", both_dtypes(CASES if harness.ON_GPU else ("tail", "no_rows"))
 )
 def test_rows_are_quantized_as_they_are(case, dtype):
-    """Without weights and activation, `act_encode` equals `BlockwiseFp8.encode`, also under
-    vmap."""
+    """Without weights and activation, `act_encode` equals `BlockwiseFp8.encode`, even in vmap."""
     rows, _, sizes = draw(case, PLAIN[0], dtype)
     rows[:1, :1] = -np.inf
     encode = lambda rows, sizes: bind_act_encode(rows, None, sizes)
@@ -247,8 +236,7 @@ def test_derivatives_are_refused():
 
 @pytest.fixture
 def hopper(hopper, monkeypatch):
-    """Lower as for Hopper GPUs, and restore the kernel, which the fixture `path` may have
-    disabled."""
+    """Lower as for Hopper GPUs, with the kernel, which the fixture `path` may have disabled."""
     monkeypatch.setattr(act_encode, "why_no_act_encode", WHY_NO_ACT_ENCODE)
 
 

@@ -1,5 +1,5 @@
 """Compare `act_grad`, which computes gradients of activations and encodes them to FP8, with
-float64. The tests run its composition of JAX operations and, on GPUs, its kernel."""
+float64."""
 
 import functools
 
@@ -37,8 +37,7 @@ WHY_NO_ACT_GRAD = act_grad.why_no_act_encode
 
 
 def operands(case, activation, dtype):
-    """Return the arguments ct_h, pre, weights and sizes of `act_grad`. Rows without a token are NaN
-    and have weight 0."""
+    """Return ct_h, pre, weights and sizes; rows without a token are NaN and have weight 0."""
     pre, weights, sizes = draw(case, activation, dtype)
     rng = np.random.default_rng(len(pre) + 1)
     ct = rng.normal(size=(len(pre), CASES[case][1])) * 2.0 ** rng.integers(-9, 9, (len(pre), 1))
@@ -123,8 +122,7 @@ def test_a_batch_is_one_call_of_the_same_rows(path, shares_sizes):
 
 
 def test_derivatives_are_those_of_the_gradients():
-    """The tangents of `act_grad` equal those of the same gradients in plain JAX. This includes rows
-    of weight 0, which `act_grad` skips."""
+    """Tangents of `act_grad`, also of rows of weight 0, are those of the gradients in plain JAX."""
     *floats, sizes = (jnp.asarray(x) for x in operands("no_tail", SWIGLU, "float32"))
     floats = [jnp.where(jnp.isnan(x), 0.5, x) for x in floats]
     of_primitive = lambda *floats: bind_act_grad(*floats, sizes, activation=SWIGLU, num_sms=None)[

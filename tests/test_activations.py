@@ -80,8 +80,8 @@ LISTED = {kind: functions[0] for kind, functions in FUNCTIONS.items()}
     "name", ("gated silu", "gelu", "gated gelu_tanh", "gated squared_relu", "clamped_swiglu")
 )
 def test_every_listed_activation_has_gradients_in_a_layer(name):
-    """In a shard_map with check_vma, JAX can trace a layer's second derivatives, and its gradients
-    in FP8. JAX 0.12.0.1 cannot trace the derivatives of `jax.lax.erf` there."""
+    """JAX 0.12.0.1 cannot trace derivatives of `jax.lax.erf` in a shard_map with check_vma; layers
+    must trace."""
     kind, is_gated = name.removeprefix("gated "), " " in name or name == "clamped_swiglu"
     act = ma.clamped_swiglu() if name == "clamped_swiglu" else LISTED[kind]
     act = ma.gated(act) if " " in name else act
@@ -99,7 +99,7 @@ def test_every_listed_activation_has_gradients_in_a_layer(name):
                 w_in = params[part].w_in if is_gated else params[part].w_in[..., 0, :]
                 params[part] = params[part].replace(w_in=w_in, activation=act)
             gradient = jax.grad(loss)
-            if not in_fp8:  # differentiate twice
+            if not in_fp8:
                 first = gradient
                 gradient = jax.grad(lambda p, x: first(p, x)["experts"].w_out.sum())
             jax.make_jaxpr(gradient)(params, jnp.ones((4, size)))

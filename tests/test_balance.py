@@ -21,7 +21,7 @@ axis_types = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Expli
 
 
 def dense_loss(scores, ids, earlier=0):
-    """Return the balance loss E * sum(f * P) of scores [..., E] and ids [..., K], in float64."""
+    """Return E * sum(f * P) of scores [..., E] and ids [..., K], in float64."""
     scores, ids = scores.reshape(-1, EXPERTS), ids.reshape(len(scores.reshape(-1, EXPERTS)), -1)
     counts = np.array([(ids == e).sum() for e in range(EXPERTS)]) + earlier
     mean = scores[(ids >= 0).any(axis=1)].mean(axis=0)
@@ -29,8 +29,8 @@ def dense_loss(scores, ids, earlier=0):
 
 
 def dense_losses(kernel, x, ids):
-    """Return three losses of each micro-batch: with the counts of earlier micro-batches, as a mean
-    over sequences, and of first choices only."""
+    """Return each micro-batch's loss with earlier counts, as a mean over sequences, and of first
+    choices only."""
     logits = x.astype(np.float64) @ kernel
     scores = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
     counts, losses = np.zeros(EXPERTS), []
@@ -44,8 +44,6 @@ def dense_losses(kernel, x, ids):
 
 @axis_types
 def test_losses_over_micro_batches_of_sequences_and_of_first_choices_are_the_dense_ones(axis_type):
-    """The three losses of a layer equal `dense_losses`, although each rank has only a share of the
-    tokens. The losses' gradients equal finite differences."""
     rng = np.random.default_rng(0)
     draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
     experts = ma.Experts(draw(EXPERTS, HIDDEN, 2, 1), draw(EXPERTS, 1, HIDDEN))
@@ -99,8 +97,8 @@ def test_counts_of_earlier_micro_batches_are_those_of_all_ranks_and_have_no_grad
 
 
 def dense_histogram(scores, bias, k, num_bins):
-    """Return (biases, histograms). biases[token, expert] is the bias above which the token chooses
-    the expert. histograms[expert] is the histogram of biases[:, expert]."""
+    """Return (biases [T, E] above which tokens choose experts, each expert's histogram of these
+    biases)."""
     cutoffs = np.sort(scores + bias, axis=1)[:, -k - 1, None]
     edges = np.linspace(bias.min() - 1, bias.max() + 1, num_bins + 1)
     biases = cutoffs - scores
@@ -108,8 +106,7 @@ def dense_histogram(scores, bias, k, num_bins):
 
 
 def dense_next_bias(bias, histogram, k):
-    """Return the next biases: the quantile k / E of each histogram, minus the mean of these
-    quantiles."""
+    """Return the quantile k / E of each histogram, minus the mean of these quantiles."""
     width = (bias.max() - bias.min() + 2) / histogram.shape[1]
     found = []
     for counts in histogram:
@@ -122,8 +119,7 @@ def dense_next_bias(bias, histogram, k):
 @pytest.mark.exchanges(0)
 @pytest.mark.parametrize("score, num_bins", [("sigmoid", 50), ("softmax", 200)])
 def test_the_next_bias_is_the_centered_quantile_of_the_biases_that_tokens_need(score, num_bins):
-    """`quantile_select_bias` equals the histogram's quantile in numpy, and is close to the quantile
-    of all biases. For an empty histogram, it returns the old bias."""
+    """The next bias is the histogram's quantile, or the old bias if the histogram is empty."""
     rng = np.random.default_rng(2)
     logits = rng.normal(size=(4, 37, EXPERTS)).astype(np.float32) + np.arange(EXPERTS, dtype="f")
     mask = rng.random((4, 37)) < 0.9
@@ -151,7 +147,7 @@ def test_the_next_bias_is_the_centered_quantile_of_the_biases_that_tokens_need(s
 
 @pytest.mark.exchanges(0)
 def test_counts_of_many_tokens_have_an_exact_quantile():
-    """The quantile 2 / 3 of 2**31 - 1 tokens is in a bin of three tokens, and must be exact."""
+    """The quantile 2 / 3 of 2**31 - 1 tokens is in a bin of three tokens."""
     whole = 2 * (2**31 - 1) // 3
     histogram = np.array([[whole, 3, 2**31 - 4 - whole], [1, 0, 0], [0, 1, 0]], np.int32)
     found = ma.quantile_select_bias(jnp.zeros(3), histogram, k=2)
@@ -202,7 +198,6 @@ def test_histograms_of_micro_batches_add_and_layers_have_a_bias_each():
 
 @pytest.mark.exchanges(0)
 def test_a_skewed_router_is_balanced_in_four_steps():
-    """In four steps, the largest load falls from over 3 times to below 1.1 times the mean load."""
     rng = np.random.default_rng(4)
     logits = (rng.normal(size=(512, 16)) + np.linspace(-2, 2, 16)).astype(np.float32)
     choose = ma.TopK(2, score="sigmoid")

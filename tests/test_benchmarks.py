@@ -1,4 +1,4 @@
-"""Test that the benchmarks run on CPU, that all compared methods have equal results, and that wrong
+"""Test that benchmarks run on CPU, that all compared methods have equal results, and that wrong
 results are detected."""
 
 import dataclasses
@@ -56,13 +56,11 @@ ROW_KEYS = {
 
 
 def run_of(mesh):
-    """Return a `Run` of a benchmark that has no results yet."""
     head = dict(wire=None, rows=[], failures=[])
     return run.Run(mesh, head, None, 1, 0.001, time.perf_counter() + 600)
 
 
 def run_on_cpu(module, options, out):
-    """Run a benchmark module with two ranks. Return the record that it writes."""
     few = "--ranks 2 --samples 1 --budget 1e9"  # the budget in seconds begins with the process
     assert module.main([*options.split(), *few.split(), "--out", str(out)]) == 0
     found = json.loads(out.read_text())
@@ -90,7 +88,6 @@ def test_on_cpu_the_record_is_complete_and_denies_that_it_is_of_gpus(tmp_path, m
 
 
 def prepared_by(make, work, ops=operations.STANDARD):
-    """Return the results of the method that `make` makes on all ranks, for `operations.check`."""
     mesh = harness.mesh_of(work.ranks)
     method = make(work, harness.group_of(work.ranks))
     run_once, _ = operations.prepare(method, ops)
@@ -133,7 +130,6 @@ def test_a_method_with_wrong_rows_or_sums_is_refused():
 
 @pytest.mark.parametrize("sigma", [0, 1.1])
 def test_wire_bytes_and_capacity_are_what_a_loop_counts(sigma):
-    """The bytes on links and the capacity that a workload computes equal the counts of a loop."""
     setting = workload.Setting(50, hidden=8, top_k=3, experts=32, sigma=sigma)
     ranks = 4
     work = workload.draw(setting, ranks)
@@ -318,8 +314,7 @@ def test_all_tuned_numbers_are_numbers_that_python_reads():
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 @pytest.mark.parametrize(("architecture", "few"), ((90, 128), (100, 148), (103, 148)))
 def test_a_struct_in_one_line_is_the_tuning_of_newer_architectures(tmp_path, architecture, few):
-    """Add an architecture as the comments of tuning.h describe, and compile with a candidate
-    number."""
+    """An architecture that is added as tuning.h describes compiles with a candidate number."""
     text = tune.TUNING_H.read_text()
     (line,) = re.findall(r"^//   (using Measured = .*;)$", text, re.MULTILINE)
     struct = "struct Sm100 : Sm90 { static constexpr int kFewSms = 148; };\n"
@@ -347,8 +342,7 @@ def test_the_program_of_the_link_limit_compiles(tmp_path):
 
 
 def test_the_documents_have_the_calculated_layers_with_replicas():
-    """docs/placement.md has the benchmark record's table, and break-even numbers of rows that
-    follow from it."""
+    """The table in docs/placement.md and its break-even numbers follow from the record."""
     page = (ROOT / "docs/placement.md").read_text()
     rows = json.loads((record.FOLDER / "2026-11-26-placement-layers.json").read_text())["rows"]
     assert "\n".join(placement.table(rows)) in page

@@ -13,7 +13,6 @@ pytestmark = [
     pytest.mark.exchanges(0),
 ]
 
-# The number of multiprocessors of each GPU.
 GPUS = {"H20": 78, "H100 PCIe": 114, "H100 SXM": 132, "B200": 148}
 BUDGETS = (
     native.tuning("DEFAULT_NUM_SMS"),

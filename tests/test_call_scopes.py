@@ -1,8 +1,5 @@
-"""Test the attribute `scopes` of kernel calls: a hash of the named scopes around it. By this hash,
-ranks detect that they make different calls.
-
-The hash in a call's name must depend only on the program, and be equal in every process.
-"""
+"""Test the attribute `scopes` of kernel calls, a hash of named scopes by which ranks detect that
+they make different calls."""
 
 import functools
 import os
@@ -54,9 +51,6 @@ def test_calls_in_scopes_of_other_names_differ():
 
 
 def test_a_call_and_its_repetition_in_a_derivative_have_the_same_names():
-    """A call has the same hash in a layer, its gradients and its tangents, because XLA merges only
-    calls with equal hashes."""
-
     def all_of_them(x, ids, weights):
         of_x = functools.partial(layer, ids=ids, weights=weights)
         again = jax.checkpoint(loss, policy=jax.checkpoint_policies.nothing_saveable)
@@ -121,8 +115,6 @@ print(*re.findall(r"scopes = (-?\\d+)", text_of(model)))
 
 
 def test_the_names_are_the_same_in_processes_of_other_folders_and_caches(tmp_path):
-    """Two processes with different file names, one of which has traced a program before, print
-    equal hashes."""
     package = os.path.dirname(os.path.dirname(ma.__file__))
     found = []
     for folder, name, *state in (("a", "one.py"), ("b/c", "other.py", "warm")):

@@ -37,7 +37,6 @@ def test_a_capacity_is_the_number_of_rows_whatever_the_sizes():
 @pytest.mark.parametrize("alignment", (1, 3, 8, 128))
 @pytest.mark.parametrize("routing", ("uniform", "skewed", "masked", "repeated", "idle_rank"))
 def test_a_factor_of_the_busiest_rank_drops_nothing_with_any_alignment(routing, alignment):
-    """If the factor is the largest load divided by the mean load, no choice is dropped."""
     layout = cases.Layout("drawn", tokens=13, top_k=3, local_experts=5, alignment=alignment)
     ids = cases.Case(layout, routing).ids(RANKS)
     experts = layout.num_experts(RANKS)

@@ -8,7 +8,6 @@ import pytest
 
 
 def assert_is_the_oracles(result, what):
-    """Compare all results of `harness.exchange_fn` with those of oracle.py."""
     expected = result.expected
     harness.assert_recv_is(result.recv, result.x, result.topk_weights, expected)
     harness.assert_routing_is(result.recv.routing, expected)
@@ -30,8 +29,6 @@ def test_an_exchange_of_many_tokens_is_the_oracles(case):
 
 
 def test_one_program_exchanges_by_a_routing_that_changes_at_every_call(ranks):
-    """A program is compiled once, and runs with all routings. Results equal the oracle's
-    results."""
     names = list(cases.ROUTINGS)
     for seed in range(100 if harness.ON_GPU else len(names)):
         case = cases.Case(cases.CUT, names[seed % len(names)])

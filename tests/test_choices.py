@@ -1,8 +1,5 @@
-"""Test `ma.moe` with choices as arguments, with the choices of an earlier call (a replay), and with
-a user's router.
-
-In `reference`, every expert computes every token, and the router gets all tokens at once.
-"""
+"""Compare `ma.moe` with given choices, with replayed choices and with a user's router, with a layer
+without exchange."""
 
 import functools
 import math
@@ -43,7 +40,7 @@ def axes_of(mesh):
 
 
 def reference(params, x, read=None, mask=None):
-    """Compute a layer with a user's router, without an exchange."""
+    """Every expert computes every token, and the router gets all tokens at once."""
     flat = lambda array: array.reshape(-1, *array.shape[len(LEAD) :])
     router, tokens = params["router"], flat(x if read is None else read)
     logits = tokens @ router.kernel + (0 if router.bias is None else router.bias[None])
@@ -55,7 +52,6 @@ def reference(params, x, read=None, mask=None):
 
 
 def value_and_grads(layer, params, x):
-    """Return the layer's output, and the gradients of x and of the float arrays of params."""
     is_float = lambda a: jnp.issubdtype(jnp.asarray(a).dtype, jnp.floating)
     leaves, treedef = jax.tree.flatten(params)
     floats = {i: leaf for i, leaf in enumerate(leaves) if is_float(leaf)}
@@ -92,10 +88,8 @@ REPLICAS = [0, 1, 2, 3, 4, 0, 4, 5, 6, 7, 0, -1]  # for 2 ranks
     ids=["2 in chunks", "2 with replicas", "2 replicated", "2 by 4 masked"],
 )
 def test_replayed_and_given_choices_equal_those_of_the_router(mesh, options):
-    """A layer that replays the router's choices has the router's outputs, statistics and gradients.
-    A layer that gets these choices as an argument has the same outputs. It also has gradients with
-    respect to the weights of the choices.
-    The layer pads the 15 tokens."""
+    """Layers with replayed or given choices have the router's outputs; a replay also has its
+    statistics and gradients."""
     mesh, options = mesh_of(**mesh), options_of(options)
     mask = options.get("mask", np.ones(LEAD, bool))
 
@@ -137,8 +131,7 @@ def test_replayed_and_given_choices_equal_those_of_the_router(mesh, options):
 
 
 def weigh(scores, ids):
-    """Return choices of `ids`. Their weights are their scores, divided by the sum of these
-    scores."""
+    """Return choices of `ids` whose weights are their scores, divided by the sum of the scores."""
     weights = jnp.sum(jax.nn.one_hot(ids, scores.shape[-1]) * scores[:, None], axis=-1)
     return ma.RouterChoices(ids, weights / weights.sum(axis=-1, keepdims=True))
 
@@ -159,7 +152,7 @@ def with_identity(tokens, logits, _, __):
 
 
 def scaled(tokens, logits, per_token, whole):
-    """Scale each token's logits, then choose experts. The scales of masked tokens are NaN."""
+    """Scale each token's logits, then choose experts; the scales of masked tokens are NaN."""
     choices = ma.TopK(TOP_K)(logits * jnp.sqrt(per_token["scale"])[:, None])
     return choices._replace(weights=choices.weights * jnp.cos(tokens[:, :1]))
 
@@ -192,7 +185,6 @@ ROUTERS = {
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_router_of_the_users_reads_the_arrays_of_its_tokens(name, mesh, options):
-    """Outputs and gradients of all float arrays equal those of `reference`."""
     mesh, options = mesh_of(**mesh), options_of(options)
     params = dict(router=ROUTERS[name], experts=OWN)
     layer = lambda params, x: ma.moe(x, **params, axes=axes_of(mesh), **options)[0]
@@ -208,8 +200,7 @@ def test_a_router_of_the_users_reads_the_arrays_of_its_tokens(name, mesh, option
 
 
 def test_zero_computation_experts_weigh_the_token_outside_of_the_layer():
-    """The router returns -1 for some choices. The statistics contain the weights of these choices,
-    but do not count the choices as invalid or as load."""
+    """Choices of -1 add to the weights in the statistics, but not to invalid choices or loads."""
     params = dict(router=ROUTERS["more logits"], experts=OWN)
     with jax.set_mesh(mesh_of(ep=2)):
         layer = lambda params: ma.moe(X, **params, axes="ep", outputs=("choices", "logits"))
@@ -242,8 +233,6 @@ def test_noise_of_a_key_that_is_folded_by_the_position_does_not_depend_on_the_me
 
 
 def test_the_router_reads_another_array_than_the_experts():
-    """The router reads `router_input`, and the experts read x. Outputs and gradients equal those of
-    `reference`."""
     read = normal(6, *LEAD, 9)
     choose = lambda tokens, logits, *_: TOPK.choose(logits)
     params = dict(router=ma.Router(normal(7, 9, EXPERTS), choose=choose), experts=OWN)

@@ -48,9 +48,8 @@ TOKENS = 40
 
 
 def keys_of(experts):
-    """Return keys [T, E] in four kinds of rows: random, with many ties, with special numbers, and
-    mostly infinite. No key is denormal, because only XLA on CPUs flushes such numbers to zero. On
-    GPUs, no key is NaN, because XLA defines no order for NaNs."""
+    """Return keys [T, E]: no denormals, which XLA on CPUs flushes, and no NaNs on GPUs, where XLA
+    defines no order."""
     rng = np.random.default_rng(experts)
     numbers = [-np.inf, -3, -1e-30, -0.0, 0.0, 1e-30, 2, np.inf]
     numbers += [] if harness.ON_GPU else [np.nan]
@@ -67,8 +66,8 @@ def arrays_of(case):
 
 
 def numpy_choice(keys, k, groups):
-    """Return k ids in the order of ``lax.top_k``: the highest keys first, and the lowest ids first
-    among equal keys. NaN is the highest key."""
+    """Return k ids in the order of `lax.top_k`: low ids first among equal keys, and NaN as the
+    highest key."""
     keys = np.where(np.isnan(keys), np.inf, keys).astype(np.float32), np.isnan(keys)
     order = lambda keys: np.lexsort((np.arange(keys[0].shape[-1]), -keys[0], ~keys[1]))
     if groups is not None:
@@ -134,8 +133,7 @@ def test_the_emulated_kernel_is_the_composition(emulated, case, is_masked):
 def test_the_composition_has_the_order_of_a_sort(case):
     keys, values, _ = arrays_of(case)
     _, k, groups, _ = case
-    # Without this change, a group's sum could be NaN. NaN's sign, and so the order of groups, is
-    # undefined.
+    # A group's sum must not be NaN, because the order of groups would be undefined.
     rows = keys if groups is None else np.where(np.isnan(keys) | (keys > 3e38), -5, keys)
     expected = [numpy_choice(row, k, groups) for row in rows]
     np.testing.assert_array_equal(composed(case, rows, values)[0], expected)
@@ -180,16 +178,13 @@ def aval(*shape, dtype="float32"):
 
 
 def types_of(fn, *args):
-    """Lower a program for GPUs, and return the operand and result types of its calls of the
-    kernel."""
+    """Return the operand and result types of the kernel's calls in a program for GPUs."""
     found = calls(fn, *args)
     assert {call.target for call in found} <= {"choose"}
     return [re.sub("tensor<([^>]*)>", r"\1", call.types) for call in found]
 
 
 def test_a_choice_on_gpus_is_one_call(on_gpus):
-    """A program of choices, of a batch of choices, or of their gradients has one call of the
-    kernel."""
     results = "(6x4xi32, 6x4xf32, 6x4xf32)"
     assert types_of(weights_of, aval(6, 32)) == [f"(6x32xf32, 6x32xf32, 0xi1) -> {results}"]
     ((_, attributes, _),) = calls(weights_of, aval(6, 32))
@@ -222,8 +217,7 @@ def test_more_experts_than_the_kernel_holds_are_composed(on_gpus, caplog, num_gr
 
 @pytest.mark.several_devices("Auto axes need a mesh")
 def test_xla_divides_the_composition_among_devices(on_gpus, caplog):
-    """If XLA divides tokens among devices, the program does not call the kernel, because each
-    device would call the kernel with the tokens of all devices."""
+    """If XLA divides tokens among devices, the program does not call the kernel."""
     mesh = harness.mesh_of(harness.SEVERAL)
     logits = aval(8 * harness.SEVERAL, 32)
     program = jax.jit(weights_of, in_shardings=jax.NamedSharding(mesh, jax.P(harness.AXIS)))
@@ -249,8 +243,6 @@ def test_explain_names_the_choice_and_the_reason_against_the_kernel(on_gpus):
 
 @pytest.mark.parametrize("topk", (ROUTER, ma.TopK(4), ma.TopK(4, renormalize=False)), ids=repr)
 def test_derivatives_and_transforms_are_those_of_the_composition(topk):
-    """Weights and their first, second and rematerialized derivatives equal those of a JAX
-    formula."""
     logits = np.random.default_rng(2).normal(size=(3, 8, 32)).astype(np.float32)
     mask = np.arange(24).reshape(3, 8) % 5 > 0
     bias = jnp.linspace(-0.2, 0.2, 32)

@@ -1,7 +1,5 @@
-"""Test the derivatives and the memory of layers that run in chunks of tokens.
-
-test_layer.py tests chunks with dropped choices, and the sums of weight gradients over chunks.
-"""
+"""Test derivatives and memory of layers that run in chunks of tokens; test_layer.py tests other
+results of chunks."""
 
 import functools
 import re
@@ -75,8 +73,8 @@ def test_derivatives_of_all_orders_are_those_of_the_layer_without_chunks(activat
 
 @pytest.mark.several_devices("a mesh of two axes")
 def test_weights_that_vary_over_fewer_mesh_axes_than_tokens_have_gradients():
-    """On a mesh with a data axis, gradients with and without chunks are equal. The loop over chunks
-    adds weight gradients to totals."""
+    """With a data axis, gradients with and without chunks are equal, and the loop adds weight
+    gradients to totals."""
     axis_types = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((2, RANKS), ("data", harness.AXIS), axis_types=axis_types)
     group = ma.Group(mesh, harness.AXIS)

@@ -1,8 +1,5 @@
-"""Test that combine adds and rounds in the documented order.
-
-Unweighted sums must equal the oracle's sums, because the definition fixes each rounding. Weighted
-sums may differ by the slack of `oracle.combine`, because XLA may use fused multiply-adds.
-"""
+"""Compare combine's sums with the oracle's: exactly, or within the slack of `oracle.combine` if XLA
+may fuse multiply-adds."""
 
 import functools
 
@@ -19,10 +16,8 @@ import jax_moe_a2a as ma
 
 @functools.cache
 def combine_program(layout, ranks, weighted=False, wire_dtype=None, exchanges=2):
-    """Return a program (ids, y) or, if weighted, (ids, y, row weights) -> sums.
-
-    A run makes one exchange for the route, and one for each dtype in y.
-    """
+    """Return a program (ids, y[, row weights]) -> sums, with one exchange for the route and one for
+    each dtype."""
     group = harness.group_of(ranks)
 
     def combine(ids, y, *weights):
@@ -35,14 +30,12 @@ def combine_program(layout, ranks, weighted=False, wire_dtype=None, exchanges=2)
 
 
 def routed(layout, routing, ranks, seed=0):
-    """Return the ids of a case and their expected routing."""
     ids = cases.Case(layout, routing).ids(ranks, seed)
     return ids, oracle.route(ids, layout.num_experts(ranks), layout.rows(ranks), layout.alignment)
 
 
 @pytest.mark.parametrize("wire_dtype", (None, "bfloat16", "float32"))
 def test_every_summed_dtype_rounds_as_stated(wire_dtype):
-    """For each dtype and wire dtype, sums equal the oracle's. No choice is dropped."""
     layout, ranks = cases.PLAIN, harness.SEVERAL
     rng = np.random.default_rng(0)
     y = {n: cases.normal(rng, (ranks, layout.rows(ranks), 33), n) for n in cases.SUMMED_DTYPES}
@@ -72,8 +65,7 @@ def test_every_weighted_dtype_rounds_as_stated(dtype, wire_dtype):
 
 
 def test_the_sum_of_negative_zeros_is_a_positive_zero():
-    """Rows of -0.0 have the sum 0.0. The test has one rank, because partial sums of other ranks
-    would add 0.0."""
+    """The test has one rank, because partial sums of other ranks would add 0.0."""
     layout, ranks = cases.PLAIN, 1
     ids, expected = routed(layout, "uniform", ranks)
     y = np.full((ranks, expected.capacity, 33), -0.0, np.float32)
@@ -101,12 +93,10 @@ def cancelling_rows(dtype):
 
 
 def test_the_sum_over_k_runs_in_order_of_k():
-    """In float32, big + 1 - big + 1 is 1 if added from left to right, and 0 or 2 in other
-    orders."""
+    """In float32, big + 1 - big + 1 is 1 if added from left to right, else 0 or 2."""
     layout = cases.Layout("order_of_k", tokens=1, top_k=4, local_experts=4)
     ranks = harness.SEVERAL
     for permutation in np.array([[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1], [1, 3, 0, 2]]):
-        # Rows are in the order of experts, but must be summed in the order of k.
         ids = np.broadcast_to(permutation.astype(np.int32), (ranks, 1, 4)).copy()
         expected = oracle.route(ids, layout.num_experts(ranks), layout.rows(ranks))
         y = np.zeros((ranks, expected.capacity, 1), np.float32)
@@ -119,8 +109,7 @@ def test_the_sum_over_k_runs_in_order_of_k():
 
 @pytest.mark.parametrize("wire_dtype", (None, "float32"))
 def test_the_sum_over_ranks_runs_in_order_of_ranks(wire_dtype):
-    """A token has one row on each rank (at most 32). The rows must be added in the order of
-    ranks."""
+    """A token has one row on each rank (at most 32)."""
     ranks = harness.SEVERAL
     top_k = min(ranks, 32)
     layout = cases.Layout("order_of_ranks", tokens=4, top_k=top_k, local_experts=1)
@@ -138,12 +127,10 @@ def test_the_sum_over_ranks_runs_in_order_of_ranks(wire_dtype):
 
 
 def test_every_partial_sum_is_rounded_to_the_wire_dtype_even_the_own_one():
-    """Each token has the bfloat16 rows 1 and 2^-9 on one rank, for some tokens its source rank.
-    With a bfloat16 wire dtype, their partial sum must be 1."""
+    """Partial sums of the bfloat16 rows 1 and 2^-9, also on the source rank, round to 1."""
     ranks = harness.SEVERAL
     top_k = min(2 + ranks, 32)
     layout = cases.Layout("rounding", tokens=ranks, top_k=top_k, local_experts=2)
-    # Token t of each rank has two rows on rank t.
     ids = np.full((ranks, ranks, layout.top_k), -1, np.int32)
     for token in range(ranks):
         ids[:, token, :2] = 2 * token, 2 * token + 1
@@ -154,8 +141,8 @@ def test_every_partial_sum_is_rounded_to_the_wire_dtype_even_the_own_one():
     out = combine_program(layout, ranks)(ids, y)
     np.testing.assert_array_equal(out.astype(np.float32), np.ones((ranks, ranks, 1), np.float32))
 
-    # The next rank has a third row, -1. The sum is 0 if the first partial sum was rounded, and 2^-9
-    # otherwise.
+    # With the next rank's third row, -1, the sum is 0 if the first partial sum was rounded, else
+    # 2^-9.
     if ranks == 1:
         return
     for token in range(ranks):
@@ -189,7 +176,7 @@ def test_weights_come_from_recv_an_array_or_nowhere():
         cases.Case(layout, "masked"), ranks
     )
     own = cases.normal(np.random.default_rng(5), (ranks, layout.capacity), "float32")
-    own[expected.row_token < 0] = np.nan  # rows without a token, which affect no sum
+    own[expected.row_token < 0] = np.nan
 
     def combine(ids, x, topk_weights, y, own):
         route_args = layout.route_args(group)
@@ -205,7 +192,7 @@ def test_weights_come_from_recv_an_array_or_nowhere():
             "routing": ma.combine(y, plain.routing),
         }
 
-    # The program has two dispatches and four combines that differ. (XLA would merge equal ones.)
+    # XLA would merge equal exchanges, so the two dispatches and four combines differ.
     program = harness.on_each_rank(combine, harness.mesh_of(ranks), exchanges=2 + 4)
     sums = program(ids, x, topk_weights, y, own)
     sent = oracle.dispatch_choices(topk_weights, expected)

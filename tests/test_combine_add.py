@@ -1,8 +1,5 @@
-"""Test combine's argument `add`, an array that is added to the sums before the result is rounded.
-
-Unweighted sums must equal the oracle's sums. Weighted sums may differ by the slack of
-`oracle.combine`.
-"""
+"""Compare combine's argument `add` with the oracle: exactly, or within the slack of
+`oracle.combine` for weighted sums."""
 
 import functools
 
@@ -41,7 +38,7 @@ def program(layout, ranks, wire_dtype=None, weighted=True):
 
 
 def inputs(case, ranks, dtype="bfloat16", trailing=None, seed=0):
-    """Return the arguments of `program`, and the expected routing. Rows without a token are NaN."""
+    """Return the arguments of `program` and the routing; rows without a token are NaN."""
     layout = case.layout
     rng = np.random.default_rng([seed, ranks, layout.tokens])
     ids = case.ids(ranks, seed)
@@ -61,7 +58,7 @@ def assert_adds(sums, y, weights, addend, routing, wire_dtype=None, what=""):
         harness.assert_sums_agree(actual, *expected, what)
 
 
-# One routing is enough for six layouts, because the addition does not depend on the routing.
+# One routing is enough, because the addition does not depend on it.
 LAYOUTS = ("plain", "alignment_8_capacity_19", "capacity_0", "no_tokens", "top_32", "many_tokens")
 CASES = [cases.Case(layout, "masked") for layout in cases.LAYOUTS if layout.name in LAYOUTS]
 
@@ -89,8 +86,7 @@ def test_every_dtype_and_wire_dtype_rounds_once(dtype, wire_dtype, trailing):
 
 @pytest.mark.parametrize("name, dtype", list(zip(FORMATS, cases.SUMMED_DTYPES)))
 def test_partial_sums_may_travel_in_a_format(name, dtype):
-    """If partial sums are sent in a format, results equal the oracle's. The format can represent
-    all rows."""
+    """Partial sums in a format that can represent all rows give the oracle's results."""
     fmt = FORMATS[name]
     layout = cases.Layout("format", tokens=9, top_k=2, local_experts=2, capacity=14)
     trailing = (3 * fmt.group_size,)
@@ -113,8 +109,7 @@ def test_partial_sums_may_travel_in_a_format(name, dtype):
 
 
 def test_the_addend_is_added_last_and_rounded_with_the_sum():
-    """The numbers are such that another order of additions or another rounding would change the
-    sums. In float32, 1 - big + big is 0, but big - big + 1 is 1."""
+    """In float32, 1 - big + big is 0, but big - big + 1 is 1."""
     layout = cases.Layout("last", tokens=1, top_k=2, local_experts=2)
     ids = np.broadcast_to(np.array([0, 1], np.int32), (RANKS, 1, 2)).copy()
     expected = oracle.route(ids, layout.num_experts(RANKS), layout.rows(RANKS))
@@ -170,8 +165,7 @@ def test_a_constant_addend_leaves_the_tangents_of_the_others():
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 @pytest.mark.parametrize("weighted", (False, True), ids=("sum", "weighted"))
 def test_gradients_and_tangents_of_a_combine_are_those_of_the_oracle(weighted, dtype):
-    """Tangents and gradients with respect to rows, addend and weights equal the oracle's
-    derivatives. Rows without a token are NaN, and affect no result."""
+    """Rows without a token, which are NaN, affect no tangent or gradient."""
     group = harness.group_of(RANKS)
 
     def on_rank(floats, directions, g, ids):
@@ -207,8 +201,8 @@ def test_gradients_and_tangents_of_a_combine_are_those_of_the_oracle(weighted, d
 
 
 def traced(fn, *avals):
-    """Trace `fn` on two ranks and remove dead code. Return the counts of primitives, and each
-    exchange's number of addends."""
+    """Return the counts of primitives without dead code on two ranks, and each exchange's number of
+    addends."""
     stacked = jax.tree.map(lambda a: jax.ShapeDtypeStruct((2, *a.shape), a.dtype), avals)
     jaxpr = jax.make_jaxpr(jax.vmap(fn, axis_name=harness.AXIS))(*stacked)
     jaxpr, _ = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))

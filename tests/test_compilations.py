@@ -28,7 +28,6 @@ jax.monitoring.register_event_duration_secs_listener(
 
 @contextlib.contextmanager
 def counted():
-    """Yield a list to which each compilation appends an element."""
     found = []
     COMPILED.append(lambda: found.append(1))
     try:
@@ -38,7 +37,7 @@ def counted():
 
 
 def restored(tree, folder):
-    """Save a pytree as a checkpoint, and return the restored pytree with the same shardings."""
+    """Return a pytree that was saved as a checkpoint and restored with the same shardings."""
     shapes = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree
     )
@@ -51,8 +50,8 @@ def restored(tree, folder):
 
 @pytest.fixture(params=(AxisType.Auto, AxisType.Explicit), ids=str)
 def recipes(request, monkeypatch):
-    """Run the first snippet of docs/recipes.md with one type of mesh axes. Return the dict of its
-    global variables."""
+    """Return the global variables of the first snippet of docs/recipes.md, run with one type of
+    mesh axes."""
     if jax.device_count() < 8:
         pytest.skip("needs 8 devices")
     make_mesh = jax.make_mesh
@@ -71,7 +70,6 @@ def recipes(request, monkeypatch):
 
 @pytest.mark.promotes("optax mixes numbers and arrays")
 def test_the_recipe_compiles_once_with_adamw_accumulation_and_restore(recipes, tmp_path):
-    """After the first step, two more steps and a step from a checkpoint compile no program."""
     recipes["optimizer"] = optax.MultiSteps(optax.adamw(1e-3), every_k_schedule=2)
     axes, mesh = ma.Axes("ep", data="data", fsdp="data"), recipes["mesh"]
     with jax.set_mesh(mesh):
@@ -102,9 +100,7 @@ def test_the_recipe_compiles_once_with_adamw_accumulation_and_restore(recipes, t
 
 @pytest.mark.promotes("optax mixes numbers and arrays")
 def test_only_a_state_that_is_placed_otherwise_compiles_a_second_program(recipes):
-    """A step compiles no program if its arguments have equal shardings in another form, such as
-    ``P(None)`` for ``P()``. With Auto axes, a step whose optimizer state has no sharding compiles a
-    program."""
+    """Equal shardings in another form, such as `P(None)` for `P()`, compile no second program."""
     optimizer, mesh, x = recipes["optimizer"], recipes["mesh"], recipes["x"]
     is_auto = set(mesh.axis_types) == {AxisType.Auto}
     with jax.set_mesh(mesh):

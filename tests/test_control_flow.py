@@ -19,7 +19,7 @@ LAYERS = 3
 
 @functools.cache
 def problem():
-    """Return (x, topk_weights, w), ids, and which choices are kept. All except x have a leading
+    """Return (x, topk_weights, w), ids, and which choices are kept; all except x have a leading
     layer axis."""
     layers = [small_layer.arguments(RANKS, seed) for seed in range(LAYERS)]
     topk_weights, w = small_layer.stacked(*(layer.floats[1:] for layer in layers))
@@ -32,7 +32,6 @@ def value_and_grads(fn, *others):
 
 
 def of_all_ranks(fn):
-    """Map `fn(x, topk_weights, w, ids)` over the ranks. All except x have a leading layer axis."""
     return harness.over_ranks(fn, harness.mesh_of(RANKS), in_axes=(0, 1, 1, 1))
 
 
@@ -45,9 +44,8 @@ def dense_layers(x, topk_weights, w, ids, kept, active=(True,) * LAYERS):
 
 @pytest.mark.exchanges((1 + 4) * LAYERS)
 def test_routings_may_be_what_a_scan_runs_over_and_what_it_carries():
-    """A `lax.map` computes the routings of all layers, and a scan runs the layers. Each step of the
-    scan gets its routing from the previous step. Outputs and gradients equal those of dense
-    layers."""
+    """A `lax.map` computes the routings, and each step of a scan gets its routing from the previous
+    step."""
     group = harness.group_of(RANKS)
 
     def layers(x, topk_weights, w, ids):
@@ -72,8 +70,6 @@ def test_routings_may_be_what_a_scan_runs_over_and_what_it_carries():
 
 @pytest.mark.exchanges(5 * (2 + 1 + 0))
 def test_cond_with_a_uniform_predicate_runs_the_layers_it_is_told_to():
-    """In a scan, cond runs a layer only if the layer's flag (a traced bool) is True. Outputs equal
-    those of dense layers."""
     floats, ids, kept = problem()
     layer = small_layer.layer_of(harness.group_of(RANKS))
 
@@ -96,8 +92,7 @@ def test_cond_with_a_uniform_predicate_runs_the_layers_it_is_told_to():
 
 
 def test_a_while_loop_runs_until_all_ranks_agree_to_stop():
-    """A while_loop repeats a layer until a sum over ranks exceeds a limit. The number of steps,
-    outputs and tangents equal those of the dense layer."""
+    """A while_loop repeats a layer until a sum over ranks exceeds a limit."""
     layer = small_layer.layer_of(harness.group_of(RANKS))
     floats, ids, kept = small_layer.arguments(RANKS)
     directions = small_layer.directions(RANKS)

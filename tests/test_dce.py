@@ -57,8 +57,8 @@ def test_only_exchanges_of_which_a_result_is_used_remain(uses, expected):
     ids=("rows", "weights", "both"),
 )
 def test_a_gradient_of_a_combine_weighs_only_for_what_is_wanted(of, dotted, scaled):
-    """If only the gradient of the rows is used, the dispatch computes no dot products with rows. If
-    only the gradient of the weights is used, the dispatch multiplies no rows by weights."""
+    """A gradient of only rows computes no dot products; one of only weights multiplies no rows by
+    weights."""
 
     def fn(y, weights, ids):
         routing = ma.route(ids, **route_args(harness.group_of(RANKS)))

@@ -14,7 +14,6 @@ import jax_moe_a2a as ma
 
 @functools.cache
 def dispatch_program(layout, ranks):
-    """Return a program (ids, x, topk_weights or None) -> Recv."""
     group = harness.group_of(ranks)
 
     def dispatch(ids, x, topk_weights):
@@ -46,7 +45,6 @@ def test_row_experts_are_the_local_experts_of_rows_with_a_token(routing):
     ids=("all", "even", "odd", "wide"),
 )
 def test_every_dtype_keeps_its_bits_in_one_payload(dtypes):
-    """A payload that has many dtypes and shapes, and random bits, is received bit for bit."""
     layout, ranks = cases.PADDED, harness.SEVERAL
     rng = np.random.default_rng(0)
     ids = cases.Case(layout, "masked").ids(ranks)
@@ -65,8 +63,6 @@ def test_every_dtype_keeps_its_bits_in_one_payload(dtypes):
 
 
 def test_a_payload_keeps_its_tree():
-    """A payload may be an array or a pytree with None leaves. The rows have the same tree
-    structure, and each leaf equals the oracle's rows."""
     layout, ranks = cases.TIGHT, harness.SEVERAL
     rng = np.random.default_rng(0)
     ids = cases.Case(layout, "uniform").ids(ranks)
@@ -82,8 +78,6 @@ def test_a_payload_keeps_its_tree():
 
 
 def test_a_replicated_payload_is_accepted_with_varying_ids():
-    """With check_vma, the tokens are equal on all ranks (replicated), but the ids differ. Rows
-    equal the oracle's."""
     layout, ranks = cases.TIGHT, harness.SEVERAL
     (ids, x, _, _), expected = harness.exchange_inputs(cases.Case(layout, "uniform"), ranks)
     x = x["rows"][0]

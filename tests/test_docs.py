@@ -52,7 +52,7 @@ MARK = re.compile(r"gpu|on CPU|not run: .+")
 class Snippet:
     document: str
     section: str
-    line: int  # line number of the first line of code
+    line: int
     code: str
     mark: str
     output: str | None = None
@@ -65,7 +65,6 @@ class Snippet:
 
 @functools.cache
 def snippets_of(document):
-    """Return the Python snippets of a document, each with its documented output."""
     source = (ROOT / document).read_text()
     snippets, end = [], 0
     for match in FENCE.finditer(source):
@@ -88,7 +87,6 @@ def snippets_of(document):
 
 
 def run(snippet, namespace):
-    """Run a snippet in a namespace, and compare its output and error with the document's."""
     place = f"{snippet.document}:{snippet.line}"
     code = compile("\n" * (snippet.line - 1) + snippet.code, ROOT / snippet.document, "exec")
     if snippet.skip_reason:
@@ -261,8 +259,7 @@ def test_integrations_need_flax_only_where_they_are_for_flax():
 
 
 def public_callables():
-    """Return (name, function) pairs of all public functions and methods that the package
-    defines."""
+    """Return (name, function) pairs of all public functions and methods of the package."""
     found = {name: value for name, value in integrations().items() if inspect.isfunction(value)}
     for name, value in vars(ma).items():
         if name.startswith("_"):

@@ -1,8 +1,5 @@
-"""Test the doctor (`python -m jax_moe_a2a`): its lines, its advice, and its exit status if a check
-fails.
-
-Tests patch functions of the package, and use fake drivers and GPUs.
-"""
+"""Test the doctor (`python -m jax_moe_a2a`) with patched functions of the package, and with fake
+drivers and GPUs."""
 
 import dataclasses
 import os
@@ -33,7 +30,7 @@ SMALL = ["--tokens", "8", "--hidden", "16", "--top-k", "2", "--experts", "16"]
 
 
 def diagnose(capsys, *flags):
-    """Run the doctor with `flags` in this process. Return (exit status, output)."""
+    """Return (exit status, output)."""
     status = doctor.main([*SMALL, *flags])
     return status, capsys.readouterr().out
 
@@ -45,8 +42,6 @@ def line_of(printed, name):
 
 
 class Driver:
-    """A fake driver that reports the CUDA version `cuda` and `free` bytes of free memory."""
-
     def __init__(self, cuda="13.0", free=1 << 34):
         self.cuda, self.free = cuda, free
 
@@ -132,7 +127,6 @@ def test_an_exchange_that_moves_a_wrong_row_is_reported(monkeypatch, one_device,
     assert "1 checks failed" in printed
 
 
-# This code makes a dispatch between processes return wrong rows in process 1.
 BREAK_ROWS = """
 import dataclasses
 import importlib.util
@@ -149,8 +143,8 @@ api.dispatch = dispatch
 
 
 def test_processes_exchange_with_each_other_and_each_looks_at_its_own_ranks(tmp_path):
-    """Two processes run the doctor, and both fail, because process 1 receives wrong rows. Process 0
-    prints the table. Process 1 prints only its failed check."""
+    """Both processes fail if process 1 receives wrong rows: process 0 prints the table, process 1
+    its failed check."""
     code = (
         f"import jax, sys\nfrom jax_moe_a2a import _doctor\n{BREAK_ROWS}\nsys.exit(_doctor.main())"
     )
@@ -264,9 +258,7 @@ def test_the_workspace_must_fit_next_to_xlas_pool(monkeypatch, enough):
 
 @pytest.mark.skipif(harness.MANY < 4, reason="needs two hosts of two")
 def test_devices_on_several_hosts_are_checked_in_two_levels(monkeypatch):
-    """The doctor believes that the devices are on two hosts. It checks a two-level group, which
-    needs memory for the workspace within a host. The printed line also contains the bytes of the
-    collectives' buffers."""
+    """The memory check of a two-level group includes the buffers of collectives."""
     ranks_of_host = harness.MANY // 2
 
     def hosts_of(mesh, axes):

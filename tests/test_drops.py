@@ -1,7 +1,5 @@
-"""Test which choices are dropped if a rank receives more rows than its capacity.
-
-Other tests compare them with the oracle. These tests check what follows from the definition.
-"""
+"""Test what follows from the definition of dropped choices; other tests compare drops with the
+oracle."""
 
 import functools
 
@@ -37,8 +35,7 @@ def kept_choices(ids, capacity=CAPACITY, alignment=1):
 
 
 def ids_of(seed, spread=0.7):
-    """Return random ids [R, T, K], distinct in a token. A larger spread makes the loads of experts
-    less even."""
+    """Return random ids [R, T, K], distinct in a token; a larger spread makes loads less even."""
     rng = np.random.default_rng(seed)
     logits = rng.normal(0, spread, EXPERTS) + rng.gumbel(size=(RANKS, TOKENS, EXPERTS))
     return np.argsort(-logits, axis=-1)[..., :TOP_K]
@@ -46,7 +43,6 @@ def ids_of(seed, spread=0.7):
 
 @pytest.mark.parametrize("alignment", (1, 4))
 def test_at_a_rank_no_choice_is_dropped_before_a_later_one(alignment):
-    """Of the choices of a rank's experts, no kept one has a larger k than a dropped one."""
     ids = ids_of(0)
     kept = kept_choices(ids, alignment=alignment)
     for rank in range(RANKS):
@@ -59,7 +55,6 @@ def test_at_a_rank_no_choice_is_dropped_before_a_later_one(alignment):
 
 
 def test_the_last_expert_of_a_rank_is_dropped_no_more_than_the_first():
-    """Last experts of ranks have less than twice as many dropped choices as first experts."""
     dropped = [0, 0]
     for seed in range(8):
         ids = ids_of(seed, spread=0.5)
@@ -71,8 +66,7 @@ def test_the_last_expert_of_a_rank_is_dropped_no_more_than_the_first():
 
 
 def test_sources_lose_alike():
-    """If all ranks have equal ids, the numbers of choices that they lose at a rank differ by at
-    most one."""
+    """If ranks have equal ids, their numbers of dropped choices at a rank differ by at most one."""
     ids = np.broadcast_to(ids_of(1)[:1], (RANKS, TOKENS, TOP_K))
     dropped = np.sum(~kept_choices(ids), axis=(1, 2))
     assert dropped.min() > 0 and dropped.max() - dropped.min() <= RANKS

@@ -32,8 +32,6 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_of_experts_without_rows_reach_nothing(kind):
-    """A layer has the same outputs and gradients if the unused weights are NaN and if they are
-    0."""
     options = dict(group=GROUP, num_experts=RANKS * LOCAL) | KINDS[kind]
     size, slots = options.pop("size", 8), options.pop("slots", LOCAL)
     dtype, change = options.pop("dtype", jnp.float32), options.pop("change", lambda own: own)

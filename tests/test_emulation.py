@@ -1,18 +1,14 @@
-"""Run the kernels as C++ on a CPU. Random sequences of exchanges must pass; with a mutation of the
-kernels, one must fail.
-
-The hash of the commit selects a third of the mutations; ``make emulate`` runs all. The tests need a
-C++ compiler.
-"""
+"""Run the kernels as C++ on a CPU: random exchanges must pass, and must fail with each of a third
+of the mutations, which the commit selects."""
 
 import subprocess
 
 import pytest
 from emulation import mutations, runs
 
-# The number of sequences that each kind of a variant runs. One "tsan" takes seconds.
+# Seeds of each variant: one "tsan" sequence takes seconds.
 SEEDS = {"plain": 4, "colocated": 3, "tsan": 2}
-# These kinds need more, to detect the mutations of tests/mutations/list.toml.
+# Fewer do not detect the mutations of tests/mutations/list.toml.
 MORE_SEEDS = {"sequences": 6, "drops": 6}
 # Only ``make emulate`` runs the kinds that have other variants.
 KINDS = [name for name, kind in runs.KINDS.items() if kind.variant in SEEDS]

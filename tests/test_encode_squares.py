@@ -26,7 +26,6 @@ quantize = functools.partial(ma.quantize_experts, transposed=True)
 
 
 def draw(dtype, *shape):
-    """Return random weights of very different magnitudes. Some weights are not finite."""
     rng = np.random.default_rng(len(shape))
     w = rng.normal(size=shape) * 2.0 ** rng.integers(-12, 12, shape)
     w *= 2.0 ** rng.integers(-120, 100, (*shape[:-1], 1))
@@ -37,7 +36,6 @@ def draw(dtype, *shape):
 
 
 def numbers(tree):
-    """View arrays as integers, so that a comparison includes all bits."""
     return [np.asarray(x).view(f"u{x.dtype.itemsize}") for x in jax.tree.leaves(tree)]
 
 
@@ -66,8 +64,7 @@ def test_the_kernel_equals_the_composition(monkeypatch, dtype, shape):
 
 
 def shapes(fn, *args):
-    """Lower a program for GPUs, and return the operand and result shapes of its calls of the
-    kernel."""
+    """Return the operand and result shapes of the kernel's calls in a program for GPUs."""
     types = [call.types for call in calls(fn, *args) if call.target == "encode_squares"]
     return [re.findall(r"<([\dx]+)x[bf]\w+>", each) for each in types]
 
@@ -77,8 +74,8 @@ def array(*shape, dtype="bfloat16"):
 
 
 def test_one_call_has_the_orientations_in_use(hopper):
-    """Quantizing an array is one call of the kernel. The call returns only the orientations of the
-    weights (plain, transposed) that the program uses."""
+    """The call returns only the orientations of the weights (plain, transposed) that the program
+    uses."""
     w, shape, turned = array(4, 256, 384), "4x256x384", "4x384x256"
     assert shapes(quantize, w) == [[shape, turned, shape, "4x3x2"]]
     for fn in (ma.quantize_experts, lambda w: quantize(w).values):
@@ -102,9 +99,8 @@ def test_products_without_gradients_write_one_orientation(hopper):
 
 
 def test_a_gradient_of_a_program_that_read_one_orientation():
-    """Dead-code elimination removes one orientation of the weights (plain or transposed) from a
-    program. The gradient of the reduced program needs it, and equals the full program's
-    gradient."""
+    """The gradient needs the orientation that dead-code elimination removed, and equals the full
+    program's gradient."""
     rng, sizes = np.random.default_rng(0), np.array([4, 5], np.int32)
     rows, w = (rng.normal(size=shape).astype("float32") for shape in ((9, 128), (2, 128, 256)))
     trained = functools.partial(ma.quantize_experts, trainable=True)

@@ -29,14 +29,11 @@ def array(shape, dtype="float32"):
 
 
 def trace(fn, *args):
-    """Trace `fn` over two ranks (a vmap) with abstract arrays."""
     stacked = jax.tree.map(lambda a: jax.ShapeDtypeStruct((RANKS, *a.shape), a.dtype), args)
     return jax.eval_shape(jax.vmap(fn, axis_name=harness.AXIS), *stacked)
 
 
 def assert_refuses(fn, *args, naming):
-    """Assert that tracing fn(*args) raises an error whose message matches every pattern in
-    `naming`."""
     with refuses(naming):
         trace(fn, *args)
 
@@ -50,8 +47,8 @@ def refuses(naming):
 
 
 def route_args(**changed):
-    """Return valid keyword arguments of route and dispatch, with the changes in `changed`. The
-    value LEFT_OUT removes a key."""
+    """Return valid arguments of route and dispatch with the changes; the value LEFT_OUT removes a
+    key."""
     right = dict(
         group=harness.emulated_group(RANKS), num_experts=EXPERTS, capacity=CAPACITY, alignment=1
     )
@@ -87,7 +84,6 @@ def combine(*names, modes=(), **options):
 
 
 def test_right_input_is_accepted():
-    """With valid arguments, the calls of the other tests raise no error."""
     assert trace(combine(), Y).shape == (RANKS, TOKENS, HIDDEN)
     assert trace(combine("add", weights=None), Y, X).shape == (RANKS, TOKENS, HIDDEN)
     for call in (route(), dispatch()):
@@ -228,7 +224,6 @@ REFUSED = {
     "no recv": [
         (lambda y, recv=recv: ma.combine(y, recv), (Y,), ("recv",)) for recv in (None, "recv", 3)
     ],
-    # These messages say what to pass instead.
     "tokens in place of rows": [
         (lambda x, ids: ma.combine(x, ROUTED(ids)), (X, IDS), ("recv.rows",))
     ],
@@ -295,8 +290,7 @@ def test_numpy_integers_are_integers():
     ids=lambda changed: next(iter(changed)),
 )
 def test_what_only_equals_that_of_a_routing_is_refused(dispatch, changed):
-    """If an option of a dispatch equals the Routing's option but has a different type, that is an
-    error."""
+    """An option of a dispatch must have the type of the Routing's option, not just its value."""
     (name,) = changed
 
     def call(x, ids):
@@ -309,8 +303,7 @@ def test_what_only_equals_that_of_a_routing_is_refused(dispatch, changed):
 
 
 def test_padding_that_would_wrap_the_numbers_of_rows_is_refused():
-    """Each of 2 local experts needs `alignment` rows. If `alignment` is 2^30, the number of rows
-    exceeds int32."""
+    """With `alignment` 2^30, two local experts need more rows than int32 can count."""
     fits, wraps = (route_args(num_experts=4, alignment=alignment) for alignment in (2**29, 2**30))
     trace(lambda ids: ma.route(ids, **fits), IDS)
     naming = ("alignment", "num_experts", str(2**30), "4", r"int32\[6,3\]")
@@ -336,7 +329,7 @@ def test_experts_that_no_memory_could_count_are_refused():
 
 
 def test_a_symbolic_number_of_tokens_is_refused_with_advice():
-    """Ids whose sizes are symbolic raise an error. Its message advises one export for each size."""
+    """The error advises one export for each size."""
     naming = ("topk_ids", "symbolic", r"\[t,\s*3\]|\[6,\s*k\]", "export", "-1")
     for shape in ("t, 3", "6, k"):
         sizes = jax.export.symbolic_shape(shape)
@@ -354,7 +347,7 @@ def test_a_symbolic_number_of_tokens_is_refused_with_advice():
 
 
 def test_another_symbolic_size_is_refused_with_advice():
-    """A symbolic hidden size raises an error, because XLA would crash when it runs the export."""
+    """XLA would crash when it runs an export with a symbolic hidden size."""
     (size,) = jax.export.symbolic_shape("h")
     naming = ("symbolic", r"h\]|h,", "jax.export once")
     x, y = array((TOKENS, size)), array((CAPACITY, size))
@@ -371,7 +364,7 @@ def test_another_symbolic_size_is_refused_with_advice():
 
 
 def test_a_timeout_that_nanoseconds_cannot_count_is_refused():
-    """A timeout raises an error if twice the timeout in nanoseconds exceeds int64."""
+    """Twice the timeout in nanoseconds must not exceed int64."""
     for timeout in (1e10, 2**33, 1e300):
         for name in ("timeout", "first_timeout"):
             with pytest.raises(ValueError, match=rf"^{name} must be .*at most .* s.*; got "):
@@ -380,8 +373,6 @@ def test_a_timeout_that_nanoseconds_cannot_count_is_refused():
 
 
 def test_the_groups_axis_must_be_in_scope():
-    """Outside of shard_map and vmap, or if they map another axis, a route's error names the group's
-    axis."""
     for group in (harness.emulated_group(RANKS), harness.group_of(harness.RANK_COUNTS[0])):
         with pytest.raises((ValueError, TypeError), match=harness.AXIS):
             ma.route(jnp.zeros((TOKENS, TOP_K), jnp.int32), **route_args(group=group))
@@ -399,8 +390,8 @@ def test_the_group_must_match_the_mesh_in_scope():
     group = harness.group_of(4)
     spec = PartitionSpec(harness.AXIS)
     for mesh in (
-        harness.mesh_of(2),  # another size
-        Mesh(np.array(harness.devices(4)).reshape(2, 2), ("dp", harness.AXIS)),  # more axes
+        harness.mesh_of(2),
+        Mesh(np.array(harness.devices(4)).reshape(2, 2), ("dp", harness.AXIS)),
     ):
 
         @functools.partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec)

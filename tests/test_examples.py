@@ -1,5 +1,5 @@
-"""Run the examples, each in a separate process, like a user's program. The notebook's cells run in
-this process, without a Jupyter kernel."""
+"""Run each example in its own process, and the notebook's cells in this one, without a Jupyter
+kernel."""
 
 import importlib
 import importlib.util
@@ -37,7 +37,6 @@ def program(name: str, *args: str, **environment: str) -> tuple[list[str], dict[
 
 
 def run(name: str, *args: str, status: int = 0, **environment: str) -> str:
-    """Run an example, and return its output. Fail unless its exit status is ``status``."""
     command, beside = program(name, *args, **environment)
     done = subprocess.run(
         command, env=os.environ | beside, capture_output=True, text=True, timeout=500
@@ -70,7 +69,6 @@ FEW_STEPS += "--balance=bias --capacity-factor=0 --dtype=float32".split()
 
 @pytest.fixture(scope="module")
 def dense_losses(tmp_path_factory):
-    """Return the losses of the run `FEW_STEPS` with dense experts, in one process."""
     plot = tmp_path_factory.mktemp("dense") / "a.png"
     of_dense = "--experts=dense", "--mesh=1,2", "--sample=0", f"--out={plot}"
     # On GPUs, XLA rounds float32 operands to TF32, so the losses are less exact.
@@ -160,8 +158,8 @@ def test_blocks_of_transformers_have_the_outputs_and_gradients_of_the_originals(
 @needs_both
 @pytest.mark.exchanges(0)
 def test_losses_are_those_of_transformers_up_to_factors_and_means():
-    """Mixtral's balance loss in transformers is one loss for the tokens of all layers. Switch's is
-    the mean of the losses of all sequences."""
+    """Mixtral's loss in transformers is one loss of all layers' tokens, and Switch's is the mean
+    over sequences."""
     import torch
 
     mixtral, switch = (

@@ -22,7 +22,7 @@ SCALED = ma.Exchange(token_format=ma.NvFp4(global_scale=jnp.float32(0.5)), align
 
 
 def rows_of(exchange, x=X):
-    """Dispatch x on two ranks, and return the decoded rows of both."""
+    """Return the decoded rows of both ranks."""
 
     def on_rank(x, ids):
         given = dict(group=GROUP, num_experts=4, exchange=exchange)

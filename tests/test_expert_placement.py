@@ -105,16 +105,14 @@ def test_experts_are_packed_in_the_order_of_their_loads():
 
 
 def test_the_last_spare_slot_of_a_rank_fills_it_even_if_its_source_falls_below_the_mean():
-    """The planner moves 190 rows from rank 0 to rank 2, which then has the mean load. Rank 0 then
-    has less than the mean load, and gets 90 rows of rank 1."""
+    """The planner moves 190 rows from rank 0 to rank 2, and then 90 from rank 1 to rank 0."""
     load = np.array([300, 290, 10])
     placement = ma.plan_placement(load, num_ranks=3, spare=1)
     np.testing.assert_allclose(rank_loads(placement, load, 3), 200, atol=0.1)
 
 
 def chosen_by_hand(ids, placement, num_ranks, counts):
-    """Choose the slot of each choice on all ranks with loops. Each rank first uses its own slots,
-    and then the slots of all ranks in order."""
+    """Each rank first uses its own slots, and then the slots of all ranks in order."""
     slots = np.full_like(ids, -1)
     for expert, replicas in enumerate(placement.expert_slots):
         replicas = replicas[: placement.num_replicas[expert]]
@@ -157,7 +155,7 @@ def test_choices_fill_the_shares_of_slots(table):
     counts = np.stack([np.bincount(i[i >= 0], minlength=experts) for i in ids]).astype(np.int32)
     if table == "planned":
         placement = ma.plan_placement(counts.sum(0), num_ranks=ranks, spare=2)
-    else:  # experts in any order, some repeated, and an empty slot
+    else:
         slots = np.random.default_rng(1).permutation([*range(16), 3, 3, 3, 3, 5, 5, 9, -1])
         placement = ma.Placement.from_slots(slots, experts, num_ranks=ranks)
     assert placement.num_replicas.max() >= 2

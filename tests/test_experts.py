@@ -1,8 +1,5 @@
-"""Test that the primitives that compute experts have the results and derivatives of dense experts.
-
-A layer with them has no separate element-wise operation on the rows. In every test, rows after the
-last group are NaN or infinite. test_activations.py tests which activations the kernels compute.
-"""
+"""Compare the primitives that compute experts with dense experts; rows after the last group are NaN
+or infinite."""
 
 import functools
 import itertools
@@ -50,7 +47,7 @@ def operands(
     hidden=HIDDEN,
     intermediate=INTERMEDIATE,
 ):
-    """Return random operands in the order of NAMES. One row in a group has the weight 0."""
+    """Return random operands in the order of NAMES; one row in a group has the weight 0."""
     rng = np.random.default_rng(seed)
     width = activation.width(intermediate)
     shapes = (
@@ -144,7 +141,6 @@ def test_derivatives_of_any_order_are_those_of_dense_experts():
 
 @functools.cache
 def of_dense_experts():
-    """Return the result and all gradients of dense experts."""
     return harness.quickly(value_and_grads(dense))(*operands(SWIGLU))
 
 
@@ -174,7 +170,7 @@ def test_rows_of_weight_zero_are_exact_zeros_whatever_they_hold():
 
 
 def test_gradients_of_router_weights_are_summed_in_float32():
-    """The gradient is the square of 129/128, which needs 15 bits. A bfloat16 number has only 8."""
+    """The gradient is the square of 129/128, which needs 15 bits; bfloat16 has only 8."""
     x = jnp.full((1, 1), 129 / 128, "bfloat16")
     sizes, ones = jnp.ones(1, jnp.int32), jnp.ones(1, jnp.float32)
     gradient = experts.Gradient(x, x, ones, jnp.ones((1, 1, 1), x.dtype), sizes)
@@ -191,8 +187,7 @@ def test_one_row_and_no_rows(rows, sizes):
 
 
 def with_cotangents(fn):
-    """Return a compiled function of the operands: it returns fn's result and the operands'
-    cotangents."""
+    """Return a compiled function that returns fn's result and the operands' cotangents."""
 
     def run(*args):
         y, transpose = jax.vjp(fn, *args)
@@ -202,12 +197,11 @@ def with_cotangents(fn):
 
 
 def large_operands(activation, dtype, sizes):
-    """Return random operands that are large enough for the kernels."""
     return operands(activation, dtype=dtype, sizes=sizes, rows=300, hidden=72, intermediate=328)
 
 
 def assert_near(actual, right, num_rows, tolerance):
-    """Compare results of `with_cotangents` by the norm of the difference. Ignore rows after the
+    """Compare results of `with_cotangents` by the norm of the difference, without rows after the
     last group."""
     for name, x, expected in zip(("y", *NAMES), actual, right, strict=True):
         x, expected = (a[:num_rows] if a.shape[0] == 300 else a for a in (x, expected))

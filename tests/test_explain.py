@@ -106,7 +106,7 @@ def test_other_gpus_run_the_exchange_and_not_the_products(kernel):
 
 
 def log_of(caplog, fn, *args):
-    """Lower fn(*args) for CUDA, and return the reasons that the log contains."""
+    """Return the reasons that the log of lowering fn(*args) for CUDA contains."""
     jax.clear_caches()
     with caplog.at_level(logging.INFO, logger="jax_moe_a2a"):
         jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",))

@@ -78,11 +78,9 @@ def test_an_exported_layer_has_the_gradient_of_the_dense_layer():
 
 @has_no_cpu_path
 def test_one_export_serves_cpu_and_cuda():
-    """A machine exports for both platforms, even if it has only one of them. The export equals the
-    layer bit for bit."""
     *args, _ = placed_arguments()
-    # In jax 0.12.0.1, jnp.cumsum becomes chlo.scan. XLA:CPU aborts if a platform's branch has both
-    # chlo.scan and a collective.
+    # In jax 0.12.0.1, XLA:CPU aborts if a platform's branch has both jnp.cumsum (chlo.scan) and a
+    # collective.
     group = harness.group_of(RANKS)
     route = jax.jit(small_layer.on_all_ranks(lambda ids: ma.route(ids, **route_args(group))))
     export_of = export.export(route, platforms=("cpu", "cuda"), disabled_checks=CUSTOM_CALLS)
@@ -97,8 +95,7 @@ def test_one_export_serves_cpu_and_cuda():
 @pytest.mark.exchanges(0)
 @pytest.mark.parametrize("platform", (pytest.param("cpu", marks=has_no_cpu_path), "cuda"))
 def test_an_export_calls_the_kernels_only_for_cuda_and_only_where_the_group_has_gpus(platform):
-    """On the portable path, the program has no custom call of this package. With kernels, it has
-    two: a route with a dispatch, and a combine."""
+    """A program with kernels has two custom calls: a route with a dispatch, and a combine."""
     module = exported(platforms=(platform,)).mlir_module()
     called = {target for target in TARGETS if f"@{target}(" in module}
     group, expected = harness.group_of(RANKS), 0

@@ -1,5 +1,5 @@
-"""Test where the package finds its compiled extension: in its own folder, in another installation
-if the package is a clone, or in an installed wheel."""
+"""Test where the package finds its compiled extension: in its folder, in another installation, or
+in an installed wheel."""
 
 import re
 import subprocess
@@ -30,8 +30,8 @@ STAND_IN = "sources = {sources!r}\nname = {name!r}\n"
 
 @pytest.fixture
 def folders(tmp_path, monkeypatch):
-    """Hide all installed extensions, and put two folders on sys.path. The package is imported from
-    the first folder."""
+    """Hide all installed extensions, and import the package from the first of two folders on
+    sys.path."""
     here, other = tmp_path / "here", tmp_path / "other"
     for folder in (here, other):
         (folder / "jax_moe_a2a").mkdir(parents=True)
@@ -56,21 +56,19 @@ def folders(tmp_path, monkeypatch):
 
 
 def clone(folder):
-    """Make a folder look like a clone of the repository, with two source files of the extension."""
     (folder / "cuda/ffi").mkdir(parents=True)
     (folder / "cuda/ext.cc").write_text("int a;\n")
     (folder / "cuda/ffi/b.h").write_text("int b;\n")
 
 
 def build(folder, sources="", name="built"):
-    """Write a fake extension into the package in a folder. Return its path."""
+    """Write a fake extension into the package in a folder, and return its path."""
     file = folder / "jax_moe_a2a/_native.py"
     file.write_text(STAND_IN.format(sources=sources, name=name))
     return file
 
 
 def install(folder, wheel, version):
-    """Write a fake installed wheel with kernels into a folder."""
     package = wheel.replace("-", "_")
     info = folder / f"{package}-{version}.dist-info"
     info.mkdir()
