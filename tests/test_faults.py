@@ -1,5 +1,4 @@
-"""Run a few random faults of tests/faults. `make faults` runs 200; a different SEED selects
-others."""
+"""Run a few random faults of tests/faults."""
 
 import pathlib
 import signal
@@ -66,8 +65,6 @@ def test_close_closes_all_workspaces_or_none(monkeypatch):
 
 
 def test_threads_that_ask_at_once_make_the_value_of_a_job_once():
-    """If four threads call a `per_job` function at the same time, the wrapped function runs only
-    once."""
     calls = []
     make = compat.per_job(lambda: (time.sleep(0.05), calls.append(1)))
     with futures.ThreadPoolExecutor(4) as pool:
@@ -76,16 +73,13 @@ def test_threads_that_ask_at_once_make_the_value_of_a_job_once():
 
 
 def killed_at_a_step(run):
-    """Kill one of three processes during a step. One of the two other processes then raises an
-    error. The last one waits until gloo's timeout."""
+    """One survivor raises an error, and the other waits until gloo's timeout."""
     programs.begin(run, count=3)
     programs.churn(run, 7, "kill")
     return programs.die(run, lambda victim: victim.process.join(60))
 
 
 def test_the_survivors_of_a_killed_process_go_on_in_a_group_over_the_remaining_devices(monkeypatch):
-    """The processes run on CPUs, with jax_enable_recoverability. After the error, those that remain
-    make a new group."""
     monkeypatch.setitem(campaign.KINDS, "killed at a step", killed_at_a_step)
     done = campaign.run_one(1, 0, ["killed at a step"])
     assert done.outcome == "error", done

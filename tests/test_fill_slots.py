@@ -22,8 +22,8 @@ pytestmark = [
     pytest.mark.exchanges(0),
     pytest.mark.one_process("each process would compute the same on its own devices"),
 ]
-# Sizes are (ranks, experts). They include the kernel's largest number of ranks, odd numbers, and
-# more experts per rank than a warp has lanes.
+# These (ranks, experts) include the kernel's largest number of ranks, and more experts per rank
+# than a warp has lanes.
 SIZES = ((1, 3), (2, 6), (3, 105), (8, 64), (64, 256), (72, 288), (128, 256))
 WHY_NO_KERNEL = fill.why_no_kernel
 
@@ -80,7 +80,6 @@ def test_plans_of_the_gpu_are_those_of_numpy(ranks, experts, spare):
 
 
 def calls(fn, *args):
-    """Lower a program for GPUs, and return the types of its calls of the kernel."""
     text = jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     lines = [line for line in text.splitlines() if f"@{fill.TARGET}(" in line]
     return [re.sub("tensor<|xi32>", "", line.rsplit(" : ", 1)[1]) for line in lines]
@@ -88,7 +87,6 @@ def calls(fn, *args):
 
 @pytest.fixture
 def on_gpus(monkeypatch):
-    """Lower as if the machine had GPUs that run the kernel."""
     if not native.has_kernels():
         pytest.skip("the extension, which checks the call, was not built")
     jax.clear_caches()

@@ -1,7 +1,5 @@
-"""Test the encoded bits of token formats, the arrays that a dispatch sends, and derivatives.
-
-The oracle is `format_oracle.py`, which shares no code with the package.
-"""
+"""Compare the bits of token formats, dispatches and derivatives with `format_oracle.py`, which
+shares no code with the package."""
 
 import dataclasses
 import functools
@@ -38,8 +36,7 @@ of_every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
 def test_every_format_stands_wherever_formats_are_listed():
-    """CONTRIBUTING.md lists the places that must contain every format. No compiler and no other
-    test checks these places."""
+    """CONTRIBUTING.md lists the places that must contain every format."""
 
     def formats_of(module):
         kinds = ((name, kind) for name, kind in vars(module).items() if isinstance(kind, type))
@@ -55,8 +52,7 @@ def test_every_format_stands_wherever_formats_are_listed():
     texts |= {fn.__name__: fn.__doc__ for fn in (ma.Exchange, ma.combine)}
     texts["the error of another format"] = str(error.value)
     assert [(name, place) for name in names for place in texts if name not in texts[place]] == []
-    # The code for payloads, memory estimates and call attributes expects that only NvFp4 has a
-    # parameter.
+    # Payloads, memory estimates and call attributes assume that only NvFp4 has a parameter.
     fields = {type(fmt): dataclasses.fields(fmt) for fmt in FORMATS.values()}
     more = {kind: {f.name for f in fields[kind]} for kind in fields}
     assert {kind for kind in more if more[kind]} == {ma.NvFp4}
@@ -64,9 +60,7 @@ def test_every_format_stands_wherever_formats_are_listed():
 
 
 def every_pattern(dtype, group_size):
-    """Return groups that contain all 65536 bit patterns of a 16-bit float. A group's first number
-    enlarges its scale, and its other numbers have similar magnitudes. The last groups are
-    random."""
+    """Return groups that contain all 65536 bit patterns of a 16-bit float, and random groups."""
     bits = np.arange(1 << 16, dtype=np.uint16)
     bits = bits[np.argsort(bits & 0x7FFF, kind="stable")]
     chunks = np.resize(bits, (-(-bits.size // (group_size - 1)), group_size - 1))
@@ -82,8 +76,7 @@ def every_pattern(dtype, group_size):
 
 
 def float32_groups(group_size):
-    """Return random float32 groups with every kind of scale. Groups have random bits, similar
-    exponents, numbers at or next to a rounding boundary, or extreme numbers."""
+    """Return random float32 groups with every kind of scale."""
     rng = np.random.default_rng(1)
     groups = [rng.integers(0, 1 << 32, (64, group_size), np.uint32).view(np.float32)]
     exponents = rng.integers(-150, 128, (400, 1)) - rng.integers(0, 14, (400, group_size))
@@ -107,14 +100,13 @@ def float32_groups(group_size):
             with np.errstate(over="ignore"):
                 scaled = np.ldexp(np.float64(bounds), exponent)
             groups.append(in_groups(scaled[scaled <= first * 2.0**exponent], first * 2.0**exponent))
-    # For NvFp4, also use a global scale that is no power of two. With it, results depend on the
-    # order of operations.
+    # With this global scale, which is no power of two, results depend on the order of operations.
     bounds = (E2M1_VALUES[:-1] + E2M1_VALUES[1:]) / 2
     for code in (1, 2, 3, 7, 8, 9, 77, 98, 111, 125, 126):
         for scale in E4M3_VALUES[code] * np.array([1, np.float32(ODD_SCALE)]):
             groups.append(in_groups(with_neighbours(bounds * scale), 6 * scale))
 
-    # Add groups whose largest magnitude is near a magnitude at which the scale changes.
+    # Near these largest magnitudes, the scale changes.
     bounds = 6 * (E4M3_VALUES[:-1] + E4M3_VALUES[1:]) / 2
     firsts = [with_neighbours(bounds), with_neighbours(bounds * ODD_SCALE), [448 * 6, 1e9]]
     firsts += [with_neighbours(factor * 2.0 ** np.arange(-126, 119)) for factor in (1, 1.75, 1.9)]
@@ -138,7 +130,7 @@ NUM_INPUTS = {128: 1250, 32: 5000, 16: 10200}
 
 @functools.cache
 def inputs(dtype, group_size):
-    """Return groups [NUM_INPUTS, 3 * group_size]. If there are fewer groups, repeat them."""
+    """Return groups [NUM_INPUTS, 3 * group_size]."""
     groups = float32_groups(group_size) if dtype == "float32" else every_pattern(dtype, group_size)
     rows = NUM_INPUTS[group_size]
     assert len(groups) <= 3 * rows
@@ -167,8 +159,7 @@ def test_encode_returns_the_bits_of_the_oracle(name, dtype):
 
 @of_every_format
 def test_decode_returns_the_bits_of_the_oracle(name):
-    """Decode every byte with every kind of scale, also with scales that `encode` never returns.
-    Omit scales that make products subnormal in float32."""
+    """Scales that make products subnormal in float32 are omitted."""
     fmt = FORMATS[name]
     codes = np.resize(np.arange(256, dtype=np.uint8), 256 * fmt.group_size)
     if name == "blockwise":
@@ -198,8 +189,7 @@ def test_shapes(name):
 
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
 def test_the_rounding_that_made_a_token_is_not_skipped(dtype):
-    """In jit, `encode` after a cast to a 16-bit float must encode the rounded numbers. XLA must not
-    remove the cast."""
+    """XLA must not remove the cast to a 16-bit float before `encode`."""
     x = np.random.default_rng(0).standard_normal((64, 128)).astype(np.float32)
     for fmt in (ma.BlockwiseFp8(), ma.NvFp4(global_scale=ODD_SCALE)):
         rounded = (x * np.float32(1.2345)).astype(cases.dtype(dtype))
@@ -208,14 +198,12 @@ def test_the_rounding_that_made_a_token_is_not_skipped(dtype):
 
 
 def test_a_traced_global_scale_means_what_a_static_one_does():
-    """With random and extreme traced global scales, `encode` returns the oracle's bits."""
     rng = np.random.default_rng(0)
     scales = np.ldexp(rng.uniform(1, 2, 3000), rng.integers(-116, 116, 3000)).astype(np.float32)
     edges = np.float32(
         [2.0**-116, 2.0**116, 1, 0.5, np.nextafter(1, 0), np.nextafter(np.float32(1), 2)]
     )
     scales = np.concatenate([scales, edges.astype(np.float32)])
-    # Each group has numbers at or next to the boundary between two FP4 values.
     bounds = (E2M1_VALUES[:-1] + E2M1_VALUES[1:]) / 2
     factors = E4M3_VALUES[rng.integers(8, 127, scales.size)] * scales
     x = (factors[:, None] * np.concatenate([[6, 6], bounds, bounds])).astype(np.float32)
@@ -261,9 +249,8 @@ def dispatch_both(x, ids, topk_weights, **options):
 
 @functools.cache
 def dispatch_program(name, layout, ranks):
-    """Compile a function of (ids, x, topk_weights) that dispatches with ids, and with a Routing.
-    The function returns Recvs of quantized rows, Recvs of decoded rows, and a combine of decoded
-    rows."""
+    """Compile a function of (ids, x, topk_weights) that returns Recvs of quantized rows, Recvs of
+    decoded rows, and a combine of decoded rows."""
     fmt, static = FORMATS[name], layout.route_args(harness.group_of(ranks))
 
     def dispatch(ids, x, topk_weights):
@@ -286,8 +273,7 @@ def dispatch_program(name, layout, ranks):
 
 
 def tokens_of(layout, ranks, dtype="bfloat16"):
-    """Return random tokens of different magnitudes. On each rank, one token is zero, and one token
-    has an infinity."""
+    """Return random tokens; on each rank, one token is zero, and one has an infinity."""
     rng = np.random.default_rng([ranks, layout.hidden])
     x = rng.standard_normal((ranks, layout.tokens, layout.hidden))
     x *= 10.0 ** rng.uniform(-3, 3, x.shape[:2])[..., None]
@@ -322,13 +308,11 @@ def test_dispatch_moves_what_encode_returns(name, layout):
         harness.assert_sums_agree(combined, sums, slack, routing)
 
 
-# With these (tokens, hidden), the tokens of all ranks contain all of `inputs`, some twice. In the
-# kernel, a row has many segments, and the last one is partly filled.
+# With these (tokens, hidden), the tokens of all ranks contain all of `inputs`.
 WIDE = {"blockwise": (56, 9600), "mx": (56, 9600), "nv": (64, 8160)}
 
 
 def dispatch_and_check_rows(name, x, expected_parts, out_dtype):
-    """Dispatch each token of x [R, T, H] to two experts, and check the encoded and decoded rows."""
     fmt, (ranks, tokens, _) = FORMATS[name], x.shape
     has_traced_scale = name == "nv" and out_dtype != "bfloat16"
     first = np.arange(ranks * tokens, dtype=np.int32).reshape(ranks, tokens, 1)
@@ -388,8 +372,7 @@ def test_dispatch_encodes_and_decodes_every_number(name, dtype):
 @pytest.mark.exchanges(3)
 @of_every_format
 def test_dispatch_encodes_tokens_of_which_several_share_a_flag(name):
-    """A rank has more tokens than the kernel's receive buffer (zone) has flags. A row's values and
-    scales are no multiple of the kernel's vectors."""
+    """A rank has more tokens than the kernel's receive buffer has flags."""
     group_size = FORMATS[name].group_size
     num_groups = 3 if RANKS <= cases.MOST_RANKS else 1  # the zones' memory grows with ranks^2
     x = np.resize(inputs("bfloat16", group_size), (RANKS, 4100, num_groups * group_size))
@@ -418,8 +401,7 @@ WIRES = (
 
 
 def rows_of_every_size(layout, ranks, dtype):
-    """Return random rows of tiny to huge magnitudes. Each rank has a row of zeros, and some rows
-    with NaN or infinities."""
+    """Return random rows of tiny to huge magnitudes, with zeros, NaN and infinities."""
     rng = np.random.default_rng([ranks, layout.hidden])
     y = rng.standard_normal((ranks, layout.rows(ranks), layout.hidden))
     limits = ml_dtypes.finfo(cases.dtype(dtype))
@@ -435,8 +417,7 @@ def rows_of_every_size(layout, ranks, dtype):
 @pytest.mark.exchanges(12)
 @pytest.mark.parametrize(("name", "layout", "dtype"), WIRES)
 def test_sums_in_a_format_are_those_of_the_definition_for_every_routing(name, layout, dtype):
-    """Sums in a format equal the oracle's. Weights are powers of two, so that no product is
-    rounded."""
+    """Weights are powers of two, so no product is rounded."""
     fmt, ranks = FORMATS[name], RANKS
     group = harness.group_of(ranks)
     y = rows_of_every_size(layout, ranks, dtype)
@@ -459,8 +440,6 @@ def test_sums_in_a_format_are_those_of_the_definition_for_every_routing(name, la
 
 @pytest.mark.exchanges(8, split=1)
 def test_batches_halves_and_gradients_of_sums_in_a_format():
-    """A batched combine equals combines of its elements. A split combine equals an unsplit one.
-    Gradients equal those without a format."""
     fmt, ranks = FORMATS["nv"], RANKS
     ids, group = cases.Case(SMALL, "uniform").ids(ranks), harness.group_of(ranks)
     rng = np.random.default_rng(4)
@@ -491,8 +470,8 @@ def test_batches_halves_and_gradients_of_sums_in_a_format():
         assert_same_trees(actual, expected)
 
 
-# A dispatch and an unweighted combine are linear, except that a format rounds. Straight-through
-# derivatives ignore the rounding, so they equal those without a format bit for bit.
+# Straight-through derivatives ignore the rounding, so they equal those without a format bit for
+# bit.
 
 
 def transposed(fn, x, direction):
@@ -540,8 +519,6 @@ def test_derivatives_are_those_of_a_dispatch_without_a_format(check_vma):
 
 @pytest.mark.several_devices("it needs a second mesh axis")
 def test_hidden_may_be_sharded_by_an_explicit_axis():
-    """The shard of each device consists of complete groups. Values and scales are sharded like the
-    tokens."""
     mesh = harness.mesh_over(jax.sharding.AxisType.Explicit, ep=2, tp=2)
     group = ma.Group(mesh, harness.AXIS, implementation=harness.IMPLEMENTATION)
     P = jax.sharding.PartitionSpec

@@ -1,10 +1,5 @@
 """Compare `grouped_dot` of arrays in the format `BlockwiseFp8` with the definition in docs/fp8.md,
-computed in numpy.
-
-On CPU, the tested paths are products of decoded arrays ("reference") and a numpy version of the
-kernel that reads the kernel's arguments ("table"). With MOE_A2A_TEST_GPU=1, they are the kernel and
-products of decoded arrays.
-"""
+computed in numpy."""
 
 import dataclasses
 import functools
@@ -88,8 +83,7 @@ def powers(seed, shape):
 
 
 def draw_exact(num_rows, k, n, sizes, seed=0):
-    """Return quantized rows (NaN after the last group) and weights. All values are small integers,
-    and all scales are powers of two, so that all sums are exact."""
+    """Return quantized rows and weights whose sums are exact."""
     rows = ma.Quantized(integers(seed, (num_rows, k)), powers(seed + 1, (num_rows, k // BLOCK)))
     rows.values[sum(sizes) :], rows.scales[sum(sizes) :] = np.nan, np.inf
     blocks = len(sizes), -(-n // BLOCK), k // BLOCK
@@ -97,8 +91,7 @@ def draw_exact(num_rows, k, n, sizes, seed=0):
 
 
 def read_table(target, results, arrays, num_sms, product):
-    """Replace a kernel call by numpy that computes what the kernel's header file defines. Rows that
-    the kernel would not write are NaN."""
+    """Replace a kernel call by numpy; rows that the kernel would not write are NaN."""
     (out,) = results
 
     def run(*arrays):
@@ -123,7 +116,6 @@ def read_table(target, results, arrays, num_sms, product):
     scope="module", params=("kernel", "decoded") if harness.ON_GPU else ("table", "reference")
 )
 def path(request):
-    """Make `grouped_dot` use the path `request.param`."""
     jax.clear_caches()
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "decoded":
@@ -142,8 +134,8 @@ def path(request):
 
 
 def assert_is_product(found, rows, w, sizes, dtype, zero_tail=True, inexact=0.0):
-    """Assert that a product's error is at most K roundings to float32 and one rounding to `dtype`.
-    `inexact` allows an additional error, relative to the sums of the terms' magnitudes."""
+    """Assert that an error is at most K roundings to float32 and one rounding to `dtype`, plus
+    `inexact`."""
     expected, magnitudes = oracle.grouped_dot_fp8(rows, w, sizes)
     found = np.asarray(found)
     assert found.dtype == jnp.dtype(dtype) and found.shape == expected.shape
@@ -164,9 +156,9 @@ def test_a_product_is_that_of_the_definition(path, case):
                 rows, w, sizes, tail=tail, preferred_element_type=dtype
             )
         )
-        # Decoding rounds to bfloat16. Tensor cores shift 32 products to the exponent of the largest
-        # one, and keep 13 bits after its first bit. For random normal numbers, these errors are
-        # below 2^-7 of the sum of the products' magnitudes.
+        # Decoding rounds to bfloat16, and tensor cores keep 13 bits after the first bit of the
+        # largest of 32 products. For random normal numbers, these errors are below 2^-7 of the sum
+        # of the products' magnitudes.
         is_exact = path == "reference" or (path != "kernel" and powers_of_two)
         out = dot(rows, ma.QuantizedExperts(*w), sizes)
         inexact = 0.0 if is_exact else 2.0**-7
@@ -178,8 +170,8 @@ OF_KERNEL = itertools.product(("tail", "many_groups", "edges", "whole_turns"), (
 
 @pytest.mark.parametrize("case, num_spare", OF_KERNEL if harness.ON_GPU else [("tail", 2)])
 def test_spare_weights_are_a_second_array(path, case, num_spare):
-    """A product with one array of weights and a product with two (`spare`) have equal bits, because
-    all sums are exact."""
+    """Products with one and with two arrays of weights have equal bits, because all sums are
+    exact."""
     num_rows, k, n, sizes = (CASES | HOSTILE)[case]
     rows, w = draw_exact(num_rows, k, n, sizes)
     home, spare = ([x[:-num_spare] for x in w], [x[-num_spare:] for x in w])
@@ -201,8 +193,7 @@ def test_exact_sums_of_hostile_groups(path, case, dtype):
     rows, w = draw_exact(*HOSTILE[case])
     right = oracle.grouped_dot_fp8(rows, w, sizes)[0].astype(jnp.dtype(dtype))
     for tail in ("zero", "unspecified"):
-        # XLA may reuse this array's memory for the result. Then elements that the kernel does not
-        # write are NaN.
+        # If XLA reuses this memory for the result, elements that the kernel does not write are NaN.
         jax.block_until_ready(jnp.full((num_rows, n), np.nan, dtype)).delete()
         dot = jax.jit(
             lambda *args, tail=tail: ma.grouped_dot(*args, tail=tail, preferred_element_type=dtype)
@@ -243,7 +234,6 @@ def test_weights_are_quantized_by_squares():
     np.testing.assert_array_equal(
         np.asarray(found.transposed).view(np.uint8), np.swapaxes(values, 1, 2).view(np.uint8)
     )
-    # First quantize one array with gate and up, then the stacked experts of several layers.
     pair = ma.quantize_experts(np.stack([w, w[:, :, ::-1]], axis=2))
     assert pair.values.shape == (2, 2, 200, 256) and pair.scales.shape == (2, 2, 2, 2)
     np.testing.assert_array_equal(np.asarray(pair.values[:, 0]), np.asarray(found.values))
@@ -301,8 +291,6 @@ def test_a_batch_is_one_product_and_each_element_that_of_its_own_call(path, axes
 
 
 def test_batches_that_share_values_or_scales(path):
-    """Two nested vmaps add batch axes to different arrays. Each element equals the numpy product of
-    its arrays."""
     num_rows, k, n, sizes = CASES["tail"]
     rows, w = draw_exact(num_rows, k, n, [num_rows, 0, 0, 0])
     values, scales = (np.stack([x, x[::-1], x]) for x in rows)
@@ -341,7 +329,6 @@ def test_derivatives_of_quantized_arrays_are_refused():
 
 
 def bad(**changes):
-    """Return arguments of `grouped_dot`, some of them changed by the functions in `changes`."""
     rows, w, sizes = draw("tail")
     rows = ma.Quantized(rows.values, np.where(np.isinf(rows.scales), 0, rows.scales))
     given = dict(values=rows.values, scales=rows.scales, w_values=w[0], w_scales=w[1])
@@ -430,12 +417,7 @@ def test_weights_to_train_are_floats():
         ma.quantize_experts(ma.Quantized(TRAINED.transposed, TRAINED.scales), trainable=True)
 
 
-# The next tests differentiate products with float weights and with frozen FP8 weights.
-
-
 def test_quantization_counts_as_the_identity_for_derivatives():
-    """A product and its transpose quantize their operands. Their derivatives ignore the
-    rounding."""
     sizes, fmt = np.array([5, 0, 3], np.int32), ma.BlockwiseFp8()
     rows, d_rows = (normal(seed, (9, 128), "bfloat16") for seed in (7, 8))
     ct, d_ct = (normal(seed, (9, 256), "bfloat16") for seed in (9, 10))
@@ -482,8 +464,7 @@ def assert_derivatives(everything, end):
 @pytest.mark.parametrize("num_spare", (0, 1))
 @pytest.mark.parametrize("n", (256, 200))
 def test_products_of_frozen_weights_have_derivatives_of_any_order(num_spare, n):
-    """A product and its transpose quantize their operands, but their derivatives ignore the
-    rounding. If N is no multiple of 128, the transpose does not quantize."""
+    """If N is no multiple of 128, the transpose does not quantize."""
     sizes, fmt = np.array([5, 0, 3], np.int32), ma.BlockwiseFp8()
     rows, d_rows = (normal(seed, (9, 128), "bfloat16") for seed in (7, 8))
     ct, d_ct = (normal(seed, (9, n), "bfloat16") for seed in (9, 10))

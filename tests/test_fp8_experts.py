@@ -1,5 +1,4 @@
-"""Test the primitive that computes experts in FP8. Its results and derivatives equal those of
-separate products and activations that quantize the same numbers."""
+"""Compare the primitive that computes experts in FP8 with separate products and activations."""
 
 import functools
 
@@ -26,8 +25,7 @@ END = sum(SIZES)
 
 
 def draw(activation, seed=0, dtype="float32"):
-    """Return random operands. All rows are finite, because derivatives with respect to all operands
-    are compared."""
+    """All rows are finite, because derivatives with respect to all operands are compared."""
     args = operands(activation, seed, dtype, hidden=128, intermediate=128)
     return tuple(jnp.where(jnp.isfinite(x), x, 1) for x in args)
 
@@ -56,16 +54,14 @@ def separate(rows, w_in, b_in, weights, w_out, b_out, activation=SWIGLU):
 
 
 def gradients(fn, *args, of=jnp.sin):
-    """Return gradients of a sum over results, without the undefined gradients of rows after the
-    last group."""
+    """Return gradients without the undefined rows after the last group."""
     grads = jax.grad(lambda *args: jnp.sum(of(fn(*args))), OF_ALL)(*args)
     rows, w_in, b_in, weights, *others = grads
     return rows[:END], w_in, b_in, weights[:END], *others
 
 
 def assert_close(found, expected, tolerance=2e-3):
-    """Compare norms of differences, because a number between two FP8 values may round either
-    way."""
+    """Compare norms, because a number between two FP8 values may round either way."""
     for one, right in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         assert np.linalg.norm(one - right) < tolerance * np.linalg.norm(right)
 
@@ -132,8 +128,7 @@ def test_a_batch_has_the_results_of_its_elements(shares_weights):
 
 
 def unwriting(fn):
-    """Wrap a function: its results are NaN after the last group, like those of a kernel that writes
-    into memory full of NaN."""
+    """Wrap a function: its results are NaN after the last group."""
 
     def poisoned(*args, **options):
         def cut(x):
@@ -167,8 +162,7 @@ def avals(dtype="bfloat16"):
 @needs_kernel
 @pytest.mark.parametrize("arrived", (False, True))
 def test_no_pass_of_xla_is_between_the_products(hopper, arrived):
-    """Each array of weights is quantized once. The kernel that computes activations also quantizes
-    them, so no XLA operation does."""
+    """The kernel that computes activations also quantizes them."""
     fn = functools.partial(fused, arrived=arrived)
     found = calls(functools.partial(gradients, fn), *avals())
     targets = [call.target for call in found if call.target != "grouped_gemm"]

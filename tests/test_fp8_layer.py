@@ -28,7 +28,7 @@ SWIGLU = ma.gated(jax.nn.silu)
 
 
 def arguments(dtype="bfloat16"):
-    """Return random x, topk_weights, experts and ids of all ranks. Some ids are masked."""
+    """Return random x, topk_weights, experts and ids of all ranks."""
     rng = np.random.default_rng(0)
     normal = lambda *shape: cases.normal(rng, (RANKS, *shape), "float32")
     experts, hidden = LAYOUT.local_experts, LAYOUT.hidden
@@ -46,7 +46,6 @@ def frozen(args):
 
 
 def layer(*args, in_fp8=False, weigh_input=False, **options):
-    """Call `ma.moe_mlp` with one rank's arrays."""
     x, topk_weights, experts, ids = args
     route_args = small_layer.route_args(harness.group_of(RANKS), LAYOUT)
     options = harness.exchanging(route_args, options)
@@ -60,14 +59,12 @@ def of_all_ranks(fn=layer, **options):
 
 
 def on_one_device(wrap=lambda fn: fn, **options):
-    """Return a function that runs the layer of all ranks on one device. `wrap` transforms the layer
-    of one rank."""
+    """Return a function that runs the layer of all ranks on one device."""
     on_rank = functools.partial(layer, **dict(group=harness.emulated_group(RANKS)) | options)
     return jax.vmap(wrap(on_rank), axis_name=harness.AXIS)
 
 
 def relative_error(found, expected):
-    """Return the root mean square of the error, divided by that of `expected`."""
     found, expected = (x.astype(np.float64) for x in harness.numpy_of((found, expected)))
     return float(np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2)))
 
@@ -86,8 +83,7 @@ def test_a_recognized_activation_and_quantization_are_one_pass():
 @pytest.mark.exchanges(0)
 @pytest.mark.parametrize("trainable", (False, True))
 def test_gradients_of_numbers_in_fp8_are_refused(trainable):
-    """A gradient with respect to FP8 weights is an error, even if they have a float source, because
-    an optimizer would update only the source."""
+    """An optimizer would update only the float source of FP8 weights."""
     layers = on_one_device()
     x, topk_weights, experts, ids = arguments()
     experts = jax.vmap(functools.partial(ma.quantize_experts, trainable=trainable))(experts)
@@ -106,8 +102,7 @@ def rounded(x):
 
 @jax.custom_vjp
 def decoded_dot(rows, seen, w, sizes):
-    """Multiply decoded rows (`seen`) by decoded weights. The gradient of rows uses the decoded
-    cotangent. The gradient of weights uses `rows`."""
+    """The gradient of rows uses the decoded cotangent, and the gradient of weights uses `rows`."""
     return ma.grouped_dot(seen, w, sizes)
 
 
@@ -122,8 +117,6 @@ decoded_dot.defvjp(lambda *args: (decoded_dot(*args), args), decoded_dot_transpo
 
 
 def with_decoded_weights(*args, weigh_input=False, in_fp8=False):
-    """Compute the layer with rows, weights, activations and cotangents that were encoded and
-    decoded."""
     x, topk_weights, weights, ids = args
     of_rows = lambda q: q.reshape(len(q), -1, q.shape[-1])
 
@@ -189,8 +182,7 @@ def test_frozen_weights_have_the_gradients_of_decoded_ones(weigh_input):
 @pytest.mark.parametrize("weigh_input", (False, True))
 def test_training_has_the_gradients_of_decoded_numbers(weigh_input):
     """The first product and the gradient of its weights use the FP8 rows that the dispatch
-    returned. With `weigh_input`, the scales of these rows are multiplied by the router's
-    weights."""
+    returned."""
     *floats, ids = arguments("float32")
     ct = jnp.cos(floats[0])
     options = dict(in_fp8=True, weigh_input=weigh_input)
@@ -205,7 +197,7 @@ def test_training_has_the_gradients_of_decoded_numbers(weigh_input):
 
 @functools.cache
 def emulated(variant=None):
-    """Run a layer with frozen FP8 weights on one device, and return its result and gradients."""
+    """Return the result and gradients of a layer with frozen FP8 weights on one device."""
     options = {}
     x, topk_weights, experts, ids = frozen(arguments("float32"))
     if variant == "unfused":
@@ -262,7 +254,6 @@ def test_an_error_names_the_argument(changed, error, message):
 
 
 def value_and_grads(floats, ids, ct, *, fn=layer, **options):
-    """Return the result of a layer, and the gradients of all `floats` for the cotangent `ct`."""
     y, transpose = jax.vjp(lambda *floats: of_all_ranks(fn, **options)(*floats, ids), *floats)
     return y, *jax.tree.leaves(transpose(ct.astype(y.dtype)))
 
@@ -277,10 +268,9 @@ def exact():
 
 
 def errors(**options):
-    """Return the relative errors of the output and of all gradients, compared to a layer in
-    float32."""
+    """Return the relative errors of the output and of all gradients."""
     (floats, ids, ct), expected = exact()
-    if options.get("frozen"):  # compare only the output
+    if options.get("frozen"):
         run = small_layer.compiled(of_all_ranks(), exchanges=2)
         found = [run(*frozen((*floats, ids)))]
     else:
@@ -355,8 +345,6 @@ def test_a_policy_saves_all_numbers_in_fp8(in_fp8, policy):
 
 @pytest.mark.exchanges(0)
 def test_chunks_quantize_weights_once_and_train_as_one():
-    """Weights are quantized once, before the loop over chunks, also under a vmap that does not
-    batch them."""
     x, topk_weights, experts, ids = arguments("float32")
     batch = [jnp.stack([each, each[::-1]]) for each in (x, topk_weights, ids)]
 
@@ -421,7 +409,6 @@ def test_moe_over_expert_and_tensor_axes():
 
     @harness.quickly
     def run(x, params):
-        """Return the result, and all gradients except those of the experts' weights."""
         experts = params["experts"]
 
         def result(x, router, b_in, b_out):
@@ -449,8 +436,7 @@ def test_moe_over_expert_and_tensor_axes():
 @pytest.mark.several_devices("meshes of several axes")
 @pytest.mark.one_process("meshes of several axes")
 def test_moe_trains_micro_batches_with_weights_that_were_quantized_once():
-    """Each device stores 192 rows of weights, which is no multiple of 128. If weights are quantized
-    before the loop over micro-batches, the results have the same bits."""
+    """Each device stores 192 rows of weights, which is no multiple of 128."""
     mesh = mesh_of(AxisType.Explicit, data=2, ep=2, tensor=2)
     axes = ma.Axes("ep", data="data", tensor="tensor", fsdp="data")
     x = np.random.default_rng(1).normal(size=(2, 16, 384)).astype(np.float32)

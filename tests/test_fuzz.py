@@ -1,8 +1,5 @@
-"""Test the fuzzer (tests/fuzz): random exchanges, layers and products have the oracle's results,
-and the fuzzer detects a broken package.
-
-`python -m tests.fuzz` runs more programs, and repeats one program with `--program`.
-"""
+"""Test that random exchanges, layers and products have the oracle's results, and that the fuzzer
+detects a broken package."""
 
 import jax.numpy as jnp
 import pytest

@@ -24,8 +24,7 @@ def problem():
 @pytest.mark.exchanges(5)
 @pytest.mark.parametrize("check_vma", (True, False), ids=("vma", "no_vma"))
 def test_gradients_of_the_ranks_own_losses_taken_inside_equal_those_of_the_dense_layer(check_vma):
-    """Each rank differentiates its own loss. Cotangents cross ranks, so it gets the gradient of the
-    sum of all losses."""
+    """Cotangents cross ranks, so each rank gets the gradient of the sum of all losses."""
     floats, ids, expected = problem()
     layer = small_layer.layer_of(harness.group_of(RANKS))
 
@@ -39,8 +38,6 @@ def test_gradients_of_the_ranks_own_losses_taken_inside_equal_those_of_the_dense
 
 @pytest.mark.several_devices("it tests the derivative of psum in shard_map")
 def test_gradients_of_the_summed_loss_taken_inside_equal_those_of_the_dense_layer():
-    """If each rank differentiates the psum of all losses, it gets the gradient of the sum (with
-    check_vma)."""
     floats, ids, expected = problem()
     layer = small_layer.layer_of(harness.group_of(RANKS))
 
@@ -70,7 +67,6 @@ def test_gradients_of_the_summed_loss_taken_inside_equal_those_of_the_dense_laye
     ),
 )
 def test_the_gradient_of_a_replicated_parameter_is_the_sum_over_ranks(inside):
-    """Each rank multiplies its tokens and outputs by a scale that is equal on all ranks."""
     floats, ids, _ = problem()
     kept = small_layer.arguments(RANKS).kept
     group = harness.group_of(RANKS)

@@ -23,15 +23,13 @@ pytestmark = [
 
 
 def mesh_of(*shape):
-    """Return a mesh of fake GPUs with the axes "host" and "ep". Each process has one GPU."""
+    """Return a mesh of fake GPUs with the axes "host" and "ep"."""
     gpus = [Gpu(i, process_index=i) for i in range(np.prod(shape))]
     return Mesh(np.array(gpus).reshape(shape), ("host", "ep"))
 
 
 @pytest.fixture
 def nothing_acts(monkeypatch):
-    """Make the test fail if it calls a function that could ask a device or another process."""
-
     def refuse(name):
         return lambda *args, **kwargs: pytest.fail(f"{name} was called")
 

@@ -1,11 +1,5 @@
-"""Compare `grouped_dot` with plain numpy products in float64, on every path that can run here.
-
-On CPU, the paths are `lax.ragged_dot`, a numpy version of the kernel that reads its table of groups
-("table"), and products that do not mask rows as `lax.ragged_dot` does ("careless"). With
-MOE_A2A_TEST_GPU=1, the paths are the kernel and `lax.ragged_dot`.
-
-In every operand of every test, rows after the last group are NaN or infinite.
-"""
+"""Compare `grouped_dot` with numpy products in float64, on every path that can run here. Rows after
+the last group are always NaN or infinite."""
 
 import contextlib
 import functools
@@ -41,8 +35,7 @@ PRIMITIVES = {
 
 
 def read_table(target, results, arrays, num_sms, aliases=None, *, product):
-    """Replace a kernel call by numpy that computes what the kernel's header file defines. Rows that
-    the kernel would not write are NaN."""
+    """Replace a kernel call by numpy; rows that the kernel would not write are NaN."""
     (out,) = results
 
     def run(*operands):
@@ -72,8 +65,7 @@ def read_table(target, results, arrays, num_sms, aliases=None, *, product):
 
 
 def careless_dot(rows, w, sizes, *, transposed, dtype):
-    """Compute a grouped dot that returns NaN after the last group, and adds 0 times the sum of all
-    rows."""
+    """Compute a grouped dot that adds 0 times the sum of all rows."""
     w = jnp.swapaxes(w, 1, 2) if transposed else w
     ends = jnp.cumsum(sizes)
     expert = jnp.searchsorted(ends, jnp.arange(rows.shape[0], dtype=ends.dtype), side="right")
@@ -84,7 +76,6 @@ def careless_dot(rows, w, sizes, *, transposed, dtype):
 
 
 def careless_outer(x, y, sizes, *, dtype):
-    """Compute a grouped outer product that multiplies the rows of other groups by 0."""
     ends = jnp.cumsum(sizes)[None]
     row = jnp.arange(x.shape[0], dtype=ends.dtype)[:, None]
     mask = ((row < ends) & (row >= ends - sizes[None])).astype(jnp.float32)
@@ -93,7 +84,6 @@ def careless_outer(x, y, sizes, *, dtype):
 
 @contextlib.contextmanager
 def only(path):
-    """Make `grouped_dot` use this path."""
     jax.clear_caches()
     as_on_gpu = path == "table"
     with pytest.MonkeyPatch.context() as patch:
@@ -124,7 +114,7 @@ def path(request):
         yield request.param
 
 
-# The functions of oracle.py compute in float64. For rows that are in no group, they return zeros.
+# For rows in no group, the functions of oracle.py return zeros.
 
 
 def wide(*arrays):
@@ -175,7 +165,6 @@ def normal(seed, shape, dtype):
 
 
 def rows_of(seed, num_rows, columns, sizes, dtype):
-    """Return random rows that are NaN or infinite after the last group."""
     rows = normal(seed, (num_rows, columns), dtype)
     end = sum(sizes)
     rows[end::3], rows[end + 1 :: 3], rows[end + 2 :: 3] = np.nan, np.inf, -np.inf
@@ -194,8 +183,8 @@ def arrays(num_rows, k, n, sizes, dtype, seed=0):
 
 
 def close(found, right, dtype, terms=1, length=512):
-    """Assert that `found` equals `right` up to one rounding of each term. There are `terms` terms,
-    each the sum of `length` float32 products."""
+    """Assert that `found` equals `right` up to one rounding of each of `terms` sums of `length`
+    float32 products."""
     eps = float(ml_dtypes.finfo(jnp.dtype(dtype)).eps)
     found = np.asarray(found)
     assert found.dtype == jnp.dtype(dtype) and found.shape == right.shape
@@ -248,8 +237,6 @@ def test_products_and_first_derivatives(path, case, dtype, tail):
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16") if harness.ON_GPU else ("bfloat16",))
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_of_weights_are_added_to_totals(path, case, dtype):
-    """The kernel adds gradients to float32 totals without rounding them to `dtype`. The totals of
-    empty groups keep all bits."""
     num_rows, k, n, sizes = CASES[case]
     if path == "careless" and case not in ("tiles", "empty_ends"):
         pytest.skip("other cases cover this path")
@@ -323,10 +310,9 @@ SUBSETS = [has for has in itertools.product((True, False), repeat=3) if any(has)
 
 
 def batch(has_rows, has_w, has_sizes, dtype, num_rows=90, k=128, n=128):
-    """Return lists of the rows, weights, sizes and cotangents of each batch element. Without
-    has_rows, has_w or has_sizes, the elements share this operand."""
+    """Return lists of the rows, weights, sizes and cotangents of each batch element; elements may
+    share operands."""
     sizes = BATCH_SIZES if has_sizes else [BATCH_SIZES[0]] * BATCH
-    # Shared rows are NaN or infinite only after the last group of every element.
     ends = [s if has_rows else max(sizes, key=sum) for s in sizes]
     each = [arrays(num_rows, k, n, end, dtype, seed=10 * i) for i, end in enumerate(ends)]
     cts = [rows_of(i + 100, num_rows, n, s, dtype) for i, s in enumerate(sizes)]
@@ -348,7 +334,7 @@ def test_vmap_of_any_operand(path, has, dtype):
         for each, is_batched in zip((rows, w, sizes), has, strict=True)
     ]
     axes = [0 if is_batched else None for is_batched in has]
-    if has[0]:  # make the batch axis the last one
+    if has[0]:
         operands[0], axes[0] = np.moveaxis(operands[0], 0, 2), 2
     ct = np.stack(cts)
 

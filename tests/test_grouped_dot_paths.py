@@ -1,8 +1,4 @@
-"""Test which arguments `grouped_dot` accepts, and which products run a kernel.
-
-Lowering for CUDA needs no GPU, so most of these tests run on every machine that has the extension
-with the kernel.
-"""
+"""Test which arguments `grouped_dot` accepts, and which products run a kernel."""
 
 import functools
 import logging
@@ -72,8 +68,7 @@ def test_wrong_arguments_are_named(error, message, change):
 
 
 def products(fn, *args, target="grouped_gemm"):
-    """Lower a program for GPUs, and return the attribute `product` of each call of the kernel
-    `target`."""
+    """Return the attribute `product` of each call of the kernel `target`."""
     found = [call.attributes for call in calls(fn, *args) if call.target == target]
     return [int(attributes["product"]) for attributes in found]
 
@@ -152,8 +147,8 @@ def test_each_product_is_one_call(hopper):
 
 @pytest.fixture
 def blackwell(monkeypatch):
-    """Lower as if the only GPU had compute capability 10.0. Return a function that sets the version
-    of cuBLASLt."""
+    """Lower for a GPU of compute capability 10.0, and return a function that sets cuBLASLt's
+    version."""
     if harness.ON_GPU:
         pytest.skip("this process has real GPUs")
     jax.clear_caches()
@@ -164,7 +159,7 @@ def blackwell(monkeypatch):
 
 
 def by_library(fn, *args):
-    """Lower a program for GPUs, and return (product, mean rows) of each cuBLASLt call."""
+    """Return (product, mean rows) of each cuBLASLt call."""
     found = [call.attributes for call in calls(fn, *args) if call.target == "library_gemm"]
     return sorted((int(each["product"]), int(each["mean_rows"])) for each in found)
 

@@ -1,5 +1,4 @@
-"""Test that the FFI handlers keep state between runs of a program, check their calls, and report
-why a call fails. The handlers run on CPU with a fake driver that only counts kernel launches."""
+"""Test the FFI handlers on CPU, with a fake driver that only counts kernel launches."""
 
 import contextlib
 import functools
@@ -115,7 +114,7 @@ def run(program):
     jax.block_until_ready(step(*arguments))
 
 
-# Each function below is a scenario, which runs with the handlers' library in a separate process.
+# Each scenario runs with the handlers' library in a separate process.
 
 
 def keeps_what_does_not_change(library):
@@ -166,7 +165,6 @@ def opens_again(library):
 
 
 def grows(library):
-    """Run a program again after another program has enlarged the workspace."""
     small = make("dispatch", *CALLS["dispatch"])
     run(small)
     used = library.used_bytes(0)
@@ -192,8 +190,7 @@ def comes_with_a_loaded_executable(library):
 
 
 def damages(arrays):
-    """Yield lists of arrays. Each is `arrays`, but one array has a wrong dtype, a wrong axis size,
-    or a wrong number of axes."""
+    """Yield lists of arrays, of which one has a wrong dtype or wrong axes."""
     for i, (dtype, *shape) in enumerate(arrays):
         others = (
             (U8 if dtype != U8 else F32, *shape),
@@ -204,8 +201,6 @@ def damages(arrays):
 
 
 def refuses_arrays(library):
-    """Check that a call fails if one of its arrays has a wrong dtype or wrong axes. Try each
-    array."""
     operands, results, attributes = CALLS["weighted_dispatch"]
     refused = functools.partial(is_refused, library, "weighted_dispatch", attributes=attributes)
     assert all(refused(damaged, results) for damaged in damages(operands))
@@ -226,8 +221,6 @@ def is_refused(library, operation, operands, results, attributes):
 
 
 def refuses_missing_attributes(library):
-    """Check that a call fails if it lacks an attribute, whether all calls or only this call have
-    it."""
     told = re.escape("INVALID_ARGUMENT: jax_moe_a2a: the call lacks an attribute. Another version")
     for operation, (operands, results, attributes) in CALLS.items():
         everything = handler_calls.attributes() | attributes
@@ -316,8 +309,7 @@ def test_xla_is_told_of_the_state_before_the_targets_that_make_it(monkeypatch):
 
 
 class Extension:
-    """A fake extension with the functions that these tests need. A problem is the tuple (text, True
-    if memory is lacking)."""
+    """A fake extension, whose problem is the tuple (text, True if memory is lacking)."""
 
     def __init__(self, **answers):
         for name, answer in answers.items():
@@ -326,8 +318,7 @@ class Extension:
 
 @pytest.fixture
 def answering(monkeypatch):
-    """Return a context that replaces the extension by a fake one. The context ends before fixtures
-    read the counters of the real extension."""
+    """The context ends before fixtures read the counters of the real extension."""
 
     @contextlib.contextmanager
     def answer(**answers):

@@ -1,5 +1,5 @@
 """Test that processes of one host find each other, and that a process answers only processes of its
-JAX job. The tests need no GPU."""
+JAX job."""
 
 import dataclasses
 import functools
@@ -37,7 +37,7 @@ REFUSED = 2
 @pytest.fixture
 def told(monkeypatch):
     """Replace JAX's coordination service by a dict of notices, which processes publish about
-    themselves. Patch the package: kernels exist, and processes can connect to each other."""
+    themselves."""
     told = {}
     monkeypatch.setattr(compat, "coordination_set", told.__setitem__)
     monkeypatch.setattr(compat, "coordination_get", lambda key, timeout: told.get(key))
@@ -59,15 +59,13 @@ def told(monkeypatch):
 
 
 def tell(told, index, host=None, **fields):
-    """Publish the notice of the process `index`. Its other fields are those of this process."""
     fields = dict(dict(socket=f"name{index}", secret="secret", version=VERSION), **fields)
     notice = dataclasses.replace(processes._own_notice(), host=host or processes._host(), **fields)
     told[processes.KEY.format(index)] = json.dumps(dataclasses.asdict(notice))
 
 
 def group_of(*owners, axes=("ep",), **options):
-    """Return a group over "ep" of fake GPUs; GPU i is of the process owners[i]. A mesh of two axes
-    has two GPUs per row."""
+    """Return a group over "ep" of fake GPUs; GPU i is of the process owners[i]."""
     devices = np.array([Gpu(i, owner) for i, owner in enumerate(owners)])
     mesh = Mesh(devices.reshape(-1, 2) if len(axes) == 2 else devices, axes)
     return ma.Group(mesh, "ep", **options)
@@ -91,8 +89,7 @@ ASKING = {
 
 @pytest.mark.parametrize("ask", ASKING.values(), ids=ASKING)
 def test_a_process_announces_itself_before_it_waits_for_another_one(told, monkeypatch, ask):
-    """If two processes waited for each other before they publish their notices, both would wait
-    forever."""
+    """If two processes waited before they publish their notices, both would wait forever."""
     own = processes.KEY.format(0)
 
     def get(key, timeout):
@@ -114,7 +111,7 @@ def test_a_process_announces_itself_before_it_waits_for_another_one(told, monkey
 def test_a_process_whose_answer_needs_no_other_one_announces_itself_all_the_same(
     told, monkeypatch, ask
 ):
-    """A process without kernels also publishes a notice, because other processes wait for it."""
+    """Other processes wait for the notice of a process without kernels, too."""
     monkeypatch.setattr(native, "has_kernels", lambda: False)
     monkeypatch.setattr(native, "why_no_gpus", lambda: "has no CUDA kernels")
     group = group_of(0, 1)
@@ -143,7 +140,7 @@ def test_the_id_of_a_process_counts_where_it_means_the_same(told):
 
 
 def test_a_process_that_has_ended_is_looked_up_again(told, monkeypatch):
-    """If a process has ended, it may have been restarted. Then it answers at a different socket."""
+    """A restarted process answers at a different socket."""
     ranks = group_of(0, 0, 1, 1)
     tell(told, 1)
     assert ranks.path == "cuda"
@@ -195,8 +192,7 @@ def test_a_group_of_one_process_publishes_nothing(told):
 
 
 def hosts_of_two(told, monkeypatch):
-    """Put processes 0 and 1 on one host, and 2 and 3 on another. Each GPU has its host's
-    partition."""
+    """Put processes 0 and 1 on one host, and 2 and 3 on another."""
     for index in (1, 2, 3):
         tell(told, index, host="another" if index > 1 else None)
     monkeypatch.setattr(Gpu, "partition_index", property(lambda gpu: gpu.id // 2), raising=False)
@@ -231,8 +227,7 @@ def test_hosts_with_ranks_here_and_there_take_the_portable_path(told):
 
 
 def test_a_host_of_another_version_takes_no_kernels_within_it(told, monkeypatch):
-    """If hosts have different versions of the package, the group uses no kernels, because the hosts
-    could trace different programs."""
+    """With different versions, the hosts could trace different programs."""
     hosts_of_two(told, monkeypatch)
     for index in (2, 3):
         tell(told, index, host="another", package="0.0.1")
@@ -258,8 +253,7 @@ def test_all_processes_take_the_path_that_every_one_can(told):
     "field, other", (("version", 2), ("package", "0.0.1"), ("build", "CUDA 12.0 for 90"))
 )
 def test_processes_of_different_versions_or_builds_take_the_portable_path(told, field, other):
-    """Processes compare the package's version, too, because it determines the shapes of a
-    program."""
+    """The package's version determines the shapes of a program."""
     tell(told, 1, **{field: other})
     why = group_of(0, 0, 1, 1)._why_portable
     assert why.startswith("processes 0 and 1 run different versions of jax_moe_a2a: ")
@@ -293,8 +287,7 @@ def endpoint():
 
 
 def ask(endpoint, secret, request, *, patience=5.0):
-    """Send a request to a process, and return its answer (status, text), or None without an
-    answer."""
+    """Return a process's answer (status, text), or None without an answer."""
     with socket.socket(socket.AF_UNIX) as server:
         server.settimeout(patience)
         server.connect("\0" + endpoint[0])
@@ -376,13 +369,10 @@ def test_a_request_that_never_ends_delays_others_for_seconds_only(endpoint):
 needs_a_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
 
 
-# The program PEERS has four commands. `ask SOCKET SECRET PID` asks process PID for memory. It
-# prints the problem, whether PID has ended, and the number of allocations that arrived. `listen
-# [MS]` prints socket and secret, answers requests, and forks once for each input line. A child
-# waits MS milliseconds before it closes its copy of the socket. `hold FD` sends itself a request.
-# While it answers with the descriptor FD, it forks. Then it ends. `throw` sends itself three
-# requests, and prints status and reason of each answer. While it handles the first two, it throws
-# exceptions.
+# `ask SOCKET SECRET PID` prints the problem, whether PID has ended, and the number of allocations.
+# `listen [MS]` prints socket and secret, answers requests, and forks a child for each line, which
+# keeps its socket MS milliseconds. `hold FD` forks while it answers itself with FD, and ends.
+# `throw` throws while it handles the first two of its three requests.
 PEERS = r"""
 #include <pthread.h>
 #include <unistd.h>
@@ -444,8 +434,7 @@ int main(int argc, char** argv) {
 }
 """
 
-# This program listens at a socket name, optionally as a different user, and answers with a file
-# descriptor. It prints what it received.
+# This program listens at a socket name, answers with a descriptor, and prints what it received.
 IMPOSTOR = r"""
 import os, socket, struct, sys
 name, user = sys.argv[1], int(sys.argv[2])
@@ -470,7 +459,6 @@ NOBODY = 65534
 
 @pytest.fixture(scope="module")
 def peers(tmp_path_factory):
-    """Compile the program PEERS with handoff.cc, without CUDA, and return its path."""
     folder, cuda = tmp_path_factory.mktemp("peers"), pathlib.Path(__file__).parents[1] / "cuda"
     (folder / "main.cc").write_text(PEERS)
     sources = [
@@ -494,8 +482,7 @@ def test_an_exception_while_answering_is_a_refusal_and_ends_no_process(peers):
 
 
 def asked_impostor(peers, user, pid_of):
-    """Let PEERS ask an impostor process, which listens under the socket name of another process.
-    Return the problem, if the asked process seems to have ended, the number of allocations, and
+    """Return the problem, if the asked process seems to have ended, the number of allocations, and
     what the impostor received."""
     name = f"jax_moe_a2a-test-{os.getpid()}-{time.monotonic_ns()}"
     command = [sys.executable, "-c", IMPOSTOR, name, str(user)]
@@ -510,8 +497,7 @@ def asked_impostor(peers, user, pid_of):
 
 @pytest.fixture(scope="module")
 def named_peers(peers):
-    """Return `peers`. Skip the test if Linux does not tell the process at the other end of a
-    socket."""
+    """Skip the test if Linux does not tell the process at the other end of a socket."""
     with Listener([peers, "listen"]) as listener, socket.socket(socket.AF_UNIX) as server:
         server.connect("\0" + listener.endpoint[0])
         told = server.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
@@ -533,8 +519,6 @@ def test_a_process_of_another_user_that_took_the_name_learns_no_secret(named_pee
 
 @needs_a_compiler
 def test_another_process_of_this_user_that_took_the_name_is_not_asked_either(named_peers):
-    """If the impostor's process id is not the expected one, the asker sends nothing. Otherwise, the
-    asker sends its secret."""
     problem, has_ended, allocations, told = asked_impostor(
         named_peers, 0, lambda impostor: os.getpid()
     )
@@ -609,13 +593,12 @@ def test_a_process_of_another_user_gets_no_answer_even_with_the_secret(
 @needs_a_compiler
 @pytest.mark.parametrize("delay_ms", (0, 500))
 def test_a_dead_process_is_known_to_have_ended_while_a_child_that_it_forked_lives(peers, delay_ms):
-    """With a delay, the dead process is asked while its child still has a copy of its socket
-    open."""
+    """With a delay, the child still has a copy of the dead process's socket open."""
     with Listener([peers, "listen", str(delay_ms)]) as listener:
         for _ in range(2):
             assert ask(listener.endpoint, listener.endpoint[1], []) is not None
             listener.fork()
-            assert ask(listener.endpoint, listener.endpoint[1], []) is not None  # it still answers
+            assert ask(listener.endpoint, listener.endpoint[1], []) is not None
         listener.kill()
         command = [peers, "ask", *listener.endpoint, str(listener.process.pid)]
         begin = time.monotonic()
@@ -626,8 +609,7 @@ def test_a_dead_process_is_known_to_have_ended_while_a_child_that_it_forked_live
 
 @needs_a_compiler
 def test_a_forked_child_does_not_hold_memory_that_its_parent_was_giving(peers):
-    """The test uses a pipe in place of memory. Reading from the pipe ends when no process has the
-    other end open."""
+    """Reading from a pipe ends when no process has the other end open."""
     reading, writing = os.pipe()
     with open(reading, "rb") as memory:
         with Listener([peers, "hold", str(writing)], pass_fds=[writing]) as listener:

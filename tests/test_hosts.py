@@ -1,8 +1,4 @@
-"""Test two-level groups on CPU. Each process acts as a host, and gloo connects the processes.
-
-If root runs the tests, each process has a separate network (hosts.py). `make test-hosts` runs all
-tests of two-level groups with these numbers of hosts and ranks.
-"""
+"""Test two-level groups on CPU. Each process acts as a host, and gloo connects the processes."""
 
 import os
 import shutil
@@ -27,12 +23,9 @@ CAN_MAKE_HOSTS = os.geteuid() == 0 and shutil.which("ip") is not None
 
 
 def test_each_process_as_a_host_has_the_rows_sums_and_gradients_of_a_flat_group():
-    """On two hosts of two ranks, results equal those of a one-level group."""
     processes.assert_tests_pass(CHOSEN, "--devices=4", *["--as-hosts"] * CAN_MAKE_HOSTS)
 
 
 def test_a_host_that_is_killed_ends_the_others_with_an_error_within_the_bound():
-    """One of two hosts, each with two processes, is killed. The processes of the other raise an
-    error after the timeout of XLA's collectives."""
     done = campaign.run_one(1, 0, ["programs: a killed host"])
     assert done.outcome == "error", done

@@ -1,5 +1,4 @@
-"""Test that the Flax modules return the results of `ma.moe` and of a dense layer, also under Flax's
-transforms."""
+"""Compare the Flax modules with `ma.moe` and a dense layer, also under Flax's transforms."""
 
 import functools
 from dataclasses import replace
@@ -47,7 +46,7 @@ def dense_module(params, x):
 
 
 def apply_and_params(make, mesh, x=X, call=None, config=CONFIG, **options):
-    """Make a module. Return a function of (parameters, tokens) that calls it, and its
+    """Return a function of (parameters, tokens) that calls a module, and the module's
     parameters."""
     call = call or {}
     with jax.set_mesh(mesh):
@@ -62,7 +61,6 @@ def apply_and_params(make, mesh, x=X, call=None, config=CONFIG, **options):
 
 
 def by_name(params):
-    """Return a dict of a module's parameters."""
     return nnx.to_pure_dict(params) if isinstance(params, nnx.State) else linen.unbox(params)
 
 
@@ -76,7 +74,7 @@ def loss_of(y):
 
 @MODULES
 def test_a_module_runs_on_the_mesh_of_make_mesh(make):
-    """`jax.make_mesh` makes Explicit axes. The module returns the dense layer's output."""
+    """`jax.make_mesh` makes Explicit axes."""
     if harness.NUM_DEVICES < 8:
         pytest.skip("needs 8 devices")
     mesh = jax.make_mesh((8,), ("ep",), devices=harness.devices(8))
@@ -143,7 +141,6 @@ def test_a_module_with_all_parameters_is_moe(make):
 
 
 def experts_of(names, prefix=""):
-    """Return `ma.Experts` of the arrays or shardings in the dict `names`."""
     cast = lambda a: a.astype(jnp.bfloat16) if hasattr(a, "astype") else a
     every = "w_in", "w_out", "b_in", "b_out"
     return ma.Experts(*(cast(names[prefix + n]) for n in every if prefix + n in names))

@@ -1,8 +1,5 @@
-"""Test the conversion of weights from and to Hugging Face transformers.
-
-The tests make state dicts themselves, so most of them need no PyTorch. The last test converts real
-models. test_examples.py compares outputs and gradients with transformers.
-"""
+"""Test the conversion of weights from and to Hugging Face transformers. Only the last test needs
+PyTorch."""
 
 import json
 import re
@@ -61,13 +58,11 @@ FORMS = [
 
 
 def projections_of(kind):
-    """Return the names of the weights gate, up and down in a model family."""
     is_short = kind in ("mixtral", "minimax_m2")
     return ("w1", "w3", "w2") if is_short else ("gate_proj", "up_proj", "down_proj")
 
 
 def shapes_of(kind, per_expert):
-    """Return the shape of each tensor of a transformers block."""
     router = "router" if kind in INPUTS_FIRST else "gate"
     shapes = {f"{router}.weight": (E, H)}
     names = projections_of(kind)
@@ -103,8 +98,7 @@ def shapes_of(kind, per_expert):
 
 
 def block_of(kind, per_expert, dtype=np.float32, prefix=PREFIX):
-    """Return a random state dict of a block. As in published files, the selection bias is
-    float32."""
+    """As in published files, the selection bias is float32."""
     rng = np.random.default_rng(0)
     return {
         prefix + name: rng.normal(size=shape).astype(
@@ -145,14 +139,13 @@ def sigmoid(x):
 
 
 def choices_of(kind, block, token):
-    """Return a token's experts and their weights, as the routers of transformers 5 do."""
     weight = next(block[name] for name in ("gate.weight", "router.weight") if name in block)
     logits = weight @ token + block.get("router.bias", 0)
     is_sigmoid = kind in ("deepseek_v3", "minimax_m2", "llama4_text")
     scores = sigmoid(logits) if is_sigmoid else np.exp(logits) / np.exp(logits).sum()
     bias = [x.reshape(-1) for name, x in block.items() if name.endswith("correction_bias")]
     chosen_by = scores + (bias[0] if bias else 0)
-    if kind.startswith("deepseek"):  # choose only in the best of two groups
+    if kind.startswith("deepseek"):
         groups = chosen_by.reshape(2, 2)
         values = groups.max(axis=1) if kind == "deepseek_v2" else groups.sum(axis=1)
         chosen_by = np.where(np.repeat(values == values.max(), 2), chosen_by, -np.inf)
@@ -194,7 +187,6 @@ def original(kind, block, x):
 
 
 def converted(params, x):
-    """Compute a block from converted weights, with the package's router and dense experts."""
     router, zeros = params["router"], np.zeros(E, x.dtype)
     logits = x @ router.kernel + (zeros if router.bias is None else router.bias)[None]
     choices = router.choose(logits, select_bias=router.select_bias)
@@ -354,8 +346,7 @@ def torch():
 
 
 def model_of(kind, **fields):
-    """Return a tiny transformers model of two layers. In some model families, the first layer is
-    dense."""
+    """In some model families, the first of two layers is dense."""
     import transformers
 
     more = dict(vocab_size=8, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2)
@@ -390,8 +381,7 @@ def test_models_of_transformers_make_a_round_trip(kind, dtype, torch, tmp_path):
     for name, tensor in model.state_dict().items():
         assert name not in back or torch.equal(tensor, back[name]), name
 
-    # Saved tensors have other names than the model's in memory, and config.json has other fields
-    # than the model's config.
+    # Saved tensors have other names than those in memory, and config.json has other fields.
     model.save_pretrained(tmp_path)
     files = load_file(tmp_path / "model.safetensors")
     config = json.loads((tmp_path / "config.json").read_text())

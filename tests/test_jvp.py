@@ -31,8 +31,6 @@ def problem():
 
 
 def assert_equal_to_dense(transform, **tolerance):
-    """Apply the transform to the layer and to the dense layer, and compare both functions of
-    (floats, directions)."""
     layer, dense, floats, directions = problem()
     actual = small_layer.compiled(transform(layer))(floats, directions)
     expected = small_layer.compiled(transform(dense))(floats, directions)
@@ -56,7 +54,6 @@ def test_jvp_and_linearize_equal_those_of_the_dense_layer():
 @pytest.mark.exchanges(0)
 @pytest.mark.parametrize("i", range(3), ids=small_layer.NAMES)
 def test_the_tangent_of_one_argument_moves_nothing_of_the_others(i):
-    """Besides the layer's own exchanges, only rows and weights that have tangents are sent."""
     layer, _, floats, directions = problem()
 
     def of_one(value):

@@ -1,9 +1,5 @@
-"""Test that the expert layer has the results and derivatives of the dense layer on one device, and
-as many exchanges as docs/concepts.md says.
-
-On the portable path, rows after the last group are NaN. A test whose capacity exceeds the number of
-rows therefore fails if these rows affect a result or a gradient.
-"""
+"""Compare the expert layer with the dense layer on one device, and its exchanges with
+docs/concepts.md. On the portable path, rows after the last group are NaN."""
 
 import functools
 
@@ -53,8 +49,6 @@ def of_all_ranks(fn=layer, **options):
 
 
 def dense(*args, activation=SWIGLU, change=lambda experts: experts):
-    """Compute the layer's output on all ranks without an exchange. Each expert computes each
-    token."""
     x, topk_weights, *arrays, ids, kept = args
     experts = experts_of(*(w.reshape(-1, *w.shape[2:]) for w in arrays), activation=activation)
     weights, ids = jnp.where(kept, topk_weights, 0), jnp.where(kept, ids, -1)
@@ -78,7 +72,6 @@ def value_and_grads(fn):
 
 @functools.cache
 def program(layout, **options):
-    """Return a compiled `value_and_grads` of the layer."""
     return small_layer.compiled(value_and_grads(of_all_ranks(layout=layout, **options)))
 
 
@@ -101,8 +94,7 @@ def test_results_and_gradients_are_those_of_the_dense_layer(layout):
 
 
 def test_weights_of_choices_may_multiply_the_inputs_of_experts():
-    """With `weigh_input`, a dropped choice adds nothing to a token's output, although experts with
-    biases do not map zeros to zeros."""
+    """With `weigh_input`, a dropped choice adds nothing to a token's output."""
     change = lambda experts: experts.replace(weigh_input=True)
     expected = small_layer.compiled(
         value_and_grads(functools.partial(dense, change=change)), exchanges=0
@@ -116,8 +108,8 @@ def test_weights_of_choices_may_multiply_the_inputs_of_experts():
 
 @pytest.mark.exchanges(0)
 def test_without_tokens_gradients_of_weights_are_zero():
-    """This test runs on one device. In a shard_map, this gradient would be a constant, which is an
-    error in XLA."""
+    """The test runs on one device, because in a shard_map a constant gradient is an error in
+    XLA."""
     layout = cases.Layout("none", tokens=0, top_k=2, local_experts=2, hidden=5)
     floats, ids, _ = arguments(layout)
     fn = functools.partial(layer, layout=layout, group=harness.vmapped_group(RANKS))
@@ -129,8 +121,7 @@ def test_without_tokens_gradients_of_weights_are_zero():
 
 @pytest.mark.exchanges(0)
 def test_rows_without_a_token_add_nothing_to_gradients_of_arrays_that_an_activation_reads():
-    """At h = 0, the derivative of slope * log(abs(h)) with respect to slope is infinite. Multiplied
-    by 0, this is NaN."""
+    """At h = 0, the derivative of slope * log(abs(h)) with respect to slope is infinite."""
     group = ma.Group(axis_name=harness.AXIS, size=RANKS, implementation="portable")
 
     def of_ranks(*args, **options):
@@ -167,8 +158,8 @@ POLICIES = jax.checkpoint_policies
 ROUTING, ROWS = ma.ROUTING_CHECKPOINT_NAME, ma.ROWS_CHECKPOINT_NAME
 PRODUCTS = ma.PRODUCTS_CHECKPOINT_NAME
 save = POLICIES.save_only_these_names
-# Each case is (policy, dict of the numbers of routes, of token exchanges and of first products).
-# The numbers are for a forward and a backward pass, as in the table of docs/concepts.md.
+# Each case is (policy, numbers of routes, token exchanges and first products in a forward and a
+# backward pass), as in docs/concepts.md.
 REMAT = {
     "no checkpoint": (None, dict(route=1, exchange=4, product=1)),
     "nothing": (POLICIES.nothing_saveable, dict(route=2, exchange=5, product=2)),
@@ -204,8 +195,7 @@ def test_there_are_two_exchanges_forward_and_two_backward_and_a_policy_decides_o
     expected = dict(REMAT[policy][1])
     again = expected.pop("product") - 1
     assert dict(route=counted["route"], exchange=num_exchanges(counted)) == expected, counted
-    # The second product is never recomputed. The first product is recomputed with its bias, which
-    # is a separate product if the activation is not fused.
+    # The recomputed bias is a separate product if the activation is not fused.
     if activation is UNFUSED:
         assert counted["grouped_dot"] == 7 + 2 * again, counted
     else:
@@ -215,8 +205,6 @@ def test_there_are_two_exchanges_forward_and_two_backward_and_a_policy_decides_o
 
 @pytest.mark.exchanges(0)
 def test_no_exchange_writes_rows_after_the_last_group():
-    """The dispatch of the gradient also omits these rows, because only grouped products read its
-    result."""
     floats, ids, _ = arguments()
     jaxpr = jax.make_jaxpr(checkpointed_program("no checkpoint"))(floats, ids)
     outward = [eqn for eqn in harness.equations(jaxpr) if eqn.primitive.name == "moe_a2a_dispatch"]
@@ -227,8 +215,7 @@ def test_no_exchange_writes_rows_after_the_last_group():
 @ACTIVATIONS
 @pytest.mark.parametrize("policy", [name for name in REMAT if name != "everything"])
 def test_the_backward_pass_keeps_rows_and_first_products_or_what_a_policy_saves(policy, activation):
-    """No other array [rows, columns] is kept for the backward pass, with one exception. Without a
-    policy and without a fused activation, the weighted activations are kept, too."""
+    """Without a policy and without a fused activation, the weighted activations are kept, too."""
     floats, ids, _ = arguments(SMALL, "uniform")
     floats = floats[:4]
     group = harness.emulated_group(RANKS)
@@ -336,7 +323,7 @@ def test_an_error_names_the_argument_and_what_it_must_be(changed, error, naming)
 
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 def test_chunks_of_tokens_are_layers_whose_gradients_are_summed_in_float32(dtype):
-    """Each chunk is routed separately, so only tokens of one chunk compete for the capacity."""
+    """Only tokens of one chunk compete for the capacity."""
     floats, ids, _ = arguments(CUT, dtype=dtype)
     chunk = cases.Layout("chunk", 2, 3, local_experts=2, capacity=6, alignment=4, hidden=5)
     parts = [slice(2 * i, 2 * i + 2) for i in range(3)]

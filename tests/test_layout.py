@@ -63,8 +63,7 @@ def test_a_token_has_no_more_choices_than_a_warp_has_lanes():
 
 
 def test_the_fields_of_a_routing_have_one_order():
-    """Kernels identify an array by its position. The macros ``MOE_A2A_PLAN_ARRAYS`` and
-    ``MOE_A2A_ROUTING_ARRAYS`` in ``cuda/params.h`` define the order."""
+    """Kernels identify an array by its position in the macros of ``cuda/params.h``."""
     fields = [*plan.RoutingArrays._fields, *plan.RoutePlan._fields[1:]]
     assert fields == layout.PLAN_ARRAYS
     shapes = plan.plan_shapes(num_tokens=1, top_k=1, num_ranks=1, num_local_experts=1, capacity=1)
@@ -74,8 +73,6 @@ def test_the_fields_of_a_routing_have_one_order():
 
 
 def test_token_formats_agree():
-    """The struct ``Format`` in ``cuda/token_format.h`` has the sizes of the classes in
-    ``formats.py``."""
     classes = {
         name
         for name, found in vars(formats).items()

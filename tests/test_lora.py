@@ -1,5 +1,4 @@
-"""Test that layers with low-rank adapters equal layers whose weights include the adapters, and that
-only adapters, not frozen weights, get gradients."""
+"""Compare layers with low-rank adapters with layers whose weights include the adapters."""
 
 import functools
 
@@ -32,7 +31,6 @@ SCALE, LOW = 0.5, 3
 
 
 def adapted(experts, num_lead=1, seed=0):
-    """Return the experts with random adapters."""
     rng = np.random.default_rng(seed)
 
     def lora(w):
@@ -44,8 +42,6 @@ def adapted(experts, num_lead=1, seed=0):
 
 
 def merged(experts):
-    """Return experts whose weights are the frozen weights plus the adapters' products."""
-
     def add(w, lora):
         flat = lora.b.reshape(*lora.a.shape[:-2], lora.b.shape[lora.a.ndim - 2], -1)
         return jax.lax.stop_gradient(w) + SCALE * (lora.a @ flat).reshape(w.shape)
@@ -117,7 +113,6 @@ def problem(dtype=np.float32):
 
 
 def of_ranks(ids, x, weights, experts, **options):
-    """Return the outputs of a layer whose ranks are a vmap on one device."""
     group = harness.emulated_group(RANKS)
 
     def on_rank(ids, x, weights, experts):
@@ -128,8 +123,7 @@ def of_ranks(ids, x, weights, experts, **options):
 
 
 def gradients(ids, x, weights, experts, change=lambda experts: experts, **options):
-    """Return the gradients of x, weights and experts, and the layer's output. The layer uses
-    `change(experts)`."""
+    """Return the gradients of x, weights and experts, and the layer's output."""
 
     def loss(x, weights, experts):
         y = of_ranks(ids, x, weights, change(experts), **options)
@@ -199,8 +193,7 @@ def test_adapters_have_derivatives_of_finite_differences():
 
 
 def gradients_of_all(fn, args):
-    """Return fn's output, and all gradients. The gradients of FP8 weights, which must be zeros, are
-    added to the output."""
+    """The gradients of FP8 weights, which must be zeros, are added to the output."""
     *floats, ids = args
     ct = jnp.asarray(cases.normal(np.random.default_rng(1), floats[0].shape, "float32"))
     y, transpose = jax.vjp(lambda *floats: fn(*floats, ids), *floats)

@@ -1,4 +1,4 @@
-"""Test that training the example model gives the losses of the newest record, computed on a GPU."""
+"""Compare losses of the example model with the newest record, computed on a GPU."""
 
 import harness
 import numpy as np
@@ -30,8 +30,8 @@ def test_all_ways_begin_like_the_dense_reference_and_end_near_it():
     curves = recorded()[1]
     for curve in curves.values():
         np.testing.assert_allclose(curve[:, :20], curves["dense"][:, :20], rtol=1e-3)
-        # Runs with different rounding diverge. The last losses of a run must be within 4 percent of
-        # the dense ones, the mean of n runs within 4 / sqrt(n) percent.
+        # Runs with different rounding diverge: one run may differ by 4 percent, the mean of n runs
+        # by 4 / sqrt(n) percent.
         last, rel = slice(-losses.END, None), 0.04 / np.sqrt(len(curve))
         assert curve[:, last].mean() == pytest.approx(curves["dense"][:, last].mean(), rel=rel)
 

@@ -1,9 +1,5 @@
 """Test that programs lowered for CUDA have one custom call for each exchange, or use the portable
-path.
-
-Lowering for CUDA needs no GPU, so these tests run on every machine that has the package's
-extension.
-"""
+path."""
 
 import collections
 import functools
@@ -57,7 +53,6 @@ def group_of(**options):
 
 
 def aval(*shape, dtype="bfloat16"):
-    """Return the type of an argument whose leading axis is divided over the ranks."""
     return jax.ShapeDtypeStruct((RANKS * shape[0], *shape[1:]), dtype)
 
 
@@ -66,8 +61,6 @@ WEIGHTS = aval(TOKENS, TOP_K, dtype="float32")
 
 
 def lower(fn, *avals):
-    """Map `fn`, a function of one rank's arrays, over the ranks, lower it for CUDA, and return the
-    text."""
     spec = PartitionSpec(harness.AXIS)
     mapped = jax.shard_map(fn, mesh=harness.mesh_of(RANKS), in_specs=spec, out_specs=spec)
     return lowered_for_cuda(mapped, *avals)
@@ -86,7 +79,6 @@ def is_portable(text, operation):
 
 
 def attribute(text, operation, name):
-    """Return, as text, the attribute `name` of the first kernel call of an operation."""
     line = next(line for line in text.splitlines() if f"@moe_a2a_{operation}" in line)
     return re.search(rf"\b{name} = ([^,}}]+|dense<[^>]*>)", line)[1].strip()
 
@@ -123,7 +115,6 @@ def test_every_primitive_is_one_custom_call_and_no_collective():
 
 
 def test_few_tokens_are_routed_and_dispatched_by_one_custom_call():
-    """The call returns all arrays of the routing, because the combine uses them."""
     text = lower(exchange, aval(TOKENS, HIDDEN), IDS, WEIGHTS)
     assert calls(text) == {"routed_dispatch": 1, "combine": 1}
     operands, results = signature(text, "routed_dispatch")
@@ -141,8 +132,7 @@ def test_few_tokens_are_routed_and_dispatched_by_one_custom_call():
 @pytest.mark.skipif(RANKS < 4, reason="needs two hosts of two")
 @pytest.mark.parametrize("capacity", (None, TOKENS), ids=("worst_case", "drops"))
 def test_two_levels_are_calls_of_the_kernels_along_each_axis(capacity):
-    """First, ids and rows are sent between hosts. Then rows are sent within hosts. Sums are sent in
-    the reverse order. Within a host, the kernels accept any capacity, as in a one-level group."""
+    """Ids and rows are sent between hosts first, and sums in the reverse order."""
     axes, hosts = ("host", harness.AXIS), 2
     mesh = harness.mesh_over(host=hosts, ep=RANKS // hosts)
     group = ma.Group(mesh, axes, two_level=True, implementation="cuda")
@@ -175,9 +165,7 @@ def test_two_levels_are_calls_of_the_kernels_along_each_axis(capacity):
 @pytest.mark.parametrize("decode", (False, True))
 @pytest.mark.parametrize("scale", (None, "static", "traced", "of_tokens"))
 def test_a_format_is_a_part_of_the_custom_call(scale, dtype, decode, given):
-    """The operands of the call are unquantized tokens, and only the call computes floats of 4 or 8
-    bits. If the rows are not decoded, the ranks receive the tokens' global scales as a choice
-    array."""
+    """If rows are not decoded, the ranks receive the tokens' global scales as a choice array."""
     has_token_scales, is_returned = scale in ("traced", "of_tokens"), scale == "of_tokens"
     is_returned = is_returned and not decode
     name = "routed_dispatch" if given == "ids" else "format_dispatch"
@@ -254,7 +242,6 @@ def test_a_batch_is_encoded_by_the_call(in_axes):
 
 
 def test_a_batch_over_another_mesh_axis_keeps_one_scale_for_each_token():
-    """A token has one scale for all batch elements, because the handler accepts no more."""
     mesh = harness.mesh_over(dp=2, ep=RANKS // 2)
     group, spec = ma.Group(mesh, harness.AXIS), PartitionSpec(harness.AXIS)
 
@@ -280,8 +267,7 @@ def test_a_batch_over_another_mesh_axis_keeps_one_scale_for_each_token():
     ((None, True), (ma.BlockwiseFp8(), True), (ma.MxFp8(), False)),
 )
 def test_training_in_fp8_reads_the_rows_that_arrive(hopper, fmt, arrives):
-    """One kernel call quantizes the activations, and another one the gradient. If the dispatch
-    returns rows in a different format, a third call quantizes the rows."""
+    """If the dispatch returns rows in a different format, a third call quantizes the rows."""
 
     def layer(x, ids, weights, *arrays):
         choices, experts = ma.RouterChoices(ids, weights), ma.Experts(*arrays).in_fp8()
@@ -337,9 +323,6 @@ def test_each_call_of_a_combine_has_the_addends_of_its_dtype():
 
 
 def test_weights_return_with_the_sums_of_the_first_dtype_only():
-    """The gradient of a dispatch with two dtypes has two combines. Only the first returns gradients
-    of weights."""
-
     def gradient(x, ids, weights, ct):
         def rows_of(x, weights):
             recv = ma.dispatch(x, ids, weights, group=group_of(), num_experts=EXPERTS)
@@ -378,8 +361,7 @@ def test_replicated_tokens_are_the_calls_of_single_rank_domains_which_reserve_no
 
 
 def test_xla_quantizes_the_tokens_of_a_single_rank():
-    """A kernel needs receive buffers (zones) to quantize tokens that stay on their rank. A group of
-    one rank has no zones, so XLA quantizes."""
+    """A group of one rank has no receive buffers, which a kernel needs to quantize."""
     x, ids = aval(TOKENS, 64), aval(TOKENS, TOP_K, dtype="int32")
 
     def rows(x, ids, **modes):
@@ -411,7 +393,6 @@ def halves(text):
 
 
 def call_results(text):
-    """Return the names of all results of kernel calls in a program."""
     found = re.findall(r"(%\d+)(?::(\d+))? = stablehlo.custom_call @moe_a2a_", text)
     return [
         f"{name}#{i}" if number else name for name, number in found for i in range(int(number or 1))
@@ -433,8 +414,7 @@ def test_every_half_is_one_custom_call_forward_and_backward():
 
 
 def test_a_constant_enters_one_barrier_for_a_start_and_its_done():
-    """The done finds its exchange by the address of an operand. Without the barrier, XLA would give
-    each call a separate copy of the constant."""
+    """Without the barrier, XLA would give each call a separate copy of the constant."""
 
     def ones(x, ids):
         recv = ma.dispatch_done(
@@ -454,8 +434,7 @@ def test_a_constant_enters_one_barrier_for_a_start_and_its_done():
 
 
 def test_a_done_reads_what_its_start_reads_and_returns_what_the_start_returned():
-    """A done has the operands of its start and, after them, the start's results, whose memory gets
-    the done's results."""
+    """A done has the operands and then the results of its start, whose memory the done returns."""
     text = lower(split_exchange, aval(TOKENS, HIDDEN), IDS, WEIGHTS)
     for operation in ("dispatch", "combine"):
         read, given = signature(text, f"{operation}_start(")
@@ -467,9 +446,7 @@ def test_a_done_reads_what_its_start_reads_and_returns_what_the_start_returned()
 
 
 def test_nothing_is_fused_with_a_half():
-    """An optimization barrier is before and after each start and done. Without barriers, XLA on
-    GPUs fuses a call with slices of its operands, or with an operation that writes its result into
-    a larger array. The fusion would copy the array in flight, and the done would not find it."""
+    """A fusion would copy the array in flight, and the done would not find it."""
     text = lower(split_gradients, x := aval(TOKENS, HIDDEN), IDS, WEIGHTS, x)
     (body,) = (part for part in text.split("func.func") if "_start(" in part)
     barriers = set(re.findall(r"(%\w+)(?::\d+)? = stablehlo.optimization_barrier", body))
@@ -488,8 +465,7 @@ def test_the_budget_of_a_group_is_that_of_its_split_exchanges_too():
 
 
 def test_halves_whose_whole_is_portable_are_portable_too():
-    """If the kernels do not support an exchange, both its start and its done use the portable path.
-    Here, the kernels do not support sums in float64."""
+    """The kernels do not support sums in float64."""
 
     def combine(y, ids):
         return ma.combine_done(ma.combine_start(y, route(ids)))
@@ -502,8 +478,6 @@ def test_halves_whose_whole_is_portable_are_portable_too():
 
 
 def cotangents(y, weights, ct, ids, of=("rows", "weights")):
-    """Return the cotangents of a weighted combine with respect to the arguments `of`: rows, weights
-    or both."""
     routing = route(ids)
 
     def combine(values):
@@ -520,8 +494,8 @@ def cotangent_avals(dtype="bfloat16", hidden=HIDDEN, weights="float32"):
 
 @pytest.mark.parametrize("of", (("rows", "weights"), ("rows",), ("weights",)), ids="_and_".join)
 def test_a_weighted_dispatch_takes_and_returns_what_is_wanted(of):
-    """For the gradient of the rows, the call needs the weights. For the gradient of the weights, it
-    needs the rows."""
+    """The gradient of the rows needs the weights, and the gradient of the weights needs the
+    rows."""
     text = lower(functools.partial(cotangents, of=of), *cotangent_avals())
     assert calls(text) == {"route": 1, "weighted_dispatch": 1}
     row, number, token = f"{ROWS}x{HIDDEN}xbf16", f"{ROWS}xf32", f"{TOKENS}x{HIDDEN}xbf16"
@@ -530,7 +504,6 @@ def test_a_weighted_dispatch_takes_and_returns_what_is_wanted(of):
     read += [f"{RANKS}x{TOKENS}x{TOP_K}xi32", f"{ROWS}xi32"]
     assert operands == [token, *[row] * ("weights" in of), *[number] * ("rows" in of), *read]
     assert results == [*[row] * ("rows" in of), *[number] * ("weights" in of)]
-    # The gradient of a weight is a dot product with a row.
     assert attribute(text, "weighted_dispatch", "num_rows") == f"{int('weights' in of)} : i64"
     assert attribute(text, "weighted_dispatch", "num_weights") == f"{int('rows' in of)} : i64"
     zone = native._native.array_bytes(TOKENS, 2 * HIDDEN)
@@ -581,7 +554,6 @@ def test_a_batch_is_one_custom_call_of_each_kind(in_axes):
 
 @pytest.mark.parametrize("tokens", (TOKENS, api.FUSED_MAX_TOKENS + 1), ids=("few", "many"))
 def test_a_call_for_the_only_rank_of_a_vmap_has_no_axis_of_ranks(tokens):
-    """The arrays of a call have a rank axis only if several ranks share the call."""
     group = ma.Group(axis_name=harness.AXIS, size=1, implementation="cuda")
 
     def layer(x, ids):
@@ -625,7 +597,6 @@ def routed_to_many(x, ids, group):
 
 
 def tangent_of_sums(y, ids, group):
-    """Return the tangent of a weighted combine in MxFp8 with respect to rows and weights."""
     sums = lambda y, w: ma.combine(y, route(ids, group), weights=w, wire_dtype=ma.MxFp8())
     primals = y, jnp.ones(len(y), jnp.float32)
     return jax.jvp(sums, primals, primals)[1]
@@ -666,8 +637,6 @@ WIRE_FORMATS = {"blockwise": ma.BlockwiseFp8(), "mx": ma.MxFp8(), "nv": ma.NvFp4
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16", "float32"))
 @pytest.mark.parametrize("name", WIRE_FORMATS)
 def test_sums_in_a_token_format_are_quantized_by_the_custom_call(name, dtype):
-    """The operands (rows) and results (sums) of the call are not quantized. No other operation of
-    the program has FP8 or FP4 arrays."""
     fmt, hidden = WIRE_FORMATS[name], 3 * 128
     y, weights = aval(ROWS, hidden, dtype=dtype), aval(ROWS, dtype="float32")
 
@@ -721,8 +690,7 @@ def test_dtypes_of_whole_bytes_move_through_the_kernel(dtype):
 
 
 def test_as_many_pairs_as_a_kernel_takes_are_one_custom_call_and_more_are_none():
-    """In higher derivatives, a combine has several pairs (rows, weights). Here, the test binds the
-    primitive with pairs."""
+    """In higher derivatives, a combine has several pairs (rows, weights)."""
     most = native.limit("MAX_PAIRS")
 
     def combine_pairs(rows, weights, ids):
@@ -778,15 +746,14 @@ def ids_of(*shape):
     return aval(*shape, dtype="int32")
 
 
-# Each case has a limit of the kernels, what one step adds to it, a program of n steps with
-# arguments, the program's calls, and one of its operations. With one step more than the limit
-# allows, this operation uses the portable path.
+# Each case has a limit, what one step adds to it, a program of n steps with arguments, its calls,
+# and the operation that is portable with one step more.
 LIMITS = {
     "arrays": ("MAX_ARRAYS", 1, lambda n: (dispatch_alone, [aval(TOKENS, 4)] * n, IDS),
                {"routed_dispatch": 1}, "dispatch"),
     "arrays of sums": ("MAX_ARRAYS", 1, lambda n: (combine_alone, [aval(ROWS, 4)] * n, IDS),
                        {"route": 1, "combine": 1}, "combine"),
-    # A leaf is sent as two arrays, values and scales. For too many arrays, XLA quantizes.
+    # A leaf is sent as two arrays, values and scales.
     "parts of a format": ("MAX_ARRAYS", 2, lambda n: (encoded_by_ids, [aval(TOKENS, 32)] * n, IDS),
                           {"routed_dispatch": 1}, "routed_dispatch"),
     "parts by a routing": (
@@ -823,7 +790,6 @@ def most_choices(most_tokens):
 
 
 # Each case has a limit of launches that route and dispatch, and a program of size n with arguments.
-# Both are functions of the largest number of tokens.
 FUSED = {
     "tokens": (lambda most_tokens: most_tokens, lambda n, _: dispatch_of(n)),
     "choices": (most_choices, lambda n, most_tokens: dispatch_of(most_tokens, n)),
@@ -929,8 +895,8 @@ def test_devices_are_told_domain_after_domain():
 
 
 def test_every_call_stands_before_a_barrier():
-    """Without a barrier after it, XLA repeats a call whose result a loop both uses and stores in a
-    larger array."""
+    """Without a barrier, XLA repeats a call whose result a loop both uses and stores in a larger
+    array."""
     x = aval(TOKENS, HIDDEN)
 
     def exchange(x, ids, weights):

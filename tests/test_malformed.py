@@ -1,8 +1,5 @@
-"""If the package's lowering makes a malformed kernel call, that is a bug. It must raise an error
-while the program is lowered; the portable path must not hide it.
-
-Each test damages a call in several ways, before the extension checks the call.
-"""
+"""Test that a malformed kernel call raises an error while it is lowered; the portable path must not
+hide it."""
 
 from collections.abc import Callable
 from functools import partial
@@ -40,8 +37,6 @@ ANOTHER_DTYPE = jnp.dtype("complex64")  # no array of a call has this dtype
 
 
 class Call(NamedTuple):
-    """A kernel call that is being lowered."""
-
     target: str
     attributes: dict[str, Any]
     operands: list[Any]
@@ -49,7 +44,6 @@ class Call(NamedTuple):
     lower: Callable[["Call"], Any]
 
     def error(self, damage):
-        """Damage the call, and return the error that it must raise."""
         with pytest.raises(RuntimeError, match=f"malformed call of {self.target}: ") as error:
             self.lower(damage(self))
         return str(error.value)
@@ -102,7 +96,6 @@ DAMAGES = {
 
 
 def patch_calls(patch, damaged):
-    """Replace each call by ``damaged(call)``."""
     why_not, call_product = native.why_not, native.call_product
 
     def of_exchange(target, attributes, operands, results, *others):
@@ -119,8 +112,7 @@ def patch_calls(patch, damaged):
 
 
 def check_every_damage(target, fn, monkeypatch, caplog, unchecked=()):
-    """Check that lowering raises an error for every damage of the call of `target`. Return the
-    undamaged call."""
+    """Return the undamaged call of `target`."""
     caplog.set_level("INFO", "jax_moe_a2a")
     seen = []
 
@@ -209,14 +201,13 @@ def test_a_malformed_exchange_raises_while_it_is_lowered(name, monkeypatch, capl
 def test_a_malformed_route_raises_while_it_is_lowered(target, fn, monkeypatch, caplog):
     """The checks omit the dtypes of a route's results."""
     args = f"moe_a2a_{target}", lambda: lower(fn, IDS), monkeypatch, caplog
-    # The last operand of a routed dispatch is its payload, which may have any dtype.
+    # The payload, the last operand of a routed dispatch, may have any dtype.
     unchecked = ["a result has another dtype"] if target == "route" else []
     unchecked += ["an operand has another dtype"] if target != "route" else []
     check_every_damage(*args, unchecked=unchecked).error(lambda call: swapped(call, 0, 1))
 
 
 def test_routing_arrays_in_another_order_raise(monkeypatch):
-    """The kernels expect the arrays in the order of the C++ macro ``MOE_A2A_ROUTING_ARRAYS``."""
     first, second, *others = lowered.READ_BY_KERNELS
     assert calls(lower(dispatched, X, IDS)) == {"route": 1, "dispatch": 1}
     monkeypatch.setattr(lowered, "READ_BY_KERNELS", (second, first, *others))
@@ -272,15 +263,14 @@ def test_a_malformed_product_raises_while_it_is_lowered(name, hopper, monkeypatc
 
     assert f"@moe_a2a_{name}(" in lower_it()
     args = f"moe_a2a_{name}", lower_it, monkeypatch, caplog
-    # Add two operands, because one more operand would be valid: the spare weights.
+    # With one more operand, the call is valid: it has spare weights.
     too_many = "an operand is too many"
     call = check_every_damage(*args, unchecked=[too_many])
     call.error(lambda call: call._replace(operands=[*call.operands, *call.operands[:1] * 2]))
     for i, operand in enumerate(call.operands):
         if i:
             call.error(lambda call: swapped(call, i - 1, i))
-        # Resize axis 0 of int32 operands, because the table [3, groups] may have any number of
-        # groups.
+        # The table [3, groups], an int32 operand, may have any number of groups.
         axis = 0 if operand.dtype == "int32" else operand.ndim - 1
         call.error(lambda call: resized(call, i, axis))
 

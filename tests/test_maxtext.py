@@ -1,9 +1,5 @@
-"""Test ``enable``. It replaces the routed layer of a supported MaxText version, and raises an error
-for others.
-
-MaxText is not installed, so this file defines a layer with the same attributes as MaxText's. ``make
-test-maxtext`` trains with the real MaxText.
-"""
+"""Test ``enable`` with a fake of MaxText's layer. ``make test-maxtext`` trains with the real
+MaxText."""
 
 import functools
 import sys
@@ -41,8 +37,6 @@ CONFIG = dict(
 
 
 class RoutedMoE:
-    """A fake of MaxText's layer, with the attributes and methods that ``enable`` uses."""
-
     rngs = None
     num_experts = EXPERTS
     dtype = jnp.float32
@@ -103,8 +97,7 @@ class RoutedMoE:
 
 @pytest.fixture
 def install(monkeypatch):
-    """Return a function that installs a fake MaxText of some version, with the layer
-    ``RoutedMoE``."""
+    """Return a function that installs a fake MaxText of some version."""
 
     def install(version="0.2.5", **methods):
         layer = type("RoutedMoE", (RoutedMoE,), methods)
@@ -130,7 +123,6 @@ def arguments(batch, has_biases=False):
 
 
 def expected_of(layer, batch, x, logits, w0, w1, wo, *biases, **given):
-    """Compute the layer's result with dense experts: products of all tokens with all experts."""
     weights, ids = layer.get_topk(logits, None, **given)
     ids = jnp.where((ids >= 0) & (ids < EXPERTS), ids, -1)
     if layer.config.decoder_block == "llama4":

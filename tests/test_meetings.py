@@ -1,8 +1,5 @@
-"""Test how two processes with fake GPUs wait for each other (meet) by JAX's coordination service,
-also with programs in different orders, and in a second JAX job.
-
-Both processes run this file, once for all tests. Each test checks one scenario.
-"""
+"""Test how two processes with fake GPUs wait for each other (meet) by JAX's coordination service.
+Both run this file, once for all tests."""
 
 import itertools
 import json
@@ -21,16 +18,11 @@ pytestmark = [
 
 DEADLINE = 150  # seconds for all scenarios, which need about ten on idle cores
 PATIENCE = 3.0  # seconds that a process waits in a meeting
-SECOND_ADDRESS = "MOE_A2A_TEST_SECOND_ADDRESS"  # address of the second job
+SECOND_ADDRESS = "MOE_A2A_TEST_SECOND_ADDRESS"
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
-# ------------------------------------------------------------------------- what a process does
-
-
 class Worker:
-    """One of the two processes, with a fake GPU."""
-
     def __init__(self):
         import jax
 
@@ -53,12 +45,12 @@ class Worker:
         native.add_process = lambda *process: self.met.append(process[:3])
 
     def step(self):
-        """Wait for the other process. The tested code is not used for this."""
+        """The tested code is not used for this."""
         why = self.compat.coordination_barrier(f"test/{next(self.steps)}", 30.0)
         assert not why, why
 
     def outcome(self, act):
-        """Call `act`, and return its error ('' if there is none) and its duration."""
+        """Return the error of `act` ('' if there is none) and its duration."""
         start, error = time.monotonic(), ""
         try:
             act()
@@ -73,16 +65,14 @@ class Worker:
 
 
 def one_sided(worker):
-    """First, only process 0 waits for a meeting. Then both processes meet under a different
-    name."""
+    """Process 0 first waits alone; then both meet under a different name."""
     alone = worker.meet("alone") if worker.own == 0 else None
     worker.step()
     return [alone, worker.meet("again")]
 
 
 def other_order(worker):
-    """Each process lowers programs of two groups, in a different order than the other process.
-    Process 1 starts later."""
+    """Each process lowers programs of two groups in another order, and process 1 starts later."""
     import numpy as np
     from jax.sharding import Mesh
     from pretended import Gpu
@@ -108,8 +98,7 @@ def other_order(worker):
 
 
 def new_job(worker):
-    """End the JAX job, and begin another one in the same processes. This must be the last
-    scenario."""
+    """This must be the last scenario."""
     import jax
     from jax.extend.backend import clear_backends
 
@@ -135,7 +124,6 @@ SCENARIOS = (one_sided, other_order, new_job)
 
 
 def work(arguments):
-    """Run the scenarios; `arguments` are the flags of `processes.run_together`."""
     import jax
 
     address, _, process = (argument.split("=")[1] for argument in arguments)
@@ -143,9 +131,6 @@ def work(arguments):
     worker = Worker()
     for scenario in SCENARIOS:
         print(f"@{scenario.__name__} {json.dumps(scenario(worker))}", flush=True)
-
-
-# ------------------------------------------------------------------------------------------- tests
 
 
 @pytest.fixture(scope="module")
@@ -181,14 +166,13 @@ def test_a_process_that_does_not_come_is_named_and_the_next_meeting_takes_place(
 
 
 def test_processes_announce_themselves_when_they_lower_programs_in_any_order(found):
-    """A process that makes a group publishes no notice. A process publishes its notice before it
-    waits for the other."""
+    """A process that makes a group publishes no notice."""
     outcomes = found[other_order]
     assert [outcome["announced"] for outcome in outcomes] == [[], []]
     for outcome in outcomes:
         assert_well(*outcome["found"])
         assert outcome["lowered"] == ["cuda", "cuda"]
-    # Process 0 starts first, so it must wait until process 1 lowers its first program.
+    # Process 0 waits until process 1 lowers its first program.
     assert outcomes[0]["found"][0]["seconds"] > PATIENCE / 4, outcomes
 
 

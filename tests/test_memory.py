@@ -29,7 +29,7 @@ def estimate(layout, ranks, dtype=jnp.bfloat16, **modes):
 
 
 def traced_recv(layout, ranks, dtype, **modes):
-    """Trace a dispatch, and return its Recv of abstract arrays. They have a leading rank axis."""
+    """Return a Recv of abstract arrays, which have a leading rank axis."""
 
     def dispatch(ids, x, topk_weights):
         return ma.dispatch(

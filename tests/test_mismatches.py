@@ -1,10 +1,5 @@
-"""Test that tracing a call raises an error if a Routing, Placement or other pytree was made for a
-different group, size or form. A routing with an array of a wrong dtype or shape raises an error,
-too.
-
-These tests only trace programs, and run none. Each pytree is made in a program for its group. It is
-then used in a program for a group of 8 ranks.
-"""
+"""Test that tracing a call raises an error if a pytree was made for a different group, size or
+form. No program runs."""
 
 import dataclasses
 import re
@@ -32,7 +27,6 @@ def zeros(shapes):
 
 
 def trace(fn, group):
-    """Trace ``fn`` as a rank of the group, and return the types of its results."""
     found = []
 
     def on_rank():
@@ -63,7 +57,6 @@ def stacked(tree):
 
 
 def raises(call, group, *patterns):
-    """Assert that tracing the call raises an error whose message matches all patterns."""
     with pytest.raises((TypeError, ValueError)) as error:
         trace(call, group)
     for pattern in patterns:
@@ -126,8 +119,7 @@ LEVEL_ARRAYS = (
 
 
 def replaced(routing, name, damage):
-    """Return the routing with its array `name` replaced by `damage(array)`. `name` may be
-    `level.array`."""
+    """Return the routing with its array `name` (or `level.array`) replaced by `damage(array)`."""
     level, _, array = name.rpartition(".")
     if not level:
         return dataclasses.replace(routing, **{name: damage(getattr(routing, name))})
@@ -137,8 +129,7 @@ def replaced(routing, name, damage):
 
 
 def assert_all_damages_are_refused(name, group):
-    """Check that every call raises an error if the routing's array `name` is damaged. The kernels
-    would read outside of an array that has a wrong dtype or shape."""
+    """The kernels would read outside of an array that has a wrong dtype or shape."""
     recv = recv_of(group)
 
     def layer():
@@ -180,7 +171,7 @@ def plan(experts=EXPERTS, **options):
     return ma.plan_placement(np.arange(experts), **dict(num_ranks=8, spare=1) | options)
 
 
-SLOTS = 2 * EXPERTS  # number of slots on all ranks
+SLOTS = 2 * EXPERTS
 OF_EXPERTS, OF_SLOTS = recv_of(FLAT), recv_of(FLAT, SLOTS)
 HOME, SERVING = plan(), plan(home=False)
 WRONG_PLANS = {

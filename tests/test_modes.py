@@ -1,7 +1,4 @@
-"""Test that dispatches of replicated tokens return the rows of oracle.py.
-
-oracle.py computes these rows with the routing of tokens that are not replicated, for changed ids.
-"""
+"""Compare dispatches of replicated tokens with the rows of oracle.py for changed ids."""
 
 import dataclasses
 import functools
@@ -39,7 +36,7 @@ NAMES = ("uniform", "masked", "repeated", "invalid", "last_rank_only")
 
 
 def capacity_of(layout, replicated=True):
-    """Return the capacity of the layout or, if it has none, the worst-case capacity."""
+    """Return the layout's capacity, or else the worst-case capacity."""
     if layout.capacity is not None:
         return layout.capacity
     sizes = layout.tokens, layout.top_k, layout.local_experts, layout.alignment
@@ -47,7 +44,7 @@ def capacity_of(layout, replicated=True):
 
 
 def routings_of(ids, layout, replicated=True):
-    """Return the oracle's routings. For replicated tokens, each rank has a separate routing."""
+    """For replicated tokens, each rank has a separate routing."""
     sizes = layout.local_experts, capacity_of(layout, replicated), layout.alignment
     return oracle.route_mode(ids, *sizes, replicated)
 
@@ -119,8 +116,6 @@ def test_rows_and_sums_are_those_of_the_oracle(layout):
 
 @pytest.mark.several_devices("it looks for collectives between devices")
 def test_replicated_tokens_are_not_exchanged():
-    """Inside shard_map, the gradient of a layer with replicated tokens has no collective. With
-    other tokens, it has collectives."""
     group = harness.group_of(RANKS)
     args, _ = inputs(cases.PADDED, "masked")
 
@@ -144,8 +139,6 @@ def test_replicated_tokens_are_not_exchanged():
 
 @pytest.mark.exchanges(4)
 def test_a_routing_keeps_its_mode():
-    """Several calls can share a Routing. If a call's arguments have another mode (replicated or
-    not), it raises an error."""
     layout, group = cases.PLAIN, harness.group_of(RANKS)
     (ids, x, topk_weights, _), routings = inputs(layout, "masked")
 

@@ -28,7 +28,7 @@ Auto, Explicit = AxisType.Auto, AxisType.Explicit
 
 
 def draw(*lead, bias=True):
-    """Return random tokens [*lead, H] and parameters. As numpy arrays, they have no sharding."""
+    """Return random tokens [*lead, H] and parameters, without sharding."""
     rng = np.random.default_rng(0)
     normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
     router = ma.Router(normal(HIDDEN, EXPERTS) / 2, choose=ma.TopK(TOP_K))
@@ -41,7 +41,7 @@ def draw(*lead, bias=True):
 
 
 def dense(x, params, mask=None):
-    """Apply all experts to all tokens. Return what `moe` returns, except the load."""
+    """Return what `moe` returns, except the load."""
     router = params["router"]
     logits = jnp.einsum("...h,he->...e", x, router.kernel)
     if router.bias is not None:
@@ -63,7 +63,6 @@ def dense_layer(params, x):
 
 
 def loss_of(y, losses):
-    """Return a scalar that depends on the output and all losses."""
     return jnp.sum(jnp.sin(y)) + losses[0] + losses[1] / 8
 
 
@@ -103,8 +102,7 @@ def test_equals_the_dense_layer_over_data_expert_and_tensor_axes(axis_type, size
     params["router"] = params["router"].replace(select_bias=select_bias)
     tensor = "tensor" if "tensor" in sizes else None
     data = ("data",) if "data" in sizes else ()
-    # Weights may also be divided over the data axis (fsdp). With Explicit axes, gradients are then
-    # divided in the same way.
+    # With Explicit axes, gradients are divided like weights (fsdp).
     axes = ma.Axes("ep", data=data, tensor=tensor, fsdp="data" if axis_type is Explicit else None)
     layer, specs = layer_of(axes=axes, mask=mask), ma.moe_partition_specs(params, axes)
     with jax.set_mesh(mesh):
@@ -272,8 +270,7 @@ def sigmoid_router(tokens, logits, per_token, whole):
 
 
 def test_a_shared_expert_and_a_router_of_the_users():
-    """The layer has a shared expert with a gate, and a router function of the user. The 9 tokens
-    are padded, because both mesh axes divide them."""
+    """The 9 tokens are padded, because both mesh axes divide them."""
     lead = (3, 3)
     x, params = draw(*lead, bias=False)
     rng = np.random.default_rng(3)
@@ -317,7 +314,7 @@ def test_every_option_of_moe_mlp_is_an_option_of_moe():
 
 
 def test_under_another_axis_that_is_manual():
-    """Here, the other axis is a pipeline whose stages have different parameters."""
+    """The other axis is a pipeline whose stages have different parameters."""
     mesh = mesh_of(pipe=2, ep=2)
     x, params = draw(2, 3, bias=False)
     both = jax.tree.map(lambda p: np.stack([p, -p]), params)
@@ -336,7 +333,7 @@ def test_under_another_axis_that_is_manual():
 
 
 def traced(change=None, mesh=None, **options):
-    """Trace `moe` with two ranks. `change` and `options` replace or add arguments."""
+    """Trace `moe` with two ranks."""
     x, params = draw(2, 3)
     arguments = dict(x=x, **params, axes="ep") | (change or {}) | options
     with jax.set_mesh(mesh or mesh_of(ep=2)):
@@ -354,12 +351,10 @@ def routed(kernel=KERNEL, **fields):
 
 
 def changed(**fields):
-    """Return a `change` for `traced`: experts with these fields."""
     return dict(experts=OWN.replace(**fields))
 
 
 def shared(**fields):
-    """Return a `change` for `traced`: a shared expert with these fields."""
     one = dict(w_in=OWN.w_in[0], w_out=OWN.w_out[0]) | fields
     return dict(shared=ma.Experts(**one))
 
@@ -489,8 +484,7 @@ def test_a_mesh_with_devices_is_necessary():
 
 @pytest.mark.exchanges(0)
 def test_the_name_of_an_axis_is_a_group():
-    """In a vmap over "ep", `group="ep"` means a group over this axis. A call raises an error if its
-    group is not the group of its Routing."""
+    """A call raises an error if its group is not the group of its Routing."""
     x, params = draw(2, 3, bias=False)
     ids = np.random.default_rng(1).integers(0, EXPERTS, (2, 3, TOP_K))
 
@@ -556,7 +550,6 @@ def test_experts_in_16_bits_with_any_router(router_dtype):
 
 
 def test_an_axis_that_spans_hosts_is_divided_into_two_levels(monkeypatch):
-    """Results and gradients equal those with a group of one level."""
     mesh, hosts = mesh_of(data=1, ep=4), 2
 
     def hosts_of(mesh, axes):

@@ -31,7 +31,7 @@ PARAMS = dict(
 
 
 def warnings_of(mesh, x, known=False, **options):
-    """Trace a layer twice, and return the warnings that a user would see."""
+    """Return the warnings that a user would see if a layer is traced twice."""
     layer = lambda x: ma.moe(x, **PARAMS, **harness.exchanging(dict(axes="ep") | options))[0]
     with jax.set_mesh(mesh), warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("default")
@@ -93,7 +93,6 @@ def test_a_capacity_of_less_than_a_row_for_each_token_warns_once():
 
 
 def choose(tokens, logits, per_token, whole):
-    """For each token, choose expert 0 and an id that is no expert."""
     num_tokens, num_experts = logits.shape
     seconds = jnp.array([num_experts, 7_000, -2, -1], jnp.int32)
     seconds = jnp.resize(seconds, num_tokens)

@@ -1,5 +1,5 @@
-"""Test that `move_experts` copies weights to the slots of another placement bit for bit. Training
-then continues as without the move."""
+"""Test that `move_experts` copies weights bit for bit, and that training continues as without the
+move."""
 
 import functools
 
@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.one_process("each process would move the same"),
 ]
 EXPERTS = 8
-# The placement TWO (2 ranks) has replicas and an empty slot. FOUR (4 ranks) has each expert once.
+# TWO has replicas and an empty slot; FOUR has each expert once.
 TWO = ma.Placement.from_slots([3, 0, 5, 5, 1, -1, 2, 7, 6, 4, 3, 0], EXPERTS, num_ranks=2)
 FOUR = ma.Placement.from_slots([7, 2, 0, 3, 1, 6, 5, 4], EXPERTS, num_ranks=4)
 
