@@ -54,7 +54,7 @@ from jax_moe_a2a._src.grouped import lowering
 
 def devices():
     """Return four GPUs that only the compiler knows, and make the package accept them."""
-    jax.devices()
+    jax.devices()  # registers jax's plugins
     topology = xla_bridge.make_pjrt_topology(
         "cuda", "", target_config=DESCRIPTION, topology=f"1x1x{RANKS}"
     )

@@ -1,5 +1,6 @@
-"""Define the programs of tests/compiled/table.txt. No other size may equal the capacity, by which
-`hlo.py` finds arrays.
+"""Define the programs of tests/compiled/table.txt.
+
+No other size may equal the capacity, by which `hlo.py` finds arrays.
 """
 
 import functools

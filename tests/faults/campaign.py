@@ -1,5 +1,7 @@
-"""Inject random faults, each in a separate run, and check how the run ends. The seed and the run's
-number choose the fault and the *victim*, which is the process with the fault.
+"""Inject random faults, each in a separate run, and check how the run ends.
+
+The seed and the run's number choose the fault and the *victim*, which is the process with the
+fault.
 """
 
 import collections

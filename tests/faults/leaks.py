@@ -23,7 +23,7 @@ def processes():
         with contextlib.suppress(OSError):
             if folder.name.isdigit() and mine in (folder / "environ").read_bytes().split(b"\0"):
                 state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-                if state != "Z":
+                if state != "Z":  # the process may have become a zombie
                     found.add(int(folder.name))
     return found
 

@@ -1,5 +1,6 @@
-"""Inject faults while processes open, grow and close a group's workspace (`Member.churn`). The host
-code runs over the fake driver with fake GPUs, and no kernel runs.
+"""Inject faults while processes open, grow and close a group's workspace (`Member.churn`).
+
+The host code runs over the fake driver with fake GPUs, and no kernel runs.
 """
 
 import ctypes
@@ -100,7 +101,7 @@ class Member(Inside):
                 self.close()
         finally:
             self.holds_interrupts = True
-            self.reach(len(plan))
+            self.reach(len(plan))  # no process then waits for this process
 
     def reach(self, cycle):
         (self.folder / f"reached{self.index}.new").write_text(str(cycle))
@@ -127,7 +128,6 @@ class Member(Inside):
         return self.closes
 
     def mapped(self):
-        """Return the names of the fake driver's files that this process has mapped."""
         lines = pathlib.Path("/proc/self/maps").read_text().splitlines()
         return sorted({line.split()[4] for line in lines if MEMORY in line})
 

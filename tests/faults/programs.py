@@ -1,5 +1,6 @@
-"""Inject faults while JAX processes run dispatch, experts and combine over gloo. Every result is
-compared with a sum that is computed without an exchange.
+"""Inject faults while JAX processes run dispatch, experts and combine over gloo.
+
+Every result is compared with a sum that is computed without an exchange.
 """
 
 import os
@@ -129,7 +130,6 @@ def churn(run, at=None, act=None, given=(), victims=()):
 
 
 def settle(run, *patterns, start=None):
-    """Close the groups, and return the outcome; every error must match one of the patterns."""
     outcome, known = "right", "|".join(patterns) or "^$"
     for worker in run.alive():
         reply = worker.hear(BOUND + run.slack)

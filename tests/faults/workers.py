@@ -134,7 +134,6 @@ class Worker:
         self.connection.send((name, given))
 
     def hear(self, seconds):
-        """Return the reply to the last command, or raise `Wrong` if none comes in time."""
         try:
             if self.connection.poll(seconds):
                 return self.connection.recv()

@@ -1,5 +1,6 @@
-"""Run the fuzzer's programs with the package and with the oracle, and compare all results. Moved
-data and exact sums are compared bit for bit.
+"""Run the fuzzer's programs with the package and with the oracle, and compare all results.
+
+Moved data and exact sums are compared bit for bit.
 """
 
 import dataclasses
@@ -163,7 +164,7 @@ class Expected:
     routings: list[oracle.Routing]
 
     def each(self, fn, *arrays):
-        """Join the results of fn(*arrays, routing) for each domain, or rank with replicated tokens."""
+        """Join fn(*arrays, routing) of all domains, or of all ranks if tokens are replicated."""
         alone = len(self.routings) > 1 or self.program.replicated
         found = []
         for r, routing in enumerate(self.routings):

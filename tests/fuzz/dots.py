@@ -41,7 +41,6 @@ class Program:
     is_outside: bool
 
     def lead(self, name):
-        """Return a bool for each vmap: True if it batches the array."""
         at = (*NAMES, "sizes").index(name)
         return tuple(axes[at] is not None for axes in self.axes)
 

@@ -1,5 +1,6 @@
-"""Make random programs of exchanges, and random arrays for their runs. A `Program` depends only on
-the seed and the number, so a failure can be repeated alone.
+"""Make random programs of exchanges, and random arrays for their runs.
+
+A `Program` depends only on the seed and the number, so a failure can be repeated alone.
 """
 
 import dataclasses
@@ -354,7 +355,7 @@ def axis_of(name):
 class Inputs:
     args: dict[str, np.ndarray]  # the inputs by name; a batch is axis 1
     directions: dict[str, np.ndarray]  # tangents of inputs, or cotangents of outputs
-    routings: list[list[oracle.Routing]]
+    routings: list[list[oracle.Routing]]  # [element][domain]
     names: list[str]
 
 

@@ -102,7 +102,7 @@ POLICIES = {
 @dataclasses.dataclass(frozen=True)
 class Program(draw.Routed):
     hidden: int
-    width: int  # columns of the activations
+    width: int
     dtype: str
     activation: str
     biases: tuple[str, ...]
@@ -250,7 +250,6 @@ def with_parts(rng, program):
 
 
 def of_one_rank(program, group):
-    """Return a function of one rank, (floats, others) -> (y, other results)."""
     p = program
 
     def layer(a, ids, scale):

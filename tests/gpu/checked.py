@@ -572,8 +572,6 @@ def routing_program(shape=SMALL, group=GROUP):
 
 @functools.cache
 def program_with_routing(order, shape=SMALL, group=GROUP):
-    """Return a program that maps (state, Routing) to the next state."""
-
     def on_rank(state, routing):
         return steps_of(lambda step: order(shape, group, step, routing), 1)(state)
 

@@ -90,7 +90,8 @@ def one_expert_with_90_percent(group, step):
 def skewed(sigma):
     """Each token chooses the experts with the largest b_e + Gumbel noise; b_e has deviation sigma.
 
-    The sigmas of ROUTINGS give loads of DeepSeek-R1's layers, with 256 experts on 32 ranks.
+    With 256 experts on 32 ranks, the sigmas of ROUTINGS give the most even, the mean and the least
+    even load of DeepSeek-R1's layers.
     """
 
     def routing(group, step):

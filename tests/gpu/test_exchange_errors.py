@@ -58,7 +58,6 @@ STALLS = {
 )
 @pytest.mark.parametrize("operation", ("route", "dispatch", "combine"))
 def test_a_stalled_rank_stops_all_in_time_with_nan_and_never_a_wrong_number(run, operation, stall):
-    """The error names the rank that is late in one phase."""
     slow_phase, depth, calls, waits = STALLS[stall]
     state = checked.repeat(run, 2)
     checked.assert_right(state, GROUP)

@@ -9,7 +9,7 @@ from hooks import DELAYABLE, Mutation, Phase, hooked
 
 import jax_moe_a2a as ma
 
-# All other ranks already poll the flags of rank 0, but later if ranks share one GPU.
+# Rank 0 sends after all other ranks have begun to poll, which takes longer on one GPU.
 LATE = dict(phase=Phase.SEND, rank=0, delay=5e-3 if checked.ONE_GPU else 200e-6)
 DISPATCH, COMBINE = checked.dispatch_given, checked.combine_given
 AT_ONCE = checked.routed_dispatch_only

@@ -1,5 +1,6 @@
-"""Compare calls in replayed CUDA graphs with calls without graphs. The tests compile all programs
-first, because a compilation drops the graphs of all programs.
+"""Compare calls in replayed CUDA graphs with calls without graphs.
+
+The tests compile all programs first, because a compilation drops the graphs of all programs.
 """
 
 import concurrent.futures

@@ -60,7 +60,7 @@ def in_order(first, second):
     return both
 
 
-# Each value: (calls of rank 0, calls of each other rank), with as many flags except in the last.
+# Each value: (calls of rank 0, of each other rank), with equally many flags except in the last.
 CASES = {
     "another_shape": (dispatch_narrower, dispatch),
     "another_number_of_arrays": (dispatch_two_arrays, dispatch),

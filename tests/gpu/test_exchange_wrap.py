@@ -9,7 +9,6 @@ LIMITS = (2**31, 2**32, 2**47)  # from epoch 2**47 on, the highest bit of flags 
 
 @pytest.mark.parametrize("limit", LIMITS)
 def test_a_flag_raised_before_the_limit_is_no_flag_of_after_it(limit):
-    """Large calls after the limit ignore the flags of large calls before the limit."""
     large, small = checked.program(checked.MANY_CHUNKS), checked.program(checked.ONE_CHUNK)
     state = checked.repeat(large, 2)
     with hooked(checked.GROUP):

@@ -1,5 +1,6 @@
-"""Compare thousands of `moe_mlp` layers on unusual routings with the portable path. All data are
-small integers, so results and gradients must be equal.
+"""Compare thousands of `moe_mlp` layers on unusual routings with the portable path.
+
+All data are small integers, so results and gradients must be equal.
 """
 
 import dataclasses

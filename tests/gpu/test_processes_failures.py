@@ -68,7 +68,6 @@ class Job:
         return [program.lower(self.begin()).compile() for program in programs]
 
     def ready(self, *programs):
-        """Compile the programs, and wait until the other process has compiled, too."""
         compiled = self.compile(*programs)
         meet()
         return compiled
@@ -254,7 +253,6 @@ def other_order_of_execution(process):
 
 
 def growth(process):
-    """Each of three programs needs more memory than the last."""
     job = Job()
     (small,) = job.ready(job.small)
     wrong = [job.wrong(small)]
@@ -594,7 +592,6 @@ def test_opening_and_closing_leaves_no_descriptor_and_makes_no_context(folder):
 
 
 def test_processes_that_see_only_their_own_gpu_exchange(folder):
-    """Schedulers give processes different CUDA_VISIBLE_DEVICES."""
     with Pair(exchange, folder, own_gpu_only=True) as pair:
         pair.hear_right()
         pair.finish()

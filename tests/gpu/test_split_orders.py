@@ -70,7 +70,6 @@ def test_a_scan_may_hold_a_start_and_its_done():
 
 
 def test_the_workspace_grows_while_a_split_exchange_is_in_flight():
-    """A larger program is compiled and loaded while a slow exchange is in flight."""
     run = checked.program(checked.ONE_CHUNK, checked.GROUP, in_flight.split_whole)
     large = checked.fitting(checked.Shape(tokens=4096, hidden=2048), gigabytes=6.0)
     routing = checked.routing_program(large)()

@@ -107,7 +107,6 @@ def enabled():
 
 @pytest.mark.parametrize("model", MODELS)
 def test_training_is_that_of_maxtext(model):
-    """The metrics of five steps and the first update of the parameters equal MaxText's."""
     maxtext.disable()
     expected = train(MODELS[model] | AS_IT_IS)
     maxtext.enable()

@@ -44,7 +44,6 @@ def main():
 
 
 def notice_each(chosen, limit):
-    """Yield for each mutation: True if the test detects the mutation."""
     passes = {}
     for mutation in chosen:
         path = TREE / mutation.file
