@@ -63,8 +63,7 @@ def main():
 
 
 def blocks_of(found):
-    """Yield the lines of the table for each program. If two programs have equal lines, those of the
-    second program are only a reference to the first program."""
+    """Yield the lines of the table for each program, or a reference to an equal program."""
     names = {}
     for name, (num_rows, rows) in found.items():
         first = names.setdefault((num_rows, *rows), name)

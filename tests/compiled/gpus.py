@@ -1,9 +1,4 @@
-"""Compile programs for four H100 GPUs on a machine without a GPU.
-
-jax's CUDA plugin can compile for the GPU that DESCRIPTION describes. It then needs no GPU and no
-CUDA libraries. Autotuning needs a GPU, so it is off, and XLA's matrix products are Triton kernels.
-The package runs over the fake driver (`tests/host_extension.py`). Import this module before jax.
-"""
+"""Compile programs for four H100 GPUs on a machine without a GPU. Import this module before jax."""
 
 import ctypes
 import os

@@ -6,7 +6,7 @@ import re
 
 CALL = "moe_a2a_"
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute")
-# FREE: instructions for which a GPU executes nothing. Those in NAMES only rename a value.
+# FREE: instructions for which a GPU executes nothing.
 NAMES = ("parameter", "constant", "bitcast", "get-tuple-element", "tuple")
 FREE = (*NAMES, "after-all", "partition-id")
 # A kernel only moves data if each of its operations is in MOVES or PLAIN.
@@ -64,7 +64,7 @@ class Instruction:
 
 
 class Module:
-    """A compiled program. ``computations`` maps names of HLO computations to their instructions."""
+    """``computations`` maps names of HLO computations to their instructions."""
 
     def __init__(self, text):
         self.computations = {
@@ -79,14 +79,13 @@ class Module:
     @staticmethod
     def _instruction(name, shape, op, rest):
         depth, end = 1, 0
-        while depth:  # find the closing parenthesis of the operands
+        while depth:
             depth += {"(": 1, ")": -1}.get(rest[end], 0)
             end += 1
         operands = tuple(re.findall(r"%([\w.\-]+)", rest[: end - 1]))
         return Instruction(name, shape, op, operands, rest[end:])
 
     def _walk(self, computation, in_loop):
-        """Yield (instruction, True if it is in a loop) for each instruction that a GPU runs."""
         for i in self.computations[computation]:
             if i.op == "while":
                 yield from self._walk(i.attribute(r"body=%([\w.\-]+)"), in_loop=True)
@@ -101,14 +100,13 @@ class Module:
                 yield i, in_loop
 
     def fused(self, i):
-        """Return the instructions of a kernel, including the instructions of nested fusions."""
         if i.op != "fusion":
             return [i]
         body = self.computations[i.attribute(r"calls=%([\w.\-]+)")]
         return [inner for b in body for inner in self.fused(b)]
 
     def source(self, name):
-        """Return the instruction that computes a value. Skip instructions that only rename it."""
+        """Return the instruction that computes a value, and not one that only renames the value."""
         i = self.by_name[name]
         while i.op in ("bitcast", "get-tuple-element", "opt-barrier"):
             of = self.by_name[i.operands[0]]
@@ -118,19 +116,18 @@ class Module:
         return i
 
     def move(self, i):
-        """Return the names of the MOVES in a kernel, or "" if the kernel also computes something.
-        Ignore scalar int32 values, because they are indices."""
+        """Return the names of the MOVES in a kernel, or "" if the kernel also computes."""
         ops = {b.op for b in self.fused(i) if b.shapes != ["s32[]"]}
         return " and ".join(sorted(ops.intersection(MOVES))) if ops <= {*MOVES, *PLAIN} else ""
 
     def shapes_of(self, i):
-        """Return the shapes of a kernel's in-place updates. Without any, return its results'."""
+        """Return the shapes of a kernel's in-place updates, or else of the results."""
         updates = [b.operands[1] for b in self.fused(i) if b.op == UPDATE]
         written = [s for name in updates for s in self.by_name[name].shapes]
         return " ".join(written or i.shapes)
 
     def scope(self, i):
-        """Return the innermost named scope `moe_*` of an instruction. Mark the backward pass."""
+        """Return the innermost scope `moe_*` of an instruction, marked in the backward pass."""
         names = re.findall(r"\bmoe_\w+", i.op_name.removesuffix(i.op_name.rsplit("/", 1)[-1]))
         of = f"of {names[-1]}" if names else "of no scope"
         return f"{of}, backward" if "transpose(" in i.op_name else of
@@ -150,7 +147,7 @@ class Module:
 
 
 def rows_of_table(text, num_rows):
-    """Return a program's sorted rows for table.txt. A row has a kind, a count and a description."""
+    """Return a program's sorted rows for table.txt: (kind, count, description)."""
     module = Module(text)
     found = collections.Counter()
 

@@ -1,7 +1,4 @@
-"""Check whether jax's CUDA plugin is installed for `python -m tests.compiled`.
-
-It is installed in a separate folder. In the environment, jax would find it, and look for GPUs.
-"""
+"""Check for jax's CUDA plugin in a separate folder, where jax does not look for GPUs."""
 
 import importlib.metadata
 import pathlib
@@ -13,7 +10,6 @@ FOLDER = ROOT / "build/compiled"
 
 
 def requirements():
-    """Return a dict from each package of the extra `compiled` to its required version."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extra = project["optional-dependencies"]["compiled"]
     return dict(requirement.split("==") for requirement in extra)

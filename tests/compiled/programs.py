@@ -1,7 +1,6 @@
 """Define the programs of tests/compiled/table.txt.
 
-The sizes are from Qwen3-30B-A3B, with 3,072 tokens on each rank. `hlo.py` looks for arrays with as
-many rows as the capacity. Therefore no other size of a program may equal the capacity.
+No other size may equal the capacity, by which `hlo.py` finds arrays.
 """
 
 import functools
@@ -102,7 +101,6 @@ def frozen(mesh):
 
 
 def layers(mesh):
-    """Return a program for the gradients of a scan over 4 layers, under jax.checkpoint."""
     num_layers = 4
     saved = jax.checkpoint_policies.save_only_these_names(
         ma.ROWS_CHECKPOINT_NAME, ma.ROUTING_CHECKPOINT_NAME
@@ -130,7 +128,6 @@ def layers(mesh):
 
 
 def micro_batches(mesh):
-    """Return a program that accumulates gradients over micro-batches in float32."""
     num_batches = 4
 
     def total(params, batches):

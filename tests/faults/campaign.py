@@ -1,7 +1,7 @@
-"""Choose faults at random, inject each fault in a separate run, and check how the run ends.
+"""Inject random faults, each in a separate run, and check how the run ends.
 
-The seed and the number of a run determine the kind of fault, its time, the number of processes, and
-the *victim*, which is the process with the fault.
+The seed and the run's number choose the fault and the *victim*, which is the process with the
+fault.
 """
 
 import collections
@@ -27,14 +27,14 @@ OUTCOMES = "right", "error", "FAILURE"
 class Done:
     number: int
     kind: str
-    outcome: str  # one of OUTCOMES
-    seconds: float  # duration of the run
-    error: str = ""  # if possible, an error that names the victim
+    outcome: str
+    seconds: float
+    error: str = ""
     to_error: float | None = None  # seconds from the fault to the error
 
 
 def kind_of(seed, number, kinds):
-    """Return a run's kind of fault. Each round of len(kinds) runs has each kind once."""
+    """Return a run's kind of fault; each round of len(kinds) runs has each kind once."""
     turn, place = divmod(number, len(kinds))
     return random.Random(f"{seed} {turn}").sample(sorted(kinds), len(kinds))[place]
 
@@ -88,7 +88,6 @@ def run_many(seed, numbers, kinds=None, report=print):
 
 
 def table(found):
-    """Yield the lines of a Markdown table that counts the outcomes of each kind."""
     by_kind = collections.defaultdict(list)
     for done in found:
         by_kind[done.kind].append(done)

@@ -8,7 +8,7 @@ import pathlib
 MARK = "MOE_A2A_FAULTS"  # an environment variable of every process that a campaign starts
 PROC = pathlib.Path("/proc")
 SHARED = pathlib.Path("/dev/shm")
-SOCKET = "@jax_moe_a2a-"  # the prefix of the names of this package's sockets
+SOCKET = "@jax_moe_a2a-"
 
 
 def mark():
@@ -17,7 +17,6 @@ def mark():
 
 
 def processes():
-    """Return the ids of all living processes that have this process's MARK."""
     mine = f"{MARK}={os.getpid()}".encode()
     found = set()
     for folder in PROC.iterdir():
@@ -44,8 +43,6 @@ def by_sort(targets):
 
 
 class Before:
-    """Processes, sockets, shared memory and descriptors before a run."""
-
     def __init__(self):
         self.processes = processes()
         self.sockets = sockets()
@@ -53,7 +50,6 @@ class Before:
         self.descriptors = by_sort(descriptors())
 
     def left(self):
-        """Return a text for each sort of leak: what is new since this object was made."""
         found = {
             "processes": processes() - self.processes,
             "sockets": of_campaign(sockets().items() - self.sockets.items()),
@@ -76,8 +72,7 @@ def files():
 
 
 def of_campaign(found):
-    """Return the names, without those that only processes outside of this campaign have open.
-    Other tests may run on this host."""
+    """Return the names, except those that only processes outside of this campaign have open."""
     if not found:
         return []
     mine, held = processes() | {os.getpid()}, collections.defaultdict(set)

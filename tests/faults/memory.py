@@ -1,7 +1,6 @@
-"""Inject faults while processes open, grow and close the workspace of a group (`Member.churn`).
+"""Inject faults while processes open, grow and close a group's workspace (`Member.churn`).
 
-The host code of the package runs over the fake driver, with fake GPUs. Files replace JAX's
-coordination service, and no kernel runs. A fault happens at a random time or in a random cycle.
+The host code runs over the fake driver with fake GPUs, and no kernel runs.
 """
 
 import ctypes
@@ -29,16 +28,14 @@ from .workers import Inside, Wrong
 
 MIB = 1 << 20
 ROOM = 1 << 40
-TIMEOUT = 2.0  # the timeout of the group, in seconds
+TIMEOUT = 2.0  # seconds
 FIRST_TIMEOUT = 4.0
 CLOSE = 5.0  # the bound of close(), in seconds
 CYCLES = 24
-MEMORY = "device memory"  # a part of the names of the fake driver's files
+MEMORY = "device memory"
 
 
 class Member(Inside):
-    """A process with fake GPUs, and with a group over the GPUs of all processes."""
-
     def __init__(self, index, count, folder, gpus=1, timeout=TIMEOUT, damage=None):
         self.index, self.folder = index, pathlib.Path(folder)
         self.damage = damage or {}
@@ -79,8 +76,6 @@ class Member(Inside):
             time.sleep(0.01)
         return self.path_of(key).read_text()
 
-    # The campaign calls these methods.
-
     def path(self):
         return self.group.path, self.group._why_portable
 
@@ -93,7 +88,6 @@ class Member(Inside):
         return max(each.mapped_bytes for each in memory)
 
     def churn(self, plan, at=None, act=None, given=()):
-        """In each cycle of `plan`, open, grow and close the workspace. Call `act` in cycle `at`."""
         self.reach(0)
         self.holds_interrupts = False
         try:
@@ -107,15 +101,14 @@ class Member(Inside):
                 self.close()
         finally:
             self.holds_interrupts = True
-            self.reach(len(plan))  # so that no process waits for this process any more
+            self.reach(len(plan))  # no process then waits for this process
 
     def reach(self, cycle):
         (self.folder / f"reached{self.index}.new").write_text(str(cycle))
         (self.folder / f"reached{self.index}.new").rename(self.folder / f"reached{self.index}")
 
     def meet(self, cycle):
-        """Wait until all other processes have reached a cycle. Raise no error if a process is
-        missing, because the next `reserve` raises it."""
+        """Wait for all other processes to reach a cycle, without an error if one is missing."""
         self.reach(cycle)
         end = time.monotonic() + self.group.timeout
         for index in set(range(jax.process_count())) - {self.index}:
@@ -135,7 +128,6 @@ class Member(Inside):
         return self.closes
 
     def mapped(self):
-        """Return the names of the fake driver's files that this process has mapped."""
         lines = pathlib.Path("/proc/self/maps").read_text().splitlines()
         return sorted({line.split()[4] for line in lines if MEMORY in line})
 
@@ -146,7 +138,7 @@ class Member(Inside):
         left["bytes"] = sum(self.driver.fake_used_bytes(gpu.id) for gpu in jax.local_devices())
         return left
 
-    # The methods below cause faults in this process.
+    # Faults.
 
     def fail_after(self, calls):
         self.driver.fake_fail_after(ctypes.c_long(calls))
@@ -159,7 +151,6 @@ class Member(Inside):
         self.driver.fake_be_busy(is_busy)
 
     def close_socket(self):
-        """Shut down the package's socket, by a duplicate of its descriptor."""
         name = json.loads(self.path_of(processes.KEY.format(self.index)).read_text())["socket"]
         target = leaks.sockets()[f"@{name}"]
         for number in [n for n, each in leaks.descriptors().items() if each == target]:
@@ -189,8 +180,7 @@ class Member(Inside):
         signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
-# Fields to replace in the notice by which the victim announces itself. test_handoff.py tests
-# unreadable notices.
+# Fields to replace in the notice by which the victim announces itself.
 DAMAGES = (
     dict(socket=None),
     dict(socket=""),
@@ -205,7 +195,6 @@ DAMAGES = (
 
 
 def begin(run, count=None, victim_options=None, **options):
-    """Start the members. Choose and return the victim: the member that will have the fault."""
     count = count or run.rng.randint(2, 4)
     run.gpus = options.setdefault("gpus", run.rng.choice((1, 1, 2)))
     options = dict(options, count=count, folder=str(run.folder))
@@ -235,7 +224,7 @@ def churn(run, at=None, act=None, given=()):
 
 
 def settle(run, bound, but=()):
-    """Return the replies of living members not in `but`. Fail if one takes longer than `bound`."""
+    """Return the replies of living members not in `but`, each within `bound`."""
     replies = {}
     start = time.monotonic()
     for worker in run.alive():
@@ -246,14 +235,12 @@ def settle(run, bound, but=()):
 
 
 def bound_of(run):
-    """Return the longest time between a fault and an error. It is one timeout per process: a
-    process may wait for a second process that waits for a third."""
+    """Return one timeout per process, because processes may wait for each other in a chain."""
     return run.options.get("timeout", TIMEOUT) * len(run.workers)
 
 
 def judge(run, replies, start, *patterns, must_fail=False):
-    """Return the outcome. Every error must name a process or match `patterns`. If processes other
-    than the victim have errors, one must name the victim, or the victim must have an error, too."""
+    """Return the outcome; every error must name a process or match `patterns`."""
     errors = {index: reply.error for index, reply in replies.items() if reply.error}
     victim = rf"process {run.victim}\b"
     for index, error in errors.items():
@@ -273,8 +260,6 @@ def judge(run, replies, start, *patterns, must_fail=False):
 
 
 def close_all(run):
-    """Close the group in all living members, until they have called close() equally often. Fail if
-    a close takes longer than its bound."""
     closed = run.replies("close")
     counts = [reply.value for reply in closed]
     for worker, reply in zip(run.alive(), closed):
@@ -290,7 +275,7 @@ def close_all(run):
 
 
 def go_on(run):
-    """Open the group again in all members. Fail unless all members map the same memory."""
+    """Open the group again in all members, which must map the same memory."""
     close_all(run)
     run.all("reserve", 1000, True)
     sizes = run.all("reserve", 1000)
@@ -300,7 +285,6 @@ def go_on(run):
 
 
 def end(run, *, together=True):
-    """Unless a member is dead, check that all members can reopen the group. Then close it."""
     if together and len(run.alive()) == len(run.workers):
         go_on(run)
     close_all(run)
@@ -314,11 +298,8 @@ def cycle_of(run):
     return run.rng.randrange(1, CYCLES - 1)
 
 
-# A kind of fault is a function of a `Run`, which returns the outcome: "right" or "error".
-
-
 def in_the_middle(run, **options):
-    """Start `churn` in all members, and wait for a random time. Return the victim and the time."""
+    """Return (victim, random time after the start of `churn`)."""
     victim = begin(run, **options)
     run.all("reserve")
     churn(run)
@@ -327,7 +308,6 @@ def in_the_middle(run, **options):
 
 
 def finish(run, start, *patterns, more=0.0, undo=None, together=True, **options):
-    """Check how `churn` ends. Then let all members call the method `undo`, and call `end`."""
     outcome = judge(run, settle(run, bound_of(run) + more), start, *patterns, **options)
     if undo:
         run.all(*undo)
@@ -376,7 +356,7 @@ def stopped_and_continued(run):
 
 
 def damaged_notice(run):
-    """Damage the notice by which the victim announces itself. An error must name the victim."""
+    """An error names the victim, whose notice is damaged."""
     start = time.monotonic()
     begin(run, victim_options=dict(damage=run.rng.choice(DAMAGES)))
     time.sleep(at_random(run))
@@ -393,7 +373,7 @@ def damaged_notice(run):
 
 
 def restarted_peer(run):
-    """Kill the victim and start it again. All members must then be able to open the group."""
+    """All members can open the group after the victim was killed and started again."""
     victim, start = in_the_middle(run)
     victim.kill()
     outcome = judge(run, settle(run, bound_of(run)), start)
@@ -430,7 +410,7 @@ def never_comes(run):
 
 
 def a_busy_device(run):
-    """The victim's device runs work that does not end. close() must then raise an error."""
+    """close() raises an error if the victim's device does not end its work."""
     victim = begin(run)
     run.all("reserve")
     start = time.monotonic()
@@ -446,7 +426,7 @@ def a_busy_device(run):
 
 
 def closes_while_it_opens(run):
-    """Close a group while a thread of the same process opens it. close() must not wait long."""
+    """close() does not wait long for a thread that opens the same group."""
     victim = begin(run, timeout=8.0)
     run.all("reserve")
     close_all(run)

@@ -1,5 +1,4 @@
-"""Import the workers' modules in the server process, which forks the workers. No JAX backend starts
-here, so that each worker chooses its backend."""
+"""Import the modules of the workers in their server process, without starting a JAX backend."""
 
 import host_extension
 

@@ -1,7 +1,6 @@
-"""Inject faults while JAX processes run dispatch, experts and combine on one CPU device each.
+"""Inject faults while JAX processes run dispatch, experts and combine over gloo.
 
-The portable path runs over gloo. For the kernels, see tests/gpu/test_processes_failures.py. Each
-process compares every result with a sum that it computes without an exchange.
+Every result is compared with a sum that is computed without an exchange.
 """
 
 import os
@@ -30,13 +29,11 @@ AXIS = "ep"
 
 
 class Rank(Inside):
-    """A process with one device, and a group over all devices (of two levels if hosts > 1)."""
-
     def __init__(self, index, count, address, folder, hosts=1):
         options = dict(initialization_timeout=120, heartbeat_timeout_seconds=100)
         os.environ["XLA_FLAGS"] = f"{FLAGS} --xla_cpu_collective_timeout_seconds={COLLECTIVE:g}"
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.config.update("jax_enable_recoverability", True)  # survive the death of a process
+        jax.config.update("jax_enable_recoverability", True)
         jax.distributed.initialize(address, count, index, **options)
         self.index, self.count = index, count
         self.folder = pathlib.Path(folder)
@@ -57,15 +54,13 @@ class Rank(Inside):
         self.program = jax.jit(mapped).lower(*self.operands(0)[1]).compile()
 
     def exchange(self, x, ids, weights):
-        """Dispatch tokens to experts that multiply each row by a weight, and combine the rows."""
         recv = ma.dispatch(x, ids, group=self.group, num_experts=2 * self.group.size)
         row = jnp.arange(recv.rows.shape[0], dtype=jnp.int32)
         local = jnp.sum(row[:, None] >= recv.row_offsets[None, 1:-1], axis=1, dtype=jnp.int32)
         return ma.combine(recv.rows * jnp.take(weights, local, mode="clip")[:, None], recv)
 
     def operands(self, step):
-        """Return (x, ids, weights of all experts) of this rank, and the program's global arrays.
-        The weights depend on the step, so that rows of a different step give wrong results."""
+        """Return (x, ids, weights of all experts) of this rank, and the program's global arrays."""
         rng = np.random.default_rng([step, self.index])
         experts = 2 * len(self.ranks)
         x = rng.standard_normal((TOKENS, HIDDEN), np.float32)
@@ -106,8 +101,7 @@ class Rank(Inside):
 
 
 def reserved_port(run):
-    """Return a port that is reserved during the run: a socket is bound to it, but does not listen.
-    JAX's coordinator can still use the port, because gRPC sets SO_REUSEPORT."""
+    """Return a port that a bound socket reserves; JAX's coordinator shares it by SO_REUSEPORT."""
     keeper = run.kept.enter_context(socket.socket())
     keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     keeper.bind(("127.0.0.1", 0))
@@ -115,7 +109,6 @@ def reserved_port(run):
 
 
 def begin(run, count=None, hosts=1):
-    """Start the processes and compile their programs. Return the victim."""
     # The victim is not process 0, because JAX ends all processes if process 0 dies.
     count = count or run.rng.randint(2, 3)
     run.victim = run.rng.randrange(1, count)
@@ -137,7 +130,6 @@ def churn(run, at=None, act=None, given=(), victims=()):
 
 
 def settle(run, *patterns, start=None):
-    """Return the outcome, and close the groups. Fail if an error matches none of the patterns."""
     outcome, known = "right", "|".join(patterns) or "^$"
     for worker in run.alive():
         reply = worker.hear(BOUND + run.slack)
@@ -159,7 +151,6 @@ def close(run):
             raise Wrong(f"close() in process {worker.index}: {closed.error}")
 
 
-# Patterns of the errors of gloo and of this package if a process is missing.
 MISSING = (
     "connection (closed|reset) by peer",
     "connection refused|broken pipe",
@@ -176,7 +167,7 @@ def survivors_go_on(run):
 
 
 def die(run, kill, start=None):
-    """End the victim by `kill`. The other processes must then continue with a smaller group."""
+    """End the victim by `kill`; the other processes continue with a smaller group."""
     kill(run.workers[run.victim])
     run.workers[run.victim].is_dead = True
     outcome = settle(run, *MISSING, start=start or time.monotonic())
@@ -185,7 +176,7 @@ def die(run, kill, start=None):
 
 
 def in_the_middle(run, **options):
-    """Start `churn` in all processes. Wait for a random time. Return the victim and the time."""
+    """Return (victim, random time after the start of `churn`)."""
     victim = begin(run, **options)
     churn(run)
     time.sleep(run.rng.uniform(0, 0.3))
@@ -210,14 +201,12 @@ def killed(run):
 
 
 def a_killed_host(run):
-    """Kill both processes of the second of two hosts."""
     _, start = in_the_middle(run, count=4, hosts=2)
     for victim in run.workers[2:]:
         victim.signal(signal.SIGKILL)
     for victim in run.workers[2:]:
         victim.kill()
-    # Do not continue with the first host. A group over its two processes would use a communicator
-    # of gloo that the fault has broken.
+    # The fault has broken a communicator of gloo, which the first host would use.
     return settle(run, *MISSING, start=start)
 
 

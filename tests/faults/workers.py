@@ -1,5 +1,4 @@
-"""Start and end the worker processes of a run, and send commands to them. A process starts fast,
-because it is a fork of a process that has imported JAX and this package."""
+"""Start, command and end the workers of a run, as forks of a process that has imported JAX."""
 
 import contextlib
 import dataclasses
@@ -29,16 +28,12 @@ class Wrong(Exception):
 
 
 class Ended(Wrong):
-    """The failure that a worker process has ended unexpectedly."""
-
     def __init__(self, index, status, told):
         super().__init__(f"process {index} ended with {status}: {told}")
 
 
 @dataclasses.dataclass
 class Reply:
-    """The answer of a worker to a command: a value, or an error."""
-
     value: object = None
     error: str = ""
     seconds: float = 0.0
@@ -47,7 +42,6 @@ class Reply:
 
 @functools.cache
 def forks():
-    """Return the context whose fork server has imported the modules of the workers."""
     leaks.mark()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["faults.preload"])
@@ -65,14 +59,13 @@ def forks():
 
 
 class Inside:
-    """The methods that every kind of worker has. The campaign calls them in the worker process."""
+    """The campaign calls these methods in the worker process."""
 
     def mark(self):
-        """Remember the descriptors of this process."""
         self.before = leaks.by_sort(leaks.descriptors())
 
     def left(self):
-        """Count the descriptors that did not exist at the last `mark`."""
+        """Count the descriptors that are new since the last `mark`."""
         end = time.monotonic() + 3.0  # a thread may not have closed its connection yet
         while True:
             more = leaks.by_sort(leaks.descriptors()) - self.before
@@ -87,19 +80,18 @@ class Inside:
         raise ValueError("an error of the program")
 
     def limit_descriptors(self, more):
-        """Let this process open at most `more` more descriptors. None removes the limit."""
+        """Allow at most `more` more open descriptors; None removes the limit."""
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         most = min(hard, 1024) if more is None else max(leaks.descriptors()) + more
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
     def interrupt(self, seconds):
-        """Interrupt this process with a signal every `seconds`. 0 stops the signals."""
+        """Send a signal to this process every `seconds`; 0 stops the signals."""
         signal.signal(signal.SIGALRM, lambda *_: None)
         signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
 
 
 def work(make, connection, log, arguments):
-    """Call the methods of `make(**arguments)` that the connection names, until it ends."""
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(output, 1), os.dup2(output, 2), os.close(output)
     faulthandler.dump_traceback_later(LIMIT, exit=True)
@@ -127,8 +119,6 @@ def work(make, connection, log, arguments):
 
 
 class Worker:
-    """A worker process, as the campaign sees it."""
-
     def __init__(self, index, make, log, arguments):
         self.index = index
         self.log = log
@@ -144,7 +134,6 @@ class Worker:
         self.connection.send((name, given))
 
     def hear(self, seconds):
-        """Return the reply to the last command. Raise `Wrong` if no reply comes in time."""
         try:
             if self.connection.poll(seconds):
                 return self.connection.recv()
@@ -171,7 +160,6 @@ class Worker:
         self.process.join(30)
 
     def release(self):
-        """Close the descriptors of a process that has ended."""
         self.connection.close()
         self.process.close()
 
@@ -190,7 +178,7 @@ class Run:
         self.slack = slack  # seconds to add to each bound, for a busy machine
         self.workers = []
         self.started = []
-        self.kept = contextlib.ExitStack()  # resources to close at the end of the run
+        self.kept = contextlib.ExitStack()
         self.error, self.seconds = "", None  # an error, and seconds from the fault to it
 
     def start_one(self, make, index, **arguments):
@@ -208,7 +196,6 @@ class Run:
         return [worker for worker in self.workers if not worker.is_dead]
 
     def all(self, name, *given, seconds=60.0):
-        """Call a method in all living workers. Return the results. Fail if a worker raises."""
         replies = self.replies(name, *given, seconds=seconds)
         for worker, reply in zip(self.alive(), replies):
             if reply.error:
@@ -221,8 +208,7 @@ class Run:
         return [worker.hear(seconds) for worker in self.alive()]
 
     def kill(self, but=()):
-        """Kill the workers. Then kill all remaining processes of the campaign except those in
-        `but`, and return their ids."""
+        """Kill the workers and then all others except `but`; return the ids of those others."""
         for worker in self.started:
             worker.kill()
         found = leaks.processes() - set(but)
@@ -232,7 +218,7 @@ class Run:
         return found
 
     def close(self, but=()):
-        """End the workers. Fail if descriptors remain, or processes that are not in `but`."""
+        """Fail if descriptors remain, or processes that are not in `but`."""
         for worker, left in zip(self.alive(), self.all("left")):
             if any(left.values()):
                 raise Wrong(f"leak in process {worker.index}: {left}")

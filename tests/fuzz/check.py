@@ -1,7 +1,6 @@
 """Run the fuzzer's programs with the package and with the oracle, and compare all results.
 
-Moved data is compared bit for bit. If weights are absent or powers of two, no product is rounded,
-so sums are compared bit for bit, too. Otherwise, `oracle.combine` returns the allowed difference.
+Moved data and exact sums are compared bit for bit.
 """
 
 import dataclasses
@@ -26,7 +25,7 @@ def wire_of(name):
 
 
 def exchange(program, group, a):
-    """Dispatch and combine on one rank. `a` maps names to its arrays. Return (Recv, sums)."""
+    """Return one rank's (Recv, sums) for the arrays `a` by name."""
     p = program
     leaves = [a[f"x{i}"] for i in range(len(p.x))]
     routed = draw.routed_by(p, group)
@@ -58,7 +57,7 @@ def exchange(program, group, a):
     weights = a["y_weights"] if p.y_weights == "own" else p.y_weights
     options = dict(weights=weights, wire_dtype=wire_of(p.combine_wire))
     given = recv.routing if p.is_routed_first and p.y_weights != "recv" else recv
-    if p.is_split:  # a split combine has no weights
+    if p.is_split:
         wire = dict(wire_dtype=options["wire_dtype"])
         sums = ma.combine_done(ma.combine_start(y, recv.routing, **wire))
     else:
@@ -69,11 +68,7 @@ def exchange(program, group, a):
 
 
 def of_one_rank(program, group):
-    """Return a function of one rank's inputs and directions (dicts by name).
-
-    The function returns the results and the derivatives. With `jvp`, the derivatives are tangents
-    of `draw.outputs_of`. With `vjp`, they are cotangents of the inputs.
-    """
+    """Return a function (inputs, directions) -> dict of results and derivatives, of one rank."""
     p = program
     names = [name for name, _, _ in draw.outputs_of(p)]
 
@@ -102,7 +97,6 @@ def of_one_rank(program, group):
 
 
 def compiled(program):
-    """Return a compiled function of all ranks' inputs and directions, which are numpy arrays."""
     p = program
     batched = {n: p.batch > 0 and draw.axis_of(n) in p.batched for n in names_of(p)}
     directions = {None: {}, "jvp": {n: batched[n] for n in p.differentiated}}
@@ -137,7 +131,6 @@ def names_of(program):
 
 
 def run(program, given, fn):
-    """Run the compiled function `fn` on `draw.Inputs`, and check every element of the batch."""
     p = program
     args = dict(given.args)
     if p.has_traced_scale:
@@ -165,16 +158,13 @@ def element_of(program, b, name, array):
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """The oracle's results on all ranks for one element of the batch."""
-
     program: draw.Program
     args: dict[str, np.ndarray]
     directions: dict[str, np.ndarray]
     routings: list[oracle.Routing]
 
     def each(self, fn, *arrays):
-        """Call fn(*arrays, routing) for each domain. If tokens are replicated, call it for each
-        rank. Join the results."""
+        """Join fn(*arrays, routing) of all domains, or of all ranks if tokens are replicated."""
         alone = len(self.routings) > 1 or self.program.replicated
         found = []
         for r, routing in enumerate(self.routings):
@@ -185,7 +175,7 @@ class Expected:
         return np.concatenate(found)
 
     def grouped(self, rows):
-        """Return rows [R, C, ...]. If rows after the last group are unspecified, make them zero."""
+        """Return rows [R, C, ...], with zeros for unspecified rows after the last group."""
         if self.program.tail == "zero":
             return rows
         is_tail = self.routing.is_tail
@@ -196,7 +186,6 @@ class Expected:
 
     @functools.cached_property
     def routing(self):
-        """Concatenate the routings of all domains to one routing."""
         fields = [field.name for field in dataclasses.fields(oracle.Routing)]
         joined = {f: np.concatenate([getattr(r, f) for r in self.routings]) for f in fields}
         return oracle.Routing(**joined)
@@ -209,8 +198,7 @@ class Expected:
         return self.each(oracle.dispatch_choices, weights)
 
     def summed(self, pairs, wire, addend=None):
-        """Combine pairs (rows, weights or None), and add the addend. Return (sums, slack): slack is
-        the allowed difference."""
+        """Return (sums, allowed difference) of pairs (rows, weights or None) and the addend."""
         p = self.program
         of_wire = None
         if wire in draw.FORMATS:
@@ -374,7 +362,6 @@ class Expected:
         harness.assert_sums_agree(actual, sums, np.zeros(sums.shape), what)
 
     def check_cotangents_of_router_weights(self, cotangents, of_row_weights, slack):
-        """Check the router weights' cotangents. `of_row_weights` is the term of combine, if any."""
         total = self.directions["weights"]
         if of_row_weights is not None:
             is_row = self.routing.row_token >= 0
@@ -387,7 +374,7 @@ class Expected:
         self.check_close(cotangents["topk_weights"], total, own, "topk_weights")
 
     def check_close(self, actual, expected, slack, name):
-        """Check that numbers differ by at most the slack. Add a rounding if the slack is not 0."""
+        """A slack other than 0 grows by one rounding."""
         rounded = expected.astype(actual.dtype)
         slack = np.broadcast_to(np.asarray(slack, np.float64), rounded.shape)
         at_most = slack + (slack > 0) * oracle.epsilon(actual.dtype) * np.abs(expected)
@@ -395,7 +382,6 @@ class Expected:
 
 
 def check_load(load, routings):
-    """Check that `ma.expert_load` has the oracle's counts on every rank."""
     names = "rows_per_expert", "rows_per_rank", "dropped_per_rank"
     for name, counts in zip(names, oracle.expert_load(routings), strict=True):
         actual = getattr(load, name)

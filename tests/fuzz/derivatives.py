@@ -4,8 +4,7 @@ import jax
 import oracle
 
 FIRST = ("jvp", "vjp")
-# Three ways to compute H v. H is the Hessian of <g, y>, where y is the result of `fn` and g is its
-# cotangent. v are tangents of the floats.
+# Ways to compute H v: H is the Hessian of <g, y> for the cotangent g of y, and v are tangents.
 SECOND = ("forward over reverse", "reverse over forward", "reverse over reverse")
 
 
@@ -53,7 +52,6 @@ def named(kind, tree):
 
 
 def results_of(how, names):
-    """Return the names of the results of `derived`, without the other results of `fn`."""
     d, dd = ([f"{kind}.{name}" for name in names] for kind in ("d", "dd"))
     return {
         None: ["y"],

@@ -21,8 +21,7 @@ NAMES = ("rows", "w")
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The sizes and options of one or more products. All arrays have a leading rank axis. Each rank
-    is a device, or an element of a vmap."""
+    """All arrays have a leading axis of ranks, which are devices or elements of a vmap."""
 
     place: places.Place
     capacity: int
@@ -39,10 +38,9 @@ class Program:
     vmaps: tuple[int, ...]  # sizes of the axes, the outermost first
     axes: tuple[tuple[int | None, ...], ...]  # in_axes of each vmap, for (rows, w, sizes)
     derivative: str | None
-    is_outside: bool  # the derivative is outside of the vmaps
+    is_outside: bool
 
     def lead(self, name):
-        """Return a bool for each vmap: True if it batches the array."""
         at = (*NAMES, "sizes").index(name)
         return tuple(axes[at] is not None for axes in self.axes)
 
@@ -106,7 +104,7 @@ def program(seed, number, *, has_mesh=True):
 
 
 def compiled(program):
-    """Return a compiled function (floats, others, directions) -> results of all ranks' arrays."""
+    """Return a compiled function (floats, others, directions) -> results."""
     p = program
 
     def product(rows, w, sizes):
@@ -151,15 +149,14 @@ def compiled(program):
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """The arrays of one run by name, [R, *axes of vmaps, ...]. The axis of a vmap has size 1 if the
-    vmap does not batch the array."""
+    """Arrays by name, [R, *axes of vmaps, ...], with size 1 for vmaps that share the array."""
 
     arrays: dict[str, np.ndarray]
     names: list[str]
 
 
 def drawn_sizes(rng, p):
-    """Choose random sizes of groups. Return (sizes, name of their distribution)."""
+    """Return (sizes of groups, name of their distribution)."""
     groups, capacity = p.groups, p.capacity
     limits = np.iinfo(p.sizes_dtype)
     name = draw.one_of(rng, ("some", "some", "some", "all", "one", "none", "cut", "wild"))
@@ -178,7 +175,7 @@ def drawn_sizes(rng, p):
 
 
 def inputs(program, seed, number, run):
-    """Make the random arrays of a run. Rows after an element's last group are not finite."""
+    """Make random arrays, which are not finite after an element's last group."""
     p, rng = program, draw.generator(seed, number, run, 6)
     ranks = p.place.ranks
 
@@ -209,7 +206,7 @@ def inputs(program, seed, number, run):
 
 
 def as_given(p, name, array):
-    """Move the axes of vmaps to where the program expects them. Drop axes of size 1."""
+    """Move the axes of vmaps to where the program expects them; drop axes of size 1."""
     kind = name.removeprefix("v.")
     lead = (True,) * len(p.vmaps) if kind == "g" else p.lead(kind)
     array = array.reshape(
@@ -219,7 +216,7 @@ def as_given(p, name, array):
     )
     if kind == "g":
         return array
-    for axis, front in reversed(axes_of_vmaps(p, kind)):  # the innermost axis is inserted first
+    for axis, front in reversed(axes_of_vmaps(p, kind)):
         array = np.moveaxis(array, front, axis)
     return array
 
@@ -232,8 +229,7 @@ def canonical(p, kind, array):
 
 
 def axes_of_vmaps(p, kind):
-    """For each vmap that batches the array, return two positions of its axis: in the array that the
-    program expects, and in `Inputs`, where all these axes follow the rank axis."""
+    """Return the axis of each vmap that batches the array, in the program and in `Inputs`."""
     at = (*NAMES, "sizes").index(kind)
     axes = [axes[at] for axes in p.axes if axes[at] is not None]
     return [(1 + number + axis, 1 + number) for number, axis in enumerate(axes)]
@@ -285,7 +281,7 @@ def check_result(p, name, actual, lead, expected, slack, in_group):
     of_input = name.partition(".")[2]
     shape = p.shape(of_input or "g")
     expected, slack = (np.array(x).reshape(*lead, *shape) for x in (expected, slack))
-    if p.is_outside and of_input:  # sum derivatives over the elements that share an array
+    if p.is_outside and of_input:
         shared = tuple(1 + i for i, has in enumerate(p.lead(of_input)) if not has)
         expected, slack = expected.sum(shared), 2 * slack.sum(shared)
         in_group = in_group.all(shared)

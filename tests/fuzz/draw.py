@@ -1,7 +1,6 @@
-"""Make random programs of exchanges for the fuzzer, and random arrays for their runs.
+"""Make random programs of exchanges, and random arrays for their runs.
 
-A `Program` is a set of sizes and options. It is compiled once, and runs with several routings. It
-depends only on the seed and its number, so a failure can be repeated without earlier programs.
+A `Program` depends only on the seed and the number, so a failure can be repeated alone.
 """
 
 import dataclasses
@@ -67,14 +66,11 @@ class Sizes:
 
     @property
     def is_empty(self):
-        """Return True if the ids or the rows are empty."""
         return 0 in (self.tokens, self.top_k, self.rows)
 
 
 @dataclasses.dataclass(frozen=True)
 class Routed(Sizes):
-    """The options that exchanges and layers have in common."""
-
     place: places.Place
     x64: bool
     ids_dtype: str
@@ -95,29 +91,26 @@ class Routed(Sizes):
         return ["topk_weights"] * (self.topk_weights is not None)
 
     def format_with(self, scale):
-        """Return the token format, or None. If its global scale is traced, use `scale` for it."""
+        """Return the token format or None, with `scale` in place of a traced global scale."""
         return ma.NvFp4(global_scale=scale) if self.has_traced_scale else FORMATS.get(self.format)
 
 
 @dataclasses.dataclass(frozen=True)
 class Program(Routed):
-    """The sizes and options of a dispatch of `x` and of a combine of `y`."""
-
     x: tuple[Leaf, ...]
     decode: bool
     is_split: bool
     y: tuple[Leaf, ...]
     y_weights: str | None  # "recv", "own", or None
     weights_are_powers: bool  # weights are powers of two, so that no product is rounded
-    dispatch_wire: str | None  # the name of a dtype or of a format
+    dispatch_wire: str | None
     combine_wire: str | None
     tail: str  # "zero" or "unspecified"
     has_token_scales: bool
-    has_addends: bool  # False: the combine has no addends
+    has_addends: bool
 
     @property
     def addends(self):
-        """Return the names of the arrays that combine adds to its sums."""
         adds = self.has_addends and not self.is_split and not self.replicated
         return [f"add{i}" for i in range(len(self.y) * adds)]
 
@@ -152,7 +145,7 @@ def some_of(rng, values):
 
 
 def program(seed, number, *, has_mesh=True):
-    """Make a random program. If not `has_mesh`, its ranks are elements of a vmap."""
+    """Without `has_mesh`, ranks are elements of a vmap."""
     rng = generator(seed, number)
     chance = lambda p: bool(rng.random() < p)
     numbers = drawn_sizes(rng)
@@ -194,9 +187,7 @@ def program(seed, number, *, has_mesh=True):
     scale_of = one_of(rng, ("format", "tensor", "token", "token")) if fmt == "nv" else "format"
     is_empty = Sizes(**numbers).is_empty or any(0 in leaf.shape for leaf in (*leaves, *sums))
     if is_empty or not has_mesh:
-        # Gradients of empty arrays in shard_map may fail to compile, even without this package. The
-        # error of jax 0.12.0.1 is: "'func.call' op expected at least one operand of
-        # @xla.sdy.manual_computation_body to be produced by ...".
+        # In jax 0.12.0.1, gradients of empty arrays in shard_map may fail to compile.
         kind = "vmap"
     has_domains = batch > 0 and kind != "vmap" and batch * ranks <= harness.NUM_DEVICES
     inputs_of = ("ids", "x", "weights", "y")
@@ -232,7 +223,6 @@ def program(seed, number, *, has_mesh=True):
 
 
 def drawn_sizes(rng, most_tokens=13):
-    """Choose random values for the fields of `Sizes`."""
     chance = lambda p: bool(rng.random() < p)
     ranks = int(rng.integers(1, 9))
     tokens, top_k, local_experts = drawn_tokens(rng, ranks)
@@ -260,7 +250,7 @@ def drawn_sizes(rng, most_tokens=13):
 
 
 def drawn_tokens(rng, ranks):
-    """Choose random (tokens, top_k, local_experts): small, because the oracle has loops."""
+    """Return small (tokens, top_k, local_experts), because the oracle has loops."""
     if ranks <= 3 and rng.random() < 0.04:  # more tokens than one launch can route and dispatch
         return 257, int(rng.integers(1, 3)), 2
     tokens = one_of(rng, (0, 1, 1, 2, 3, 4, 5, 7, 8, 9, 13))
@@ -279,12 +269,11 @@ def wire(rng, fmt=None):
 
 
 def group_size_of(*names):
-    """Return the largest group size of the formats with these names. Ignore other names."""
+    """Return the largest group size of the named formats."""
     return max([FORMATS[name].group_size for name in names if name in FORMATS], default=0)
 
 
 def is_wider(wire, leaves):
-    """Return True if `wire` is a dtype with more bits than the dtype of a summed array."""
     if wire not in WIRE_DTYPES:
         return False
     summed = [cases.dtype(leaf.dtype) for leaf in leaves if leaf.is_differentiated]
@@ -300,7 +289,6 @@ def trailing(rng):
 
 
 def anything(rng, ranks, layout):
-    """Return random ids from a short random list of experts and invalid ids."""
     experts = layout.num_experts(ranks)
     wild = (-1, -1, -1, experts, -2, cases.INT32.max, cases.INT32.min)
     size = rng.integers(1, experts + 4)
@@ -313,12 +301,12 @@ NAMES = (*cases.ROUTINGS, *(["anything"] * 8), *(["masked", "repeated"] * 2))
 
 
 def ids_of(rng, program):
-    """Return random ids [R, T, K], and the name of their distribution."""
+    """Return (random ids [R, T, K], name of their distribution)."""
     layout = cases.Layout("drawn", program.tokens, program.top_k, program.local_experts)
     name = one_of(rng, NAMES) if program.tokens and program.top_k else "all_masked"
     ids = np.asarray(ROUTINGS[name](rng, program.ranks, layout), np.int64)
     limits = np.iinfo(program.ids_dtype)
-    # If the dtype does not have an id, use the dtype's largest number, which is an invalid id.
+    # Ids that the dtype does not have become the dtype's largest number, an invalid id.
     fits = np.array([limits.min <= int(i) <= limits.max for i in ids.flat], bool)
     ids = np.where(fits.reshape(ids.shape), ids, 0).astype(program.ids_dtype)
     ids[~fits.reshape(ids.shape)] = limits.max
@@ -335,7 +323,7 @@ def routings_of(program, ids):
 def has_row(program, routings):
     """Return a bool for each choice [R, T, K']: True if it has a row."""
     kept = np.concatenate([r.choice_row for r in routings]) >= 0
-    if program.replicated:  # all ranks have the same tokens
+    if program.replicated:
         kept = np.broadcast_to(kept.any(axis=0), kept.shape)
     return kept
 
@@ -355,7 +343,6 @@ def routed_by(program, group):
 
 
 def axis_of(name):
-    """Return the name that `batched` contains if this input is batched."""
     if name == "ids":
         return "ids"
     if name in ("topk_weights", "y_weights", "scales"):
@@ -369,11 +356,11 @@ class Inputs:
     args: dict[str, np.ndarray]  # the inputs by name; a batch is axis 1
     directions: dict[str, np.ndarray]  # tangents of inputs, or cotangents of outputs
     routings: list[list[oracle.Routing]]  # [element][domain]
-    names: list[str]  # names of the routings
+    names: list[str]
 
 
 def inputs(program, seed, number, run):
-    """Make the random arrays of a run. Elements that no program may read are NaN."""
+    """Make random arrays, with NaN where no program may read."""
     rng = generator(seed, number, run, 1)
     p, elements = program, max(1, program.batch)
     all_ids, names = [], []
@@ -385,7 +372,7 @@ def inputs(program, seed, number, run):
     routings = own if len(own) == elements else own * elements
 
     def drawn(name, shape, draw, is_same_on_ranks):
-        """Make one array [R, *shape], or one for each element of the batch if it is batched."""
+        """Make one array [R, *shape], or [R, B, *shape] if the array is batched."""
         count = elements if axis_of(name) in p.batched else 1
         arrays = [draw((p.ranks, *shape)) for _ in range(count)]
         if is_same_on_ranks:
@@ -393,7 +380,6 @@ def inputs(program, seed, number, run):
         return arrays
 
     def poisoned(name, arrays, is_read):
-        """Put NaN in the places that no element of the batch reads."""
         masks = [is_read(each) for each in routings]
         for i, array in enumerate(arrays):
             mask = masks[i] if len(arrays) == len(masks) else np.any(masks, axis=0)
@@ -464,7 +450,7 @@ def inputs(program, seed, number, run):
 
 
 def tokens(rng, program, leaf):
-    """Return a function from a shape to random tokens. Without a format, these are random bits."""
+    """Return a function from a shape to random tokens (random bits without a format)."""
 
     def for_a_format(shape):
         x = rng.standard_normal(shape) * 10.0 ** rng.uniform(
@@ -481,7 +467,7 @@ def tokens(rng, program, leaf):
 
 
 def scales(rng, shape):
-    """Return random global scales of tokens. Some are invalid or outside of the allowed range."""
+    """Return random global scales, of which some are invalid."""
     special = np.float32([0, -0.0, -1, np.inf, np.nan, 1e-40, 2.0**-120, 3e38])
     ordinary = (10.0 ** rng.uniform(-6, 3, shape)).astype(np.float32)
     return np.where(rng.random(shape) < 0.1, rng.choice(special, shape), ordinary)

@@ -12,19 +12,17 @@ import jax
 
 from . import check, dots, draw, layers
 
-RUNS = 16  # runs of a program; together, they take less time than its compilation
+RUNS = 16  # together, they take less time than the compilation
 REPORT_EVERY = 30  # seconds
 FORGET_EVERY = 50  # programs between two calls of `jax.clear_caches`
 
 
 class Kind(typing.NamedTuple):
-    """The functions that make and run random programs of one kind."""
-
-    share: float  # share of the programs
+    share: float
     program: typing.Callable  # (seed, number, has_mesh) -> program
     compiled: typing.Callable  # program -> function
     inputs: typing.Callable  # (program, seed, number, run) -> inputs
-    run: typing.Callable  # (program, inputs, function); raises an AssertionError
+    run: typing.Callable  # raises an AssertionError
 
 
 KINDS = {
@@ -60,8 +58,7 @@ def numbers_of(seed, kinds=None):
 
 
 def fuzz(seed, *, seconds=float("inf"), numbers=None, keep_going=False, report=print):
-    """Run the programs with these numbers (None: 0, 1, ...) until `seconds` are over. Report each
-    failure with the command that repeats it."""
+    """Run these programs (None: 0, 1, ...), and report a command that repeats each failure."""
     done, begin, last = Done(), time.monotonic(), time.monotonic()
     for number in numbers_of(seed) if numbers is None else numbers:
         if time.monotonic() - begin > seconds:

@@ -38,12 +38,12 @@ def silu(h):
 
 
 def nan_at_zero(h):
-    """Replace zeros of h by NaN. Derivatives at zeros are also NaN."""
+    """Replace zeros of h, and derivatives at zeros, by NaN."""
     return h + (0 * jnp.log(jnp.abs(h.astype(jnp.float32)))).astype(h.dtype)
 
 
-# Each value: the activation, the oracle's activation, 2 if it is gated (otherwise 1), and the axes
-# ("columns" or "none") of the array `p` that it reads, or None if it reads no `p`.
+# Each value: the activation, the oracle's activation, 2 if gated (otherwise 1), and the axes of the
+# array `p` that the activation reads, or None.
 ACTIVATIONS = {
     "identity": (lambda h, p: h, oracle.elementwise(lambda h: h, np.ones_like), 1, None),
     "tanh": (lambda h, p: jnp.tanh(h), oracle.elementwise(np.tanh, tanh_slope), 1, None),
@@ -73,17 +73,15 @@ ACTIVATIONS = {
 }
 
 
-# Functions that bound all ACTIVATIONS and their derivatives, up to a factor. Their results for the
-# absolute values of all inputs bound the rounding errors.
+# For absolute values, these functions bound ACTIVATIONS and their derivatives, up to a factor.
 MAJORANT = dict(
     plain=oracle.elementwise(lambda h: 1.5 * (h + h * h), lambda h: 1.5 + 3 * h),
     gated=oracle.gated(lambda h: 1.5 * (h + h * h), lambda h: 1.5 + 3 * h),
     columns=oracle.scaled(lambda h: 1 + h + h * h, lambda h: 1 + 2 * h),
     none=oracle.steep(lambda h: 1.5 * (h + h * h), lambda h: 1.5 + 3 * h),
 )
-# The allowed error is this number times the dtype's epsilon times the result with MAJORANT. In
-# 45,000 layers and products, only one needed more than 6 (seed 601, program 1931: a sum of 360
-# rows).
+# The allowed error is this number times epsilon times the result with MAJORANT. Of 45,000 layers
+# and products, only one needed more than 6.
 MOST_ROUNDINGS = 12
 
 POLICIES = {
@@ -103,17 +101,15 @@ POLICIES = {
 
 @dataclasses.dataclass(frozen=True)
 class Program(draw.Routed):
-    """The sizes and options of a layer, or of several layers in a scan."""
-
     hidden: int
-    width: int  # columns of the activations
+    width: int
     dtype: str
     activation: str
     biases: tuple[str, ...]
     wire: str | None
     depth: int  # number of layers in a scan; 0: one layer without a scan
     policy: str | None
-    is_outside: bool  # the derivative is outside of the map over ranks
+    is_outside: bool
     num_chunks: int | None
     spare: tuple[int, ...] | None  # the experts in spare slots (-1: none); None: no placement
     weigh_input: bool
@@ -128,7 +124,6 @@ class Program(draw.Routed):
         return ["ids", *(["scale"] * self.has_traced_scale)]
 
     def is_batched(self, name):
-        """Return True if this input or direction differs between elements of the batch."""
         if not self.batch or name == "scale":
             return False
         name = name.removeprefix("v.")
@@ -137,7 +132,6 @@ class Program(draw.Routed):
         return kind == "g" or kind in self.batched
 
     def is_summed(self, name):
-        """Return True if the derivative of this input is summed over the batch."""
         is_one = self.is_outside or self.place.has_domains
         return bool(self.batch) and is_one and not self.is_batched(name)
 
@@ -151,12 +145,11 @@ class Program(draw.Routed):
         return ma.Placement.from_slots(slots, self.num_experts, num_ranks=self.ranks)
 
     def has_layers(self, name):
-        """Return True if this input or direction has an axis for the layers of a scan."""
         return self.depth > 0 and name not in ("x", "scale", "g", "v.x")
 
 
 def program(seed, number, *, has_mesh=True):
-    """Make a random program. If not `has_mesh`, its ranks are elements of a vmap."""
+    """Without `has_mesh`, ranks are elements of a vmap."""
     rng = draw.generator(seed, number, 3)
     chance = lambda p: bool(rng.random() < p)
     one_of = functools.partial(draw.one_of, rng)
@@ -235,9 +228,8 @@ def program(seed, number, *, has_mesh=True):
 def with_parts(rng, program):
     """Add random chunks and a placement, if the program can have them.
 
-    It must drop no choices. Its tokens must not be replicated, because chunks and placements would
-    change their partial sums. With a placement, its activation must not read `p`, because a replica
-    of an expert would read the `p` of a different rank.
+    Chunks and placements would change partial sums of replicated tokens. A replica of an expert
+    would read the `p` of a different rank.
     """
     p = program
     has_routing = p.is_routed_first or p.has_load or p.place.hosts
@@ -258,7 +250,6 @@ def with_parts(rng, program):
 
 
 def of_one_rank(program, group):
-    """Return a function of one rank, (floats, others) -> (y, other results)."""
     p = program
 
     def layer(a, ids, scale):
@@ -301,7 +292,7 @@ def of_one_rank(program, group):
 
 
 def compiled(program):
-    """Return a compiled function (floats, others, directions) -> results of all ranks' arrays."""
+    """Return a compiled function (floats, others, directions) -> results."""
     p = program
     batched = lambda names: {name: p.is_batched(name) for name in names}
     inputs = batched(p.floats), batched(p.others)
@@ -339,8 +330,8 @@ def is_summed_result(program, name):
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """The arrays of one run: [R, ...], or [R, B, ...] if they differ between elements of the batch.
-    With a scan, the next axis is the layer."""
+    """Arrays [R, batch, layer, ...], without axis 1 if shared, and without a layer axis if depth is
+    0."""
 
     floats: dict[str, np.ndarray]
     others: dict[str, np.ndarray]
@@ -350,7 +341,7 @@ class Inputs:
 
 
 def inputs(program, seed, number, run):
-    """Make the random arrays of a run. Elements that no program may read are NaN."""
+    """Make random arrays, with NaN where no program may read."""
     rng = draw.generator(seed, number, run, 4)
     p, elements, depth = program, max(1, program.batch), max(1, program.depth)
     count = elements if p.is_batched("ids") else 1
@@ -360,12 +351,11 @@ def inputs(program, seed, number, run):
     routings = routings if count == elements else routings * elements
 
     def stacked(arrays, name):
-        """Stack the arrays [R, ...] of a nested list arrays[element][layer]."""
         own = [np.stack(a, axis=1) if p.has_layers(name) else a[0] for a in arrays]
         return np.stack(own, axis=1) if p.is_batched(name) else own[0]
 
     def is_read(name):
-        """Return masks of the entries that a program reads, one for each element of the batch."""
+        """Return masks of the entries that a program reads, for each element of the batch."""
         masks = []
         for own in routings:
             has_row = draw.has_row(p, own[0])
@@ -412,8 +402,6 @@ def inputs(program, seed, number, run):
 
 
 class Expected:
-    """The oracle's results for one element of the batch, and the allowed differences."""
-
     def __init__(self, program, given, b):
         self.p = p = program
         floats, others, directions = (
@@ -433,7 +421,7 @@ class Expected:
             )
             for i, own in enumerate(self.routings)
         ]
-        if p.format:  # the experts receive rounded tokens
+        if p.format:
             fmt = p.format_with(draw.TRACED_SCALE)
             floats["x"] = check.rounded_to(fmt, floats["x"], p.dtype)
         self.a = {name: x.astype(np.float64) for name, x in floats.items()}
@@ -442,7 +430,6 @@ class Expected:
         self.v = {name[2:]: x for name, x in directions.items() if name != "g"}
 
     def of_layer(self, a, i, x):
-        """Return the arrays of layer i for `oracle.expert_layer`. `x` is its input."""
         own = {n: array[:, i] if self.p.has_layers(n) else array for n, array in a.items()}
         tokens = own["x"].shape[:2]
         found = {n: own[n] for n in EXPERTS if n in own}
@@ -450,7 +437,6 @@ class Expected:
         return {"x": x, "weights": weights, **found}
 
     def xs(self, a, activation):
-        """Return the inputs of each layer, and the result of the last layer."""
         xs = [a["x"]]
         for i, rows in enumerate(self.rows):
             arrays = self.of_layer(a, i, xs[-1])
@@ -476,7 +462,6 @@ class Expected:
         return {"x": g, **found}
 
     def results(self, activation, a, g, v):
-        """Return the results of `derivatives.derived` by name."""
         value = functools.partial(self.value, activation)
         gradient = functools.partial(self.gradient, activation, g)
         return derivatives.expected(self.p.derivative, value, gradient, a, v)
@@ -512,7 +497,6 @@ class Expected:
 
     @property
     def dtype_of_weights(self):
-        """Return the dtype in which router weights travel."""
         return "float64" if self.p.topk_weights in ("float64", None) else "float32"
 
     def of_wire(self, largest):
@@ -552,8 +536,7 @@ def run(program, given, fn):
 
 
 def may_be_infinite(slack, dtype, wire=None):
-    """Return True for numbers that cannot be compared, because a term of their sum may be infinite
-    in the dtype or the wire dtype. The slack is a multiple of the sum of the terms' magnitudes."""
+    """Return True for numbers that cannot be compared, because a term may be infinite."""
     largest = lambda dtype: oracle.epsilon(dtype) * float(ml_dtypes.finfo(dtype).max)
     found = slack > MOST_ROUNDINGS * largest(cases.dtype(dtype))
     if wire in draw.FORMAT_DTYPES:

@@ -16,10 +16,7 @@ BATCH_AXIS = "data"
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """The devices of the ranks: one or a mesh.
-
-    With a batch, an array is [R, B, ...], or [R, ...] if all elements share it.
-    """
+    """With a batch, an array is [R, B, ...], or [R, ...] if all elements share the array."""
 
     kind: str  # "vmap", or the kind of mesh axes: "auto" or "explicit"
     ranks: int
@@ -58,12 +55,7 @@ class Place:
         return Mesh(devices, axes, axis_types=(kind,) * len(axes))
 
     def over_ranks(self, fn, in_batched, out_batched):
-        """Map `fn` over all elements of the batch and all ranks. `fn` maps dicts to a dict.
-
-        Args:
-          in_batched: for each argument, a dict with True for arrays that differ between elements.
-          out_batched: for the result, a dict with True for arrays that differ between elements.
-        """
+        """Map `fn`, from dicts to a dict; True marks arrays that differ between elements."""
         if self.batch and not self.has_domains:
             axes = tuple({n: 0 if is_batched else None for n, is_batched in own.items()}
                          for own in in_batched)  # fmt: skip
@@ -94,7 +86,6 @@ class Place:
         return PartitionSpec(self.axes, *batch)
 
     def compiled(self, fn, in_batched, x64=False):
-        """Return `fn` as a compiled function of numpy arrays."""
         jitted = jax.jit(fn)
 
         def put(x, is_batched):

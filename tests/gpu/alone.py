@@ -8,7 +8,7 @@ import harness
 
 
 def run_alone(function, *, timeout=60, **environment):
-    """Return the printed text. Fail unless the call succeeds within about `timeout` seconds."""
+    """Return the printed text of a call that must succeed within about `timeout` seconds."""
     timeout *= harness.TIMES_SLOWER
     module, name = function.__module__, function.__name__
     environment = {

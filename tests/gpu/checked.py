@@ -1,15 +1,9 @@
 """Define programs that exchange tokens and check the results on the device.
 
-All moved values are hashes of (step, rank, token, ...). Every rank therefore knows without
-communication which values must arrive, and detects rows of a wrong step, rank or token. The values
-are small integers, so sums are exact in any dtype and order.
+All moved values are hashes of (step, rank, token, ...), so every rank knows which must arrive. The
+values are small integers, so sums are exact in any dtype and order.
 
-A program maps a state to the next state: the number of a step, and the counts of wrong values so
-far. The host reads the counts once, after thousands of calls.
-
-With MOE_A2A_TEST_RANKS_ON_ONE_GPU=N, all N ranks share one GPU. A program is then a vmap over the
-group's axis, and not a shard_map over a mesh. `assert_right` then also compares the number of
-called exchanges with the workspace's counters, so a test of the portable path would fail.
+With MOE_A2A_TEST_RANKS_ON_ONE_GPU=N, all N ranks share one GPU, and a program is a vmap.
 """
 
 import collections
@@ -46,8 +40,7 @@ def mesh_of(devices):
     return None if ONE_GPU else Mesh(np.array(devices), (AXIS,))
 
 
-# Every order of devices has a separate workspace. Tests in other folders order the devices
-# differently, so the tests of this folder cannot close or break their workspaces.
+# Each order of devices has a separate workspace, so tests in other folders cannot disturb these.
 MESH = mesh_of(DEVICES[1::2] + DEVICES[::2])
 
 
@@ -61,11 +54,7 @@ def new_group(
     implementation="cuda" if ON_GPU else None,
     **options,
 ):
-    """Return a group that must run the kernels.
-
-    If all ranks share one GPU, `mesh` is None, and `ranks` is the number of ranks. If
-    `first_timeout` is None, the first exchange also has the timeout `timeout`.
-    """
+    """Return a group that must run the kernels. `ranks` counts only if `mesh` is None."""
     return ma.Group(
         mesh,
         AXIS,
@@ -96,11 +85,7 @@ class Shape:
 
 
 def fitting(shape, gigabytes=4.0):
-    """Return the shape. If all ranks share one GPU, halve its tokens until the ring halves fit.
-
-    Each ring half of each rank has a landing zone for every source rank. The bytes therefore grow
-    with the square of the number of ranks.
-    """
+    """Return the shape, with fewer tokens if the ring halves of ranks on one GPU do not fit."""
     row_bytes = shape.hidden * jnp.dtype(shape.dtype).itemsize
     tokens = shape.tokens
     while ONE_GPU and 2 * RANKS**2 * tokens * row_bytes > gigabytes * 2**30:
@@ -115,11 +100,7 @@ enough_tokens_to_be_late = pytest.mark.skipif(
 
 
 def enough_rows(shape, group):
-    """Return a capacity at which no choice is dropped. None has room for all choices of all ranks.
-
-    On one GPU, so many rows may not fit into the memory. Twice the mean number of rows is enough
-    there, because the ids are hashes, so each rank receives about as many rows as the mean.
-    """
+    """Return a capacity that drops no choice: None, or on one GPU twice the mean number of rows."""
     if not ONE_GPU:
         return None
     choices = shape.tokens * shape.top_k
@@ -133,7 +114,7 @@ MANY_CHUNKS = Shape(tokens=512)
 
 
 class Counts(NamedTuple):
-    """Numbers of errors. On a rank, they are one int32 array [4]. On the host, each is [ranks]."""
+    """Numbers of errors: an int32 array [4] on a rank, and [ranks] each on the host."""
 
     wrong: object  # elements that are wrong, but not NaN
     lost: object  # values that are NaN, and tags that are zero
@@ -142,13 +123,12 @@ class Counts(NamedTuple):
 
 
 def counted(**found):
-    """Return the numbers of True elements of the arguments, int32 [4] in the order of `Counts`."""
     return jnp.stack(
         [jnp.sum(jnp.asarray(found.get(name, 0)), dtype=jnp.int32) for name in Counts._fields]
     )
 
 
-# Every rank can compute the values of these functions. Arguments broadcast.
+# Arguments of these functions broadcast.
 
 
 def hashed(*values):
@@ -196,9 +176,6 @@ def my_rank(group):
     return lax.axis_index(group.axis_name)
 
 
-# The functions from here to `weighted` run on one rank.
-
-
 def route_args(shape, group):
     return dict(
         group=group,
@@ -234,7 +211,7 @@ def dispatch(shape, group, step, routing):
 
 
 def routed_dispatch(shape, group, step):
-    """Route and dispatch in one call. With few tokens, the call is one launch."""
+    """With few tokens, this call is one launch."""
     return ma.dispatch(
         payload(shape, group, step),
         own_ids(shape, group, step),
@@ -250,12 +227,11 @@ def dispatch_start(shape, group, step, routing):
 
 
 def mark_of(rank):
-    """Return the integer that a rank's experts add to rows. It is small, so the sums are exact."""
     return rank % 8
 
 
 def expert_output(rows, routing, group):
-    """Add the mark of this rank to rows. Set rows that no kernel may read (no token) to NaN."""
+    """Add the mark of this rank to rows, and set rows that no kernel may read to NaN."""
     rows = rows + mark_of(my_rank(group)).astype(rows.dtype)
     return jnp.where(routing.row_rank[:, None] >= 0, rows, jnp.nan)
 
@@ -271,11 +247,11 @@ def combine_start(group, recv):
 
 
 def weighted(y, weights):
-    """Multiply rows by their weights. The products are exact, because weights are 1 or 2."""
+    """Products are exact, because weights are 1 or 2."""
     return y * weights[:, None].astype(y.dtype)
 
 
-# These functions compare results with the expected results.
+# Counts of errors
 
 
 def compare(actual, expected):
@@ -284,7 +260,7 @@ def compare(actual, expected):
 
 
 def count_rows(shape, step, recv):
-    """Count wrong elements, tags and weights of dispatched rows. Rows without a token must be 0."""
+    """Count wrong elements, tags and weights; rows without a token must be 0."""
     rank, token, k = recv.src_info
     is_row = rank >= 0
     tags = jnp.where(is_row, tags_at(step, rank, token), 0)
@@ -301,14 +277,13 @@ def count_rows(shape, step, recv):
 
 
 def count_sums(shape, group, step, ids, out):
-    """Count wrong elements of `out`: weighted sums of `expert_output` over each token's choices."""
     token = jnp.arange(shape.tokens)
     x = tokens_at(shape, step, my_rank(group), token).astype(jnp.float32)
     weights = jnp.where(ids >= 0, own_weights(shape, group, step), 0)
     ranks = ids // shape.local_experts
 
     def partial(rank):
-        """Return the partial sums of one rank, or the sums over all ranks if `rank` is None."""
+        """Return the partial sums of one rank, or of all ranks if `rank` is None."""
         at = True if rank is None else ranks == rank
         mine = jnp.where(at, weights, 0)
         marked = [x + mark_of(ranks[:, k, None]) for k in range(shape.top_k)]
@@ -323,8 +298,7 @@ def count_sums(shape, group, step, ids, out):
 
 
 def count_routing(shape, group, step, routing):
-    """Count wrong entries of a routing. Its rows must be the choices of this rank's experts, sorted
-    by expert, source rank, token and k."""
+    """Count wrong entries; rows must be sorted by expert, source rank, token and k."""
     num_ranks, capacity = group.size, routing.capacity
     expert = my_rank(group) * shape.local_experts + jnp.arange(shape.local_experts)
     rank, token, k = (
@@ -379,8 +353,7 @@ def count_psum(group, step, size):
     return counted(wrong=total != jnp.sum(every, axis=0, dtype=every.dtype))
 
 
-# Only used if all ranks share one GPU: how many exchanges were called since a workspace was opened.
-# The key is the number of ranks, because each number of ranks has a separate workspace.
+# Exchanges since a workspace was opened, by the number of ranks, if all ranks share one GPU.
 _noted = collections.defaultdict(Count)
 _noting = threading.Lock()
 
@@ -396,7 +369,7 @@ def close(group):
 
 
 def close_all():
-    """Close all groups whose ranks share a GPU. No exchange of these groups may be running."""
+    """No exchange of these groups may be running."""
     for size in range(2, native.limit("MAX_RANKS") + 1):
         group = ma.Group(axis_name=AXIS, size=size, implementation="cuda")
         if any(epochs_of(group.topology, kind) for kind in native.WORKSPACE_KINDS):
@@ -405,21 +378,17 @@ def close_all():
 
 
 def restart(group, **exchanges):
-    """Replace the group's numbers in `_noted`, after a test has set counters of its workspace."""
     with _noting:
         _noted[group.size] = dataclasses.replace(_noted[group.size], **exchanges)
 
 
 def counters_of(group):
-    """Return the numbers of exchanges that the counters show. They are 0 for a closed workspace."""
+    """Return the numbers of exchanges that the counters show, or 0 if closed."""
     return Count(*(num_exchanges(group.topology, kind) for kind in native.WORKSPACE_KINDS))
 
 
 def assert_counted(group=GROUP):
-    """If all ranks share one GPU, check that kernels have run every exchange that was called.
-
-    No exchange of the group may run during this call.
-    """
+    """If all ranks share one GPU, check that kernels have run every exchange that was called."""
     if not (ONE_GPU and ON_GPU):
         return
     noted, shown = _noted[group.size], counters_of(group)
@@ -427,10 +396,7 @@ def assert_counted(group=GROUP):
 
 
 class Noted:
-    """A program that adds its exchanges to `_noted` in each call.
-
-    `exchanges` is their number per call. If it is None, the first call reads it from the counters.
-    """
+    """A program that adds `exchanges` (None: read from the counters) to `_noted` in each call."""
 
     def __init__(self, program, group, exchanges=None):
         self.program, self.group, self.exchanges = program, group, exchanges
@@ -457,11 +423,10 @@ class Noted:
         return self.program.lower(*args)
 
 
-# An *order* makes the exchanges of a step. It maps (shape, group, step) to the counts of one rank.
+# An *order* maps (shape, group, step) to the counts of one rank, after a step's exchanges.
 
 
 def received(shape, group, step, recv):
-    """Combine the rows of a dispatch. Count errors of the routing, the rows and the sums."""
     out = combine(shape, group, recv)
     return (
         count_routing(shape, group, step, recv.routing)
@@ -489,14 +454,14 @@ def route_only(shape, group, step):
 
 
 def dispatch_only(shape, group, step):
-    """Route and dispatch. XLA eliminates the combine, because nothing uses its sums."""
+    """XLA eliminates the combine, because nothing uses its sums."""
     recv = dispatch(shape, group, step, route(shape, group, step))
     combine(shape, group, recv)
     return count_rows(shape, step, recv)
 
 
 def two_dispatches_first(shape, group, step):
-    """Dispatch twice. Combine the second dispatch's rows first, and then the first dispatch's."""
+    """The second dispatch is combined before the first."""
     steps = (2 * step, 2 * step + 1)
     recvs = [dispatch(shape, group, s, route(shape, group, s)) for s in steps]
     recvs = lax.optimization_barrier(recvs)
@@ -509,7 +474,7 @@ def two_dispatches_first(shape, group, step):
     )
 
 
-# These orders have one more argument: the routing of step 0, which a separate program has made.
+# These orders also take the routing of step 0, which a separate program has made.
 
 
 def dispatch_given(shape, group, step, routing):
@@ -517,7 +482,6 @@ def dispatch_given(shape, group, step, routing):
 
 
 def combine_given(shape, group, step, routing):
-    """Combine rows that this rank computes itself, without a dispatch."""
     rank, token, k = routing.row_rank, routing.row_token, routing.row_k
     y = expert_output(tokens_at(shape, step, rank, token), routing, group)
     weights = weights_at(step, rank, token, k)
@@ -525,14 +489,11 @@ def combine_given(shape, group, step, routing):
     return count_sums(shape, group, step, own_ids(shape, group, 0), out)
 
 
-# The functions below make programs.
+# Programs
 
 
 def mapped(fn, group):
-    """Return a function that runs `fn` on all ranks. Axis 0 of its arguments is the rank.
-
-    It is a vmap if all ranks share one GPU, and otherwise a shard_map.
-    """
+    """Run `fn` on all ranks, which are axis 0, by a vmap on one GPU or by a shard_map."""
     if group.mesh is None:
         return jax.vmap(fn, axis_name=group.axis_name, axis_size=group.size)
     spec = PartitionSpec(group.mesh.axis_names)
@@ -545,7 +506,6 @@ def mapped(fn, group):
 
 
 def on_all_ranks(fn, group, exchanges=None, **jit_options):
-    """Return `mapped(fn, group)` under jit. For `exchanges`, see `Noted`."""
     program = jax.jit(mapped(fn, group), **jit_options)
     if ONE_GPU:
         return Noted(program, group, exchanges)
@@ -553,8 +513,7 @@ def on_all_ranks(fn, group, exchanges=None, **jit_options):
 
 
 class MetProgram:
-    """A program of several processes. Its first call waits until all processes have compiled it,
-    because the kernels of the fastest process could otherwise time out."""
+    """A program whose first call waits until all processes have compiled it, against timeouts."""
 
     def __init__(self, program):
         self.program, self.met = program, set()
@@ -572,8 +531,6 @@ class MetProgram:
 
 
 def steps_of(order, num_steps):
-    """Return a function that maps the state of one rank to its state after `num_steps` steps."""
-
     def once(state, _):
         step, counts = state
         return (step + 1, counts + order(step)), None
@@ -603,7 +560,6 @@ def new_program(shape=SMALL, group=GROUP, order=whole, num_steps=1):
 
 @functools.cache
 def program(shape=SMALL, group=GROUP, order=whole):
-    """Return `new_program(...)`, once for all tests."""
     return new_program(shape, group, order)
 
 
@@ -616,8 +572,6 @@ def routing_program(shape=SMALL, group=GROUP):
 
 @functools.cache
 def program_with_routing(order, shape=SMALL, group=GROUP):
-    """Return a program that maps (state, Routing) to the next state."""
-
     def on_rank(state, routing):
         return steps_of(lambda step: order(shape, group, step, routing), 1)(state)
 
@@ -625,27 +579,24 @@ def program_with_routing(order, shape=SMALL, group=GROUP):
 
 
 def compile_together(*calls):
-    """Compile programs in parallel. Each of `calls` is a tuple (program, *arguments)."""
+    """Compile tuples (program, *arguments) in parallel."""
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda call: call[0].lower(*call[1:]).compile(), calls))
 
 
 def sharding_of(group=GROUP):
-    """Return the sharding of arrays with a leading rank axis."""
     if group.mesh is None:
         return SingleDeviceSharding(DEVICES[0])
     return NamedSharding(group.mesh, PartitionSpec(group.mesh.axis_names))
 
 
 def begin(group=GROUP, first_step=0):
-    """Return a state with zero counts."""
     steps = np.full(group.size, first_step, np.int32)
     counts = np.zeros((group.size, len(Counts._fields)), np.int32)
     return harness.put((steps, counts), sharding_of(group))
 
 
 def repeat(run, times, state=None, *args):
-    """Call a program `times` times without waiting for its results."""
     state = begin() if state is None else state
     for _ in range(times):
         state = run(state, *args)
@@ -684,7 +635,7 @@ def own_counts(state):
 
 
 def outcome(run, group=GROUP):
-    """Call `run`, and wait for the state that it returns. Return one outcome for all processes."""
+    """Return one outcome for all processes, after the state of `run` has arrived."""
     counts, error = None, ""
     start = time.perf_counter()
     try:
@@ -704,18 +655,17 @@ def outcome(run, group=GROUP):
     else:
         by_rank = sorted((rank, own) for each in counts for rank, own in each.items())
         counts = Counts(*np.stack([own for _, own in by_rank]).T)
-    # Prefer the error of the rank that failed first. The ranks that it stops report "stopped:".
+    # Ranks that the first failed rank stops report "stopped:".
     error = min(filter(None, errors), key=lambda error: "stopped:" in error, default="")
     return Outcome(counts, error, max(seconds))
 
 
 def assert_stopped(failed, run, group, shown="lost"):
-    """Check that a failed call ended in time without a wrong number, and that the next call raises
-    an error."""
+    """Check that a failed call ended in time without a wrong number, and the next call raises."""
     assert failed.seconds < group.timeout + 1, failed
     assert failed.counts is not None and failed.is_never_wrong(), failed
     assert getattr(failed.counts, shown).all(), failed
-    # The slow rank itself has no timeout. Its process only learns that a different rank had one.
+    # The slow rank only learns that a different rank had a timeout.
     with pytest.raises(RuntimeError, match='timeout: |has reported "timeout"'):
         group.check()
     again = outcome(lambda: run(begin()), group)

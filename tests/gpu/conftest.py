@@ -1,8 +1,4 @@
-"""Check that the machine has several GPUs, and that the kernels have test hooks.
-
-Without MOE_A2A_TEST_GPU=1 the tests are skipped. With it, a missing GPU or hook is an error. With
-MOE_A2A_TEST_RANKS_ON_ONE_GPU=N all N ranks share one GPU, and one GPU is enough.
-"""
+"""Skip the tests without MOE_A2A_TEST_GPU=1; with it, a missing GPU or test hook is an error."""
 
 import os
 import pathlib
@@ -15,7 +11,7 @@ from jax_moe_a2a._src.group import native
 
 ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
 HERE = pathlib.Path(__file__).parent
-# No test needs this long. Only the timeout method "thread" can end a process that waits in XLA.
+# No test needs this long; only the timeout method "thread" can end a wait in XLA.
 TEST_SECONDS = 90 * harness.TIMES_SLOWER
 
 
@@ -32,7 +28,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def machine_and_build_are_fit():
-    """Fail if GPUs or test hooks are missing. If the tests were skipped, nobody would notice."""
+    """Fail if GPUs or test hooks are missing, because nobody would notice skipped tests."""
     least = 1 if harness.RANKS_ON_ONE_GPU else 2
     if len(jax.devices("gpu")) < least:
         raise RuntimeError(
@@ -51,7 +47,7 @@ def machine_and_build_are_fit():
 
 @pytest.fixture(scope="module", autouse=True)
 def counters_begin_anew(machine_and_build_are_fit):
-    """Close all workspaces. `checked` has not counted the exchanges of other tests."""
+    """`checked` has not counted the exchanges of other tests."""
     import checked
 
     if harness.RANKS_ON_ONE_GPU:
@@ -60,7 +56,6 @@ def counters_begin_anew(machine_and_build_are_fit):
 
 @pytest.fixture(autouse=True)
 def next_test_finds_a_healthy_group():
-    """Close the workspace of `checked.GROUP` if a test has left it in a failed state."""
     import checked
 
     yield

@@ -1,5 +1,4 @@
-"""Set the hooks of a test build: a rule of the protocol to break, a phase to delay, and the number
-of ring halves."""
+"""Set the hooks of a test build."""
 
 import contextlib
 import enum
@@ -18,7 +17,7 @@ SIGNAL, STATUS = ((CUDA / name).read_text() for name in ("device/signal.cuh", "s
 
 
 def enumeration(source, name):
-    """Read an enumeration from a CUDA source. `kSendCredit` becomes `SEND_CREDIT`. Add NONE = 0."""
+    """Read an enumeration from a CUDA source: `kSendCredit` becomes `SEND_CREDIT`."""
     body = re.search(rf"enum (?:class )?{name} : uint32_t {{(.*?)}};", source, re.S)[1]
     numbers = {
         re.sub(r"(?<!^)(?=[A-Z])", "_", member).upper(): int(number)
@@ -27,13 +26,12 @@ def enumeration(source, name):
     return enum.IntEnum(name, {"NONE": 0, **numbers})
 
 
-Mutation = enumeration(SIGNAL, "Mutation")  # the rule to break
-Phase = enumeration(STATUS, "Phase")  # the phase to delay, or the phase of a failure
+Mutation = enumeration(SIGNAL, "Mutation")
+Phase = enumeration(STATUS, "Phase")
 
-# The kernels can delay these phases. In all other phases, a rank waits for another rank.
+# The kernels can delay these phases; in others, a rank waits for another rank.
 DELAYABLE = (Phase.SEND, Phase.RECEIVE_CHUNK)
 
-# Maps each phase to its text in error messages.
 PHASE_TEXT = {
     phase: re.search(
         rf'case Phase::k{phase.name.title().replace("_", "")}: return "(.*)";', STATUS
@@ -72,8 +70,7 @@ def set_hooks(
 
 
 def set_hooks_of(group, index, mutation, phase=0, delay_ns=0, depth=0, kind=native.WHOLE):
-    """Set the hooks of one rank, or of all ranks of this process if `index` is -1. The hooks last
-    until the group is closed."""
+    """Set the hooks of one rank (-1: all ranks of this process) until the group is closed."""
     hooks = index, int(mutation), phase, delay_ns, depth
     native._raise(native._native.set_hooks(*group.topology, kind, *hooks))
 
@@ -100,7 +97,7 @@ def uncapped(group):
 
 
 def set_epoch(group, epoch):
-    """Let all ranks continue as if `epoch - 1` exchanges had run. Every process must call this."""
+    """Call `set_epoch_of` for all ranks; every process must call this function."""
     assert_open(group, native.WHOLE)
     with nothing_under_way():
         set_epoch_of(group, -1, epoch)
@@ -114,8 +111,7 @@ def assert_open(group, kind):
 
 @contextlib.contextmanager
 def nothing_under_way():
-    """Wait for the devices and for all processes before and after the `with` block. Otherwise one
-    process could raise a flag or post a credit while another process sets hooks or its epoch."""
+    """Keep flags and credits of other processes away while hooks or epochs are set."""
     # The addition on a device runs after all earlier work of the device.
     jax.block_until_ready([jax.device_put(0, device) + 1 for device in jax.local_devices()])
     harness.of_all_processes(None)
@@ -125,7 +121,7 @@ def nothing_under_way():
 
 @contextlib.contextmanager
 def hooked(group, **hooks):
-    """Call `set_hooks`. After the `with` block, close the group, which removes the hooks."""
+    """Call `set_hooks`, and close the group after the block, which removes the hooks."""
     try:
         set_hooks(group, **hooks)
         yield

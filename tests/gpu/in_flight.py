@@ -1,5 +1,4 @@
-"""Define orders with split exchanges. As in `checked`, an order makes the exchanges of a step: it
-maps (shape, group, step) to the counts of one rank."""
+"""Define orders of `checked` with split exchanges."""
 
 import random
 
@@ -11,7 +10,7 @@ from jax_moe_a2a._src.exchange import split
 
 
 def in_order(inflights, *arrays):
-    """Tie the arrays together: no use of an array begins before all arrays are computed."""
+    """No use of a returned array begins before all arrays are computed."""
     tied = iter(split.tie(*(a for each in inflights for a in each._arrays), *arrays))
     for each in inflights:
         each._arrays = [next(tied) for _ in each._arrays]
@@ -29,7 +28,6 @@ def check_combine(shape, group, step, inflight):
 
 
 def split_whole(shape, group, step):
-    """Route, dispatch and combine. Matrix products run during the dispatch and the combine."""
     routing = checked.route(shape, group, step)
     inflight = checked.dispatch_start(shape, group, step, routing)
     inflight, rows = ma.overlap(inflight, product, step)
@@ -44,15 +42,14 @@ def split_whole(shape, group, step):
 
 
 def product(step):
-    """Return a matrix product whose elements are all 1, which the compiler does not know."""
+    """Return a product of ones that the compiler does not know."""
     side = 512
     ones = jnp.ones((side, side), jnp.bfloat16) + (step * 0).astype(jnp.bfloat16)
     return ones @ jnp.full((side, side), 1 / side, jnp.bfloat16)
 
 
 def started_first(number, reverse):
-    """Return a script that starts dispatches, and finishes them in the order of their starts or in
-    reverse. It finishes their combines in the same order as the dispatches."""
+    """Return a script that finishes dispatches, and then combines, in order or in reverse."""
     places = reversed(range(number)) if reverse else [0] * number
     return [("start", None)] * number + [("done", i) for i in places] * 2
 
@@ -81,9 +78,7 @@ def random_script(seed, num_actions=14, most=4):
 
 
 def scripted(script):
-    """Return an order that performs the actions (name, index) of a script. ("done", i) finishes
-    entry i of the list of exchanges in flight. If this is a dispatch, ("done", i) also starts its
-    combine."""
+    """Return an order that performs (name, index); ("done", i) of a dispatch starts a combine."""
 
     def order(shape, group, step):
         pool, counts, first = [], checked.counted(), len(script) * step
@@ -115,13 +110,12 @@ def scripted(script):
     return order
 
 
-# One exchange that is not split runs during a dispatch, and another during a combine.
 whole_between = scripted(
     [("start", None), ("whole", None), ("done", 0), ("whole", None), ("done", 0)]
 )
 
 
-# These orders have one more argument: the routing of step 0 from a separate program.
+# These orders also take the routing of step 0 from a separate program.
 
 
 def dispatch_given(shape, group, step, routing):

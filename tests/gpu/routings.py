@@ -1,7 +1,4 @@
-"""Define unusual routings, and programs that run STEPS steps with one of them.
-
-A routing is a function that maps (group, step) to ids [TOKENS, TOP_K] of one rank.
-"""
+"""Define unusual routings, which map (group, step) to ids [TOKENS, TOP_K] of one rank."""
 
 import checked
 import harness
@@ -14,8 +11,7 @@ RANKS = checked.RANKS
 TOP_K = 8
 LOCAL_EXPERTS = max(4, 32 // RANKS)
 EXPERTS = RANKS * LOCAL_EXPERTS
-# Tokens of a rank, an even number. It is smaller for more ranks, because the rows of all ranks
-# together grow with the square of the number of ranks.
+# An even number, and smaller for more ranks, because rows grow with the square of the ranks.
 TOKENS = max(4, min(64, 1024 // RANKS) // 2 * 2)
 CHOICES = TOKENS * TOP_K
 INT32 = np.iinfo(np.int32)
@@ -80,7 +76,6 @@ def every_second_token(group, step):
 
 
 def outside_the_range(group, step):
-    """Return ids of which about half are not in [-1, EXPERTS)."""
     outside = [EXPERTS, EXPERTS + 1, -2, -3, -EXPERTS, 1 << 16, INT32.max, INT32.min]
     drawn = random_numbers(group, step, 27)
     wild = jnp.asarray(outside, jnp.int32)[drawn // 2 % len(outside)]
@@ -93,11 +88,10 @@ def one_expert_with_90_percent(group, step):
 
 
 def skewed(sigma):
-    """Return a routing in which each token chooses the experts e with the largest b_e + noise.
+    """Each token chooses the experts with the largest b_e + Gumbel noise; b_e has deviation sigma.
 
-    b_e is normal with the standard deviation sigma, and the noise is Gumbel noise. With 256 experts
-    on 32 ranks, the sigmas of ROUTINGS give the most even, the mean and the least even load of
-    DeepSeek-R1's layers.
+    With 256 experts on 32 ranks, the sigmas of ROUTINGS give the most even, the mean and the least
+    even load of DeepSeek-R1's layers.
     """
 
     def routing(group, step):
@@ -134,10 +128,7 @@ def ids_of(name_index, group, step):
 
 
 def program(take_step, **jit_options):
-    """Return a program of STEPS steps, from (index of a routing, step, sums) to their new values.
-
-    On each rank, a step adds the pytree ``take_step(index of a routing, step)`` to the sums.
-    """
+    """Return a program that adds ``take_step(index of a routing, step)`` to the sums."""
 
     def on_rank(name_index, step, sums):
         def once(carry, _):
@@ -157,7 +148,6 @@ def begin(name, zeros):
 
 
 def run_all_steps(run, name, zeros):
-    """Call a program once, for the routing ``name``. Return its sums, which start at ``zeros``."""
     _, steps, sums = harness.numpy_of(run(*begin(name, zeros)))
     KERNELS.check()
     assert (steps == STEPS).all()

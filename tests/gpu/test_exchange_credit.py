@@ -24,8 +24,7 @@ def test_a_slow_reader_is_not_overwritten(depth):
 )
 @pytest.mark.parametrize("mutation", (Mutation.IGNORE_CREDIT, Mutation.CREDIT_BY_FIRST_BLOCK))
 def test_a_slow_reader_is_overwritten_where_the_rule_is_broken(mutation):
-    """If the kernels break a rule about credits, at least one of 20 tries is wrong. The ring has
-    one half. With two, the heads of the previous call would already show that a half is free."""
+    """With a broken credit rule and one ring half, at least one of 20 tries is wrong."""
     run = checked.program()
     state = checked.repeat(run, 2)
     with hooked(checked.GROUP, mutation=mutation, depth=1, **SLOW):
@@ -70,8 +69,6 @@ def programs():
 
 @pytest.mark.parametrize("depth", (2, 1))
 def test_programs_of_mixed_shapes_in_random_order_never_disturb_each_other(programs, depth):
-    """The host makes 1,200 calls of 20 programs in random order without waiting. No result is
-    wrong."""
     draw = random.Random(depth)
     state = checked.begin()
     for run in programs:

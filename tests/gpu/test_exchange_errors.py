@@ -1,5 +1,4 @@
-"""Test that all ranks stop in time and return NaN if a rank does not arrive. The error must name
-the waiting rank and the missing rank."""
+"""Test that all ranks stop in time with NaN and an error if a rank does not arrive."""
 
 import dataclasses
 import re
@@ -26,7 +25,6 @@ def routing():
 
 @pytest.fixture
 def run(routing, operation):
-    """Return a program that only runs this operation."""
     if operation == "route":
         return checked.program(SHAPE, GROUP, checked.route_only)
     given = checked.program_with_routing(OPERATIONS[operation], SHAPE, GROUP)
@@ -38,11 +36,9 @@ IN_ONE_LAUNCH = pytest.mark.several_devices(
 )
 
 
-# Each value: (slow phase, ring halves (0: the default), number of calls, phases in which the other
-# ranks may wait).
+# Each value: (slow phase, ring halves (0: the default), calls, phases in which other ranks wait).
 STALLS = {
-    # The slow rank sends neither chunks nor its head. A rank that expects no chunk waits for the
-    # head.
+    # A rank that expects no chunk waits for the head.
     "sending": (Phase.SEND, 0, 1, [Phase.RECEIVE_CHUNK, Phase.RECEIVE_HEAD]),
     # The slow rank still reads in the first call, so it begins the second call too late.
     "reading": (Phase.RECEIVE_CHUNK, 0, 2, [Phase.RECEIVE_CHUNK, Phase.RECEIVE_HEAD]),
@@ -62,8 +58,6 @@ STALLS = {
 )
 @pytest.mark.parametrize("operation", ("route", "dispatch", "combine"))
 def test_a_stalled_rank_stops_all_in_time_with_nan_and_never_a_wrong_number(run, operation, stall):
-    """If a rank is late in one phase, the error names this rank, and all results are NaN. After the
-    group was closed, results are correct."""
     slow_phase, depth, calls, waits = STALLS[stall]
     state = checked.repeat(run, 2)
     checked.assert_right(state, GROUP)
@@ -88,8 +82,7 @@ def test_a_stalled_rank_stops_all_in_time_with_nan_and_never_a_wrong_number(run,
 @IN_ONE_LAUNCH
 @pytest.mark.parametrize("operation", ("dispatch",))
 def test_a_rank_that_was_done_keeps_its_results(run):
-    """If a rank is slow in the first of two calls, the second call returns NaN on all ranks. The
-    first call returns correct results on all ranks except the slow rank."""
+    """Only the slow rank loses the results of the first of two calls."""
     state = checked.repeat(run, 2)
     with hooked(GROUP, phase=Phase.RECEIVE_CHUNK, rank=SLOW_RANK, delay=DELAY):
         first = run(state)
@@ -115,8 +108,6 @@ def test_only_the_first_exchange_waits_longer_for_a_rank_that_is_late():
 
 
 def test_a_group_that_does_not_raise_returns_nan_until_it_is_closed():
-    """With on_failure="nan", a program that ends with a psum returns NaN after a failure. After the
-    group is closed, the program returns correct results."""
     group = checked.new_group(timeout=TIMEOUT, on_failure="nan")
     run = checked.sum_program(group, SHAPE)
     state = checked.begin(group)
@@ -168,8 +159,6 @@ def test_a_program_over_another_order_of_devices_is_told_so():
     ),
 )
 def test_an_index_out_of_range_is_an_error_and_not_a_stray_access(routing, operation, field, limit):
-    """If one field of a routing has indices that are too large, the error says "index out of
-    range". After the group was closed, results are correct."""
     run = checked.program_with_routing(OPERATIONS[operation], SHAPE, GROUP)
     checked.assert_right(run(checked.begin(), routing), GROUP)
 

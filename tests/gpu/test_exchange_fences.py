@@ -9,8 +9,7 @@ from hooks import DELAYABLE, Mutation, Phase, hooked
 
 import jax_moe_a2a as ma
 
-# Rank 0 sends so late that all other ranks already poll its flags. The delay is longer if ranks
-# share one GPU, because they then begin to poll later.
+# Rank 0 sends after all other ranks have begun to poll, which takes longer on one GPU.
 LATE = dict(phase=Phase.SEND, rank=0, delay=5e-3 if checked.ONE_GPU else 200e-6)
 DISPATCH, COMBINE = checked.dispatch_given, checked.combine_given
 AT_ONCE = checked.routed_dispatch_only
@@ -33,19 +32,17 @@ CASES = {
     # A chunk is one row of 16 KB, which the sender writes slowly.
     "rows": case_of(DISPATCH, 1024, 4096),
     "sums": case_of(COMBINE, 1024, 4096),
-    # A chunk is one row, which one bulk copy moves. A receiver that sees the flag reads it at once.
     "bulk_stores": case_of(DISPATCH, 512, 256)._replace(
         mutation=Mutation.FLAG_BEFORE_STORED, calls=500
     ),
-    # Rows of 32 KB take long to encode. In a call with 5000 tokens, several tokens share a flag.
+    # Rows of 32 KB take long to encode, and several of 5000 tokens share a flag.
     "encoded_rows": case_of(DISPATCH, 1024, 8192, format=ma.MxFp8()),
     "encoded_rows_shared_flags": case_of(
         DISPATCH, 5000, 128, 2, "bfloat16", format=ma.BlockwiseFp8()
     ),
     "encoded_sums": case_of(COMBINE, 1024, 8192, 2, wire=ma.MxFp8()),
     "encoded_sums_shared_flags": case_of(COMBINE, 5000, 128, 2, "bfloat16", wire=ma.BlockwiseFp8()),
-    # 256 is the largest number of tokens that one launch routes and dispatches. The rows are long,
-    # so a sender writes them for longer than a receiver computes their places.
+    # One launch takes at most 256 tokens, and long rows are written after places are computed.
     **{
         f"at_once_{name}": case_of(AT_ONCE, 256, 32768, format=format)
         for name, format in FORMATS.items()
@@ -63,7 +60,7 @@ def program(case):
 
 
 def marked(name, *marks):
-    """Return a case as a pytest parameter. Skip it if XLA encodes its partial sums."""
+    """Return a case as a pytest parameter, skipped if XLA encodes its partial sums."""
     shape = CASES[name].shape
     lanes = shape.top_k + checked.RANKS  # see `_wire_applies` in exchange/dispatch_combine.py
     is_portable = shape.wire is not None and lanes > 32
@@ -73,7 +70,6 @@ def marked(name, *marks):
 
 @pytest.mark.parametrize("name", [marked(name) for name in CASES])
 def test_rows_have_arrived_when_their_flag_has(name):
-    """If one rank is late and the other ranks poll its flags, no call returns a wrong number."""
     run = program(CASES[name])
     for phase in DELAYABLE:
         checked.assert_right(run(checked.begin()))  # opens the workspace
@@ -81,8 +77,7 @@ def test_rows_have_arrived_when_their_flag_has(name):
             checked.assert_right(checked.repeat(run, CASES[name].calls))
 
 
-# With this mutation, a flag follows `wait_group.read`. PTX does not guarantee that stores of a bulk
-# copy are visible before such a flag. On H200 they are, so the test detects no wrong row there.
+# On H200, stores of a bulk copy are visible after `wait_group.read`, but not by PTX's rules.
 NOT_SHOWN_BY_HOPPER = pytest.mark.xfail(
     reason="Hopper shows no difference between read and stored", strict=False
 )
@@ -94,7 +89,6 @@ NOT_SHOWN_BY_HOPPER = pytest.mark.xfail(
 )
 @checked.enough_tokens_to_be_late
 def test_a_flag_before_its_rows_is_noticed(name):
-    """If the kernels raise flags too early, at least one call returns a wrong number."""
     case, run = CASES[name], program(CASES[name])
     checked.assert_right(run(checked.begin()))
     with hooked(checked.GROUP, mutation=case.mutation, **LATE):

@@ -11,7 +11,6 @@ FORMATS = {"blockwise": ma.BlockwiseFp8(), "mx": ma.MxFp8()}
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_thousands_of_exchanges_with_a_format_show_no_error(name):
-    """2,000 steps exchange quantized and plain tokens. No result is wrong."""
     shape = checked.Shape(tokens=200, hidden=384, format=FORMATS[name], wire=FORMATS[name])
     plain = checked.Shape(tokens=64)
     group = checked.new_group(timeout=10.0, cuda_graphs=None)

@@ -1,7 +1,6 @@
-"""Test that calls in replayed CUDA graphs return the same results as calls without graphs.
+"""Compare calls in replayed CUDA graphs with calls without graphs.
 
-From the second run of a program on, XLA replays its graph. When XLA compiles a program, it drops
-the graphs of all programs. The tests therefore compile all programs first, and run them often.
+The tests compile all programs first, because a compilation drops the graphs of all programs.
 """
 
 import concurrent.futures
@@ -27,8 +26,7 @@ def captured_group():
 
 
 def test_tens_of_thousands_of_replays_with_launches_between_are_right():
-    """A loop with a route, a dispatch and a combine is replayed 20,000 times. Calls without graphs
-    run between the loops. No result is wrong."""
+    """A loop is replayed 20,000 times, with calls without graphs in between."""
     group = captured_group()
     captured = checked.new_program(SHAPE, group, num_steps=STEPS)
     launched = checked.program(OTHER)
@@ -52,7 +50,6 @@ def test_short_programs_replay_in_any_order():
 
 
 def layer(shape, group, step):
-    """Return one rank's output and gradients for normally distributed tokens (sums are rounded)."""
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), step), checked.my_rank(group))
     x = jax.random.normal(key, (shape.tokens, shape.hidden), shape.dtype)
     routing = checked.route(shape, group, step)
@@ -81,8 +78,7 @@ def test_captured_calls_return_the_bits_of_launched_calls():
 
 @pytest.mark.one_process("the number of its calls is by the clock")
 def test_compiling_another_program_while_graphs_replay_changes_nothing():
-    """If one thread compiles programs while another thread runs a captured loop, no result is
-    wrong. XLA drops all graphs, so in one call one device may launch and another may replay."""
+    """One device may launch while another replays, because a compilation drops all graphs."""
     group = captured_group()
     captured = checked.new_program(SHAPE, group, num_steps=STEPS)
     state = captured(checked.begin())
@@ -106,8 +102,7 @@ def two_independent_exchanges(shape, group, step):
 
 
 def test_exchanges_that_xla_lets_overlap_are_right_or_raise():
-    """In XLA's mode "CONCURRENT", a graph orders only calls that use the same buffer. Two
-    independent exchanges are correct or raise an error, but never return a wrong number."""
+    """In the mode "CONCURRENT", a graph orders only calls that use the same buffer."""
     group = checked.new_group(cuda_graphs=True, timeout=1.0)
     step = checked.steps_of(lambda step: two_independent_exchanges(SHAPE, group, step), 1)
     concurrent = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
@@ -141,6 +136,5 @@ def replay_after_close_and_after_failure():
 
 @pytest.mark.one_process("it starts a process of its own")
 def test_a_captured_program_runs_again_after_close_and_after_failure():
-    """Captured programs return correct results after their group was closed or has failed. The test
-    runs in a separate process, because an access to freed memory makes the GPUs unusable."""
+    """The test runs alone, because an access to freed memory makes the GPUs unusable."""
     run_alone(replay_after_close_and_after_failure)

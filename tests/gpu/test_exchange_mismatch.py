@@ -1,5 +1,4 @@
-"""Test that calls that differ between ranks raise an error. They must not hang, and must not return
-a wrong result."""
+"""Test that calls that differ between ranks raise an error."""
 
 import concurrent.futures
 import functools
@@ -61,8 +60,7 @@ def in_order(first, second):
     return both
 
 
-# Each value: (calls of rank 0, calls of each other rank). Except in the last entry, rank 0 raises
-# as many flags as each other rank.
+# Each value: (calls of rank 0, of each other rank), with equally many flags except in the last.
 CASES = {
     "another_shape": (dispatch_narrower, dispatch),
     "another_number_of_arrays": (dispatch_two_arrays, dispatch),
@@ -79,14 +77,13 @@ CASES = {
 
 @functools.cache
 def routing():
-    """Return the routing of step 0. The first call waits for all processes."""
+    """The first call waits for all processes."""
     return jax.block_until_ready(checked.routing_program(SHAPE)())
 
 
 @functools.cache
 def compiled_program(case):
-    """Return a program that maps (state, Routing) to a state. Rank 0 makes a different call than
-    the other ranks."""
+    """Return a program (state, Routing) -> state, in which rank 0 makes a different call."""
     calls = [
         lambda *args, call=call: jnp.sum(call(*args), dtype=jnp.float32) for call in CASES[case]
     ]
@@ -115,15 +112,14 @@ def programs_are_compiled():
     routing()  # compute the routing before several threads need it
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         list(pool.map(compiled_program, CASES))
-    harness.of_all_processes(None)  # wait for all processes
+    harness.of_all_processes(None)
 
 
 @RANKS_DIFFER
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.usefixtures("programs_are_compiled")
 def test_ranks_that_make_different_calls_are_told_so_at_once(case):
-    """If rank 0 makes a different call than the other ranks, the error says "mismatched calls"
-    before the timeout. After the group is closed, results are correct."""
+    """The error "mismatched calls" comes before the timeout."""
     mismatched = run_mismatched(case)
     assert "mismatched calls" in mismatched.error, mismatched
     assert mismatched.seconds < GROUP.timeout, mismatched
@@ -135,7 +131,6 @@ def test_ranks_that_make_different_calls_are_told_so_at_once(case):
 @pytest.mark.parametrize("case", ("another_shape", "another_order"))
 @pytest.mark.usefixtures("programs_are_compiled")
 def test_the_signature_is_what_tells_them(case):
-    """If the kernels ignore signatures of calls, no error says "mismatched"."""
     checked.assert_right(checked.repeat(checked.program(SHAPE), 1))
     with hooked(GROUP, mutation=Mutation.IGNORE_SIGNATURE):
         unnoticed = run_mismatched(case)
@@ -143,7 +138,7 @@ def test_the_signature_is_what_tells_them(case):
 
 
 def run_in_two_threads():
-    """Let two threads call programs of one group. Fail if a result is wrong without an error."""
+    """Fail if a call in two threads is wrong without an error."""
     programs = [
         checked.program(SHAPE),
         checked.program(checked.Shape(tokens=200)),

@@ -19,8 +19,7 @@ STEPS = 200
 
 
 def alternating_program():
-    """Return a program that maps the states of both groups to their next states. In a loop, the
-    groups exchange in turns."""
+    """Return a program in which two groups exchange in turns."""
     orders = {GROUP: checked.whole, SMALLER: checked.at_once}
 
     def a_step(group):
@@ -54,8 +53,7 @@ def test_groups_of_different_sizes_alternate_on_one_device():
 
 
 def test_a_group_that_was_closed_between_calls_counts_from_the_first_epoch_again():
-    """If a group is closed between its calls, its counters restart at 0, and all results are
-    correct. The other group on the device keeps its counters."""
+    """The other group on the device keeps its counters."""
     run, other = checked.program(SHAPE, GROUP), checked.program(SHAPE, SMALLER)
     state, other_state = checked.begin(GROUP), checked.begin(SMALLER)
     checked.close(GROUP)

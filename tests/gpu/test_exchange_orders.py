@@ -28,7 +28,7 @@ def programs_are_compiled():
 
 
 def layer(group, remat, step):
-    """Return output and gradients of a layer on one rank. All are exact small integers."""
+    """Return output and gradients of a layer on one rank, as small integers."""
     shape, rank = SHAPE, checked.my_rank(group)
     token = jnp.arange(shape.tokens)
 

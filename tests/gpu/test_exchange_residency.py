@@ -7,7 +7,7 @@ from alone import run_alone
 from jax import lax
 
 STEPS = 2000
-# Rows and columns of each rank's matrix. They are fewer if all ranks share one GPU.
+# Rows and columns of each rank's matrix.
 SIDE = (1024 if checked.ONE_GPU else 4096) if checked.ON_GPU else 64
 SUMMED = 1 << 18  # integers in the psum of each step
 # XLA's autotuning is off, because it would take longer than the test.

@@ -9,18 +9,16 @@ from hooks import DELAYABLE, Mutation, hooked, set_hooks, uncapped
 
 # With this shape, dispatch and combine have work for more than 400 blocks.
 MANY_CHUNKS = checked.fitting(checked.Shape(tokens=4096, hidden=64))
-# Ranks that share one GPU divide its multiprocessors equally. With `num_sms` 200 or 400, each rank
-# uses all multiprocessors of its share.
+# With `num_sms` 200 or 400, each rank uses all multiprocessors of its share.
 GROUPS = {num_sms: checked.new_group(num_sms=num_sms) for num_sms in (1, 2, 200, 400)}
 SMALL_GRID = checked.new_group(num_sms=16)
-# A launch with FLOOD has more receiver blocks than a GPU can run at once. If all receivers started
-# first, no sender could start.
+# A launch with FLOOD has more receiver blocks than a GPU can run at once.
 if checked.ONE_GPU:
-    # Each rank may have 400 blocks. Outside of `uncapped`, a launch has only as many as fit.
+    # Each rank may have 400 blocks, but outside of `uncapped` only those that fit.
     FLOOD = checked.fitting(checked.Shape(tokens=2048, hidden=8, top_k=1), gigabytes=1.0)
     FLOODED = checked.new_group(num_sms=400, timeout=1.0)
 else:
-    # In dispatch, half of the 2400 blocks are senders. Each of 132 SMs runs at most 4 blocks.
+    # Half of the 2400 blocks are senders, and each of 132 SMs runs at most 4 blocks.
     FLOOD = checked.Shape(tokens=8192, hidden=8, top_k=1)
     FLOODED = checked.new_group(num_sms=2400, timeout=1.0)
 
@@ -55,7 +53,7 @@ def test_a_slow_rank_changes_no_result(num_sms):
 
 
 def test_blocks_that_outnumber_the_gpu_end_because_senders_are_admitted_first():
-    """If not all blocks fit on the GPU, results are correct. With RECEIVERS_FIRST, a call fails."""
+    """With RECEIVERS_FIRST, a call fails."""
     run = checked.program(FLOOD, FLOODED)
     with uncapped(FLOODED) if checked.ONE_GPU else contextlib.nullcontext():
         state = checked.repeat(run, 3)
@@ -67,7 +65,6 @@ def test_blocks_that_outnumber_the_gpu_end_because_senders_are_admitted_first():
 
 
 def test_the_order_of_admission_is_free_where_all_blocks_run_at_once():
-    """If all blocks fit on the GPU, results are correct even with RECEIVERS_FIRST."""
     for group in (FLOODED, SMALL_GRID) if checked.ONE_GPU else (SMALL_GRID,):
         run = checked.program(FLOOD if group is FLOODED else checked.SMALL, group)
         state = checked.repeat(run, 1)

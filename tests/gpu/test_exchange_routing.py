@@ -11,7 +11,7 @@ import pytest
 from test_catalogue import assert_is_the_oracles
 
 RANKS = harness.SEVERAL
-# A run makes 3 exchanges, a dispatch and two combines, so two runs use each ring half 3 times.
+# A run makes a dispatch and two combines, so two runs use each ring half 3 times.
 FULL = cases.Layout("worst_case", tokens=8, top_k=32, local_experts=2, hidden=24)
 LAYOUTS = [
     dataclasses.replace(FULL, name=f"capacity_{capacity}", capacity=capacity)
@@ -37,7 +37,6 @@ def nan_arrays():
 
 
 def leave_nan_in_both_ring_halves():
-    """Fill every landing slot of dispatch and of combine with NaN."""
     experts = FULL.num_experts(RANKS)
     # Together, the routings of this loop send every token to every rank.
     for first in range(0, experts, FULL.top_k):
@@ -51,7 +50,6 @@ def leave_nan_in_both_ring_halves():
 @pytest.mark.parametrize("layout", (*LAYOUTS, FULL), ids=lambda layout: layout.name)
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_stale_bytes_never_reach_a_result(layout, routing):
-    """Earlier calls have filled both ring halves with NaN. All results still equal the oracle's."""
     case = cases.Case(layout, routing)
     leave_nan_in_both_ring_halves()
     for seed in range(2):  # the second run begins with the other ring half

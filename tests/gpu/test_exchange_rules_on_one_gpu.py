@@ -1,8 +1,4 @@
-"""Break rules of the protocol with all ranks on one GPU, and test the errors.
-
-Ranks on one GPU share a launch, so they always make the same call, and credits are never late.
-Hooks let one rank make a different call than the others, or remove its credits.
-"""
+"""Break rules of the protocol with all ranks on one GPU, and test the errors."""
 
 import checked
 import pytest
@@ -67,7 +63,6 @@ def test_a_missing_credit_is_not_noticed_where_the_rule_is_broken():
 
 
 def test_a_rank_that_left_out_calls_is_noticed():
-    """If the epoch of a rank is two too high, the error says that the rank is ahead."""
     run = checked.program(checked.SMALL, GROUP)
     state = checked.repeat(run, 2)
     checked.assert_right(state, GROUP)

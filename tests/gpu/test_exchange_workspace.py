@@ -12,8 +12,7 @@ from exchanges import Count
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.group import native
 
-# No other test has a mesh with this order of devices or, on one GPU, this number of ranks. So these
-# tests have a separate workspace, and do not disturb other tests.
+# No other test has this order of devices or number of ranks, so the workspace is separate.
 MESH = checked.mesh_of((checked.DEVICES[1::2] + checked.DEVICES[::2])[::-1])
 RANKS = max(checked.RANKS - 1, 3 if checked.RANKS == 2 else 2) if checked.ONE_GPU else checked.RANKS
 SHAPE = checked.Shape(tokens=64)
@@ -34,8 +33,7 @@ def begin():
 
 
 def sizes_of(shape):
-    """Return the keyword arguments of `Group.reserve` for `checked.whole`. Its payload also has a
-    tag of 4 bytes. The tag needs 16 bytes, as 8 more elements of `hidden` do."""
+    """Return `Group.reserve`'s arguments for `checked.whole`, with 8 elements for the tag."""
     return dict(
         num_tokens=shape.tokens,
         hidden=shape.hidden + 8,
@@ -70,7 +68,6 @@ def test_a_header_and_two_ring_halves_are_mapped(group):
 
 
 def test_a_program_finds_what_was_reserved_for_it(group):
-    """After `reserve` with a program's sizes, the program does not change the group's memory."""
     group.reserve(**sizes_of(LARGER))
     reserved = group.memory()
     run = checked.new_program(LARGER, group)
@@ -79,8 +76,7 @@ def test_a_program_finds_what_was_reserved_for_it(group):
 
 
 def test_programs_that_exist_go_on_when_the_workspace_grows(group):
-    """The workspace grows after a program has run. The program's graphs may have old addresses, but
-    it still returns correct results, also in turns with a larger program."""
+    """A program is right after growth, although graphs may have old addresses."""
     old = checked.new_program(SHAPE, group)
     state = checked.repeat(old, 20, begin())  # later calls are replays
     before = group.memory()[0].mapped_bytes
@@ -117,7 +113,6 @@ def test_counters_count_exchanges_and_say_what_each_rank_has_read_and_announced(
 
 
 def there_and_back(group, step):
-    """Dispatch and combine the tokens of rank 0, which are the same on all ranks."""
     token = jnp.arange(SHAPE.tokens)
     ids = checked.ids_at(SHAPE, RANKS, step, 0, token[:, None], jnp.arange(SHAPE.top_k))
     route_args = dict(

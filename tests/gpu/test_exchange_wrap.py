@@ -9,13 +9,11 @@ LIMITS = (2**31, 2**32, 2**47)  # from epoch 2**47 on, the highest bit of flags 
 
 @pytest.mark.parametrize("limit", LIMITS)
 def test_a_flag_raised_before_the_limit_is_no_flag_of_after_it(limit):
-    """Large calls leave flags in the ring, and small calls then cross the limit. Large calls after
-    the limit must ignore the old flags."""
     large, small = checked.program(checked.MANY_CHUNKS), checked.program(checked.ONE_CHUNK)
     state = checked.repeat(large, 2)
     with hooked(checked.GROUP):
         set_epoch(checked.GROUP, limit - 9)
-        state = checked.repeat(large, 2, state)  # fills both ring halves
+        state = checked.repeat(large, 2, state)
         state = checked.repeat(small, 6, state)
         checked.assert_right(checked.repeat(large, 10, state))
 

@@ -1,9 +1,6 @@
-"""Compare thousands of expert layers on unusual routings with the portable path.
+"""Compare thousands of `moe_mlp` layers on unusual routings with the portable path.
 
-Each step makes a new routing, new tokens and new experts on the device. The kernels run `moe_mlp`.
-The portable path computes the same layer in separate steps: dispatch, products and combine. All
-data are small integers, so sums are exact in any order, and results and gradients must be equal. In
-bfloat16, the kernels of the products compute the activation. In float32, XLA computes the experts.
+All data are small integers, so results and gradients must be equal.
 """
 
 import dataclasses
@@ -47,10 +44,7 @@ class Layout:
 
     @property
     def largest(self):
-        """Return the largest integer in tokens, weights of experts and cotangents.
-
-        In bfloat16, outputs are then at most 8 activations * 16 * weight 2 = 256, which is exact.
-        """
+        """In bfloat16, outputs are at most 8 activations * 16 * weight 2 = 256, which is exact."""
         return 1 if self.dtype == "bfloat16" else 2
 
     @property
@@ -65,8 +59,6 @@ LAYOUTS = [
 
 
 class Differences(NamedTuple):
-    """Numbers of elements that differ between the kernels and the portable path."""
-
     out: object
     x: object
     topk_weights: object
@@ -75,7 +67,6 @@ class Differences(NamedTuple):
 
 
 def integers(shape, salt, step, rank, largest, dtype="float32"):
-    """Return integers from -largest to largest."""
     index = jnp.arange(int(np.prod(shape))).reshape(shape)
     drawn = (checked.hashed(salt, step, rank, index) >> 9) % (2 * largest + 1)
     return (drawn.astype(jnp.int32) - largest).astype(dtype)
@@ -111,7 +102,7 @@ def take_step(layout, name_index, step, is_broken):
         return out, *transpose(cotangent)
 
     actual = results(fused, floats)
-    if is_broken:  # change one element of one token on the portable path
+    if is_broken:
         is_it = (rank == 0) & (step == 1)
         floats = floats[0].at[0, 0].add(is_it.astype(layout.dtype)), *floats[1:]
     expected = results(unfused, floats)
@@ -126,7 +117,7 @@ def program(layout, is_broken=False):
 
 
 def differences(run, name):
-    """Run STEPS steps with a routing. Return the differences, summed over steps and ranks."""
+    """Return the differences of STEPS steps with a routing, summed over steps and ranks."""
     zeros = np.zeros((RANKS, len(Differences._fields)), np.int32)
     sums = routings.run_all_steps(run, name, zeros)
     return Differences(*map(int, sums.sum(axis=0)))

@@ -1,8 +1,5 @@
-"""Test layers next to NCCL collectives on another stream, as in FSDP and data parallelism.
-
-Each step has a layer with all gradients, and collectives. They do not depend on the layer, so XLA
-may run them at the same time. As in `test_hostile_layers.py`, the portable path checks the layer.
-The collectives are compared with numbers that every rank computes alone.
+"""Test layers next to independent NCCL collectives, as in FSDP, against the portable path and
+numbers that every rank computes alone.
 """
 
 import checked
@@ -55,7 +52,6 @@ def collectives(step):
 @pytest.mark.parametrize("layout", layers.LAYOUTS, ids=lambda layout: layout.name)
 def test_layers_and_collectives_next_to_them_are_right_in_every_step(layout):
     def take_step(name_index, step):
-        # Each step uses the next routing.
         name_index = (name_index + step) % len(ROUTINGS)
         return layers.take_step(layout, name_index, step, is_broken=False), collectives(step)
 

@@ -1,9 +1,5 @@
-"""Test two processes of which one dies, stops, is late, never arrives or makes a different call.
-Test that the other process ends with the right error, and that no files or shared memory remain.
-
-Each test starts two worker processes, which run this file. Each worker has a GPU. With
-MOE_A2A_TEST_RANKS_ON_ONE_GPU both share the first GPU, and tests that need NCCL or fill a GPU are
-skipped.
+"""Test that one of two processes ends with the right error, and leaves nothing behind, if the other
+fails. Each test starts two workers, which run this file.
 """
 
 import ctypes
@@ -34,9 +30,9 @@ SLACK = 4.0  # seconds from the timeout to the error of the process
 START = 60.0  # seconds for a worker to start and compile
 COMPILE = 15.0  # seconds for a worker to make a group and compile a program
 LIMIT = 85.0  # maximum lifetime of a worker, in seconds
-SURVIVOR, VICTIM = 0, 1  # the number of a process, which is also its rank
+SURVIVOR, VICTIM = 0, 1
 CLOSE = 2.0  # timeout of close(), in seconds
-CYCLES = 20  # how often a worker opens and closes the group
+CYCLES = 20
 OWN_GPU_ONLY = "MOE_A2A_TEST_OWN_GPU_ONLY"
 SHARES_GPU = cases.RANKS_ON_ONE_GPU > 0
 
@@ -48,8 +44,6 @@ needs_nccl = pytest.mark.several_devices("NCCL refuses two processes on one GPU"
 
 
 class Job:
-    """What a worker uses: a group over both processes, and programs of `checked` for this group."""
-
     def __init__(self, **options):
         import checked
         import jax
@@ -57,7 +51,7 @@ class Job:
         from jax.sharding import Mesh
 
         self.checked = checked
-        self.mesh = Mesh(np.array(jax.devices()), (checked.AXIS,))  # rank r is process r
+        self.mesh = Mesh(np.array(jax.devices()), (checked.AXIS,))
         self.group = checked.new_group(self.mesh, timeout=TIMEOUT, **options)
         self.small = self.new_program(checked.Shape(tokens=64))
         self.large = self.new_program(checked.Shape(tokens=300, hidden=2048))
@@ -74,24 +68,21 @@ class Job:
         return [program.lower(self.begin()).compile() for program in programs]
 
     def ready(self, *programs):
-        """Compile the programs, and wait until the other process has compiled them, too."""
         compiled = self.compile(*programs)
         meet()
         return compiled
 
     def wrong(self, program, times=3):
-        """Call a program. Return the number of errors on this process's ranks."""
         state = self.checked.repeat(program, times, self.begin())
         counts = self.checked.own_counts(state)
         self.group.check()
         return int(sum(own.sum() for own in counts.values()))
 
     def sums(self, program, times):
-        """Call `checked.sum_program` repeatedly. Return the sums of this process's rank."""
         found = []
         for _ in range(times):
             (shard,) = program(self.begin()).addressable_shards
-            found.append(float(shard.data[0]))  # waits for the result
+            found.append(float(shard.data[0]))
         return found
 
     def close(self):
@@ -106,8 +97,7 @@ class Job:
         return ""
 
     def until_it_fails(self, program):
-        """Call a program until it raises an error or returns wrong numbers that are not NaN. Return
-        the error and the number of wrong numbers."""
+        """Return the first error of repeated calls, and the number of wrong numbers."""
         state, checked = self.begin(), self.checked
         try:
             while True:
@@ -136,7 +126,6 @@ def meet():
 
 
 def num_contexts():
-    """Return the number of GPUs on which this process has a context."""
     cuda, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
     assert cuda.cuDeviceGetCount(ctypes.byref(count)) == 0
     flags, active = ctypes.c_uint(), [ctypes.c_int() for _ in range(count.value)]
@@ -176,7 +165,6 @@ def loop_until_it_fails(process):
 
 
 def idle(process):
-    """Let the victim make no call, so that the survivor's call times out."""
     job, small = exchanging()
     if process == VICTIM:
         wait_for("check")
@@ -187,8 +175,7 @@ def idle(process):
 
 
 def late_with_psum(process):
-    """Let the victim make its next call after the timeout of the survivor. With `on_failure="nan"`,
-    both processes finish a program that ends with a psum."""
+    """The victim makes its next call after the timeout of the survivor."""
     job = Job(on_failure="nan")
     small, summed = job.ready(job.small, job.summed)
     tell("ready", sums=job.sums(summed, 2))
@@ -199,7 +186,7 @@ def late_with_psum(process):
 
 
 def stuck_in_a_collective(process):
-    """Close the survivor's group while its GPU waits in a psum that the victim joins later."""
+    """The survivor's GPU waits in a psum that the victim joins later."""
     import jax
     from jax import lax
 
@@ -260,13 +247,12 @@ def other_order_of_execution(process):
     job = Job()
     programs = job.ready(job.small, job.large)
     tell("ready", wrong=sum(map(job.wrong, programs)))
-    found = job.until_it_fails(programs[process])  # a different program in each process
+    found = job.until_it_fails(programs[process])
     tell("failed", **found)
     go_on_after_close(job, *programs)
 
 
 def growth(process):
-    """Run three programs, each with more memory than the last, and again after close()."""
     job = Job()
     (small,) = job.ready(job.small)
     wrong = [job.wrong(small)]
@@ -283,8 +269,7 @@ def growth(process):
 
 
 def no_room(process):
-    """Fill the memory of the victim's GPU. The survivor then cannot reserve ring halves of 4 GiB.
-    After its error, both processes exchange."""
+    """The victim's GPU has no memory for ring halves of 4 GiB."""
     job = Job()
     (small,) = job.ready(job.small)
     wrong, error = [job.wrong(small)], ""
@@ -292,7 +277,7 @@ def no_room(process):
         fill_gpu(but=2)
     meet()
     if process == SURVIVOR:
-        try:  # ring halves of 4 GiB
+        try:
             job.group.reserve(num_tokens=1 << 17, hidden=1 << 13, top_k=1, num_experts=2)
         except RuntimeError as raised:
             error = str(raised)
@@ -303,8 +288,7 @@ def no_room(process):
 
 
 def reopening(process):
-    """Open and close the group repeatedly. Count open descriptors after 2 and after 22 cycles, and
-    CUDA contexts before and after all cycles."""
+    """Count descriptors after 2 and 22 cycles, and CUDA contexts before and after all cycles."""
     import jax
 
     jax.devices()
@@ -352,8 +336,6 @@ def work(scenario):
 
 
 class Worker:
-    """A worker process, and the words that a test exchanges with it."""
-
     def __init__(self, scenario, address, process, folder, meet, own_gpu_only=False):
         environment = processes.environment_of(address, 2, process, 1)
         environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # pytest has most GPU memory
@@ -390,7 +372,7 @@ class Worker:
         self.lines.put(None)
 
     def hear(self, word, seconds):
-        """Wait until the worker prints `word`. Return the values that it prints with it."""
+        """Return the values that the worker prints with `word`."""
         end = time.monotonic() + seconds
         while True:
             try:
@@ -420,15 +402,12 @@ class Worker:
         assert self.process.wait(timeout=20) == 0, self.end()
 
     def end(self):
-        """Kill the worker. Return the end of its output."""
         self.kill()
         self.errors.seek(0)
         return "".join(self.printed)[-2000:] + self.errors.read()[-4000:]
 
 
 class Pair:
-    """Two workers, the survivor and the victim, which run the same scenario."""
-
     def __init__(self, scenario, folder, **options):
         address = processes.free_address()
         meeting = threading.Barrier(2, action=lambda: self.say("met"))
@@ -452,7 +431,6 @@ class Pair:
             worker.say(word)
 
     def hear_right(self):
-        """Check that both workers report no errors. Return their reports."""
         found = self.hear("right")
         assert [right["wrong"] for right in found] == [0, 0], found
         return found
@@ -463,7 +441,6 @@ class Pair:
 
 
 def leavings(folder):
-    """Return three sets of names: of all shared memory, files in `folder`, and our sockets."""
     shared = {name for name in os.listdir("/dev/shm") if not name.startswith("nccl-")}
     files = {str(path) for path in pathlib.Path(folder).rglob("*") if path.is_file()}
     unix = pathlib.Path("/proc/net/unix").read_text().splitlines()
@@ -472,8 +449,7 @@ def leavings(folder):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Return a folder for the workers. At the end, check that no files, sockets or shared memory
-    remain."""
+    """Check at the end that no files, sockets or shared memory remain."""
     shared_before, _, sockets_before = leavings(tmp_path)
     yield tmp_path
     shared, files, sockets = leavings(tmp_path)
@@ -481,7 +457,6 @@ def folder(tmp_path):
     assert not files and sockets <= sockets_before, (files, sockets)
 
 
-# The error must say what the process did: wait in a kernel, send, or open a workspace.
 PHASE = "waiting for|sending rows|open"
 
 
@@ -606,8 +581,7 @@ def test_less_can_be_reserved_when_another_process_had_no_room_for_more(folder):
 
 
 def test_opening_and_closing_leaves_no_descriptor_and_makes_no_context(folder):
-    """22 cycles of opening and closing leave no more descriptors than 2 cycles. The cycles create
-    no CUDA context, not even on the GPU of the other process."""
+    """22 cycles leave no more descriptors than 2 cycles."""
     with Pair(reopening, folder) as pair:
         for right in pair.hear_right():
             few, many = right["descriptors"]
@@ -618,7 +592,6 @@ def test_opening_and_closing_leaves_no_descriptor_and_makes_no_context(folder):
 
 
 def test_processes_that_see_only_their_own_gpu_exchange(folder):
-    """Processes with different CUDA_VISIBLE_DEVICES, as under schedulers, get correct results."""
     with Pair(exchange, folder, own_gpu_only=True) as pair:
         pair.hear_right()
         pair.finish()

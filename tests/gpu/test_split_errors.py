@@ -29,7 +29,6 @@ def routing():
 
 
 def program(of_rows):
-    """Return a program that computes `of_rows(x, routing.arrays)` on each rank."""
     return checked.on_all_ranks(lambda x, routing: of_rows(x, routing.arrays), GROUP)
 
 
@@ -79,8 +78,7 @@ IN_PLACE = pytest.param(
 
 @pytest.mark.parametrize("misuse", (twice, never_started, IN_PLACE))
 def test_a_done_of_what_is_not_in_flight_is_an_error(routing, misuse):
-    """A done raises an error unless its arrays are those of a start that is in flight. The test
-    binds primitives, because class `InFlight` already refuses such calls."""
+    """The test binds primitives, because class `InFlight` already refuses such calls."""
     run, right = program(misuse), program(once)
     jax.block_until_ready(right(tokens(), routing))
     with pytest.raises(RuntimeError, match="done of an exchange"):
@@ -141,7 +139,6 @@ def test_a_stalled_rank_stops_all_in_time_with_nan_and_never_a_wrong_number(
 
 
 def test_whole_exchanges_go_on_where_only_a_split_one_is_slow():
-    """If a rank is slow only in split exchanges, all exchanges are correct."""
     run = checked.program(SHAPE, GROUP, in_flight.whole_between)
     state = checked.repeat(run, 1)
     with hooked(GROUP, phase=Phase.SEND, rank=SLOW_RANK, delay=TIMEOUT / 8, kind=native.SPLIT):

@@ -70,8 +70,6 @@ def test_a_scan_may_hold_a_start_and_its_done():
 
 
 def test_the_workspace_grows_while_a_split_exchange_is_in_flight():
-    """A program with a larger shape is compiled and loaded while a slow exchange is in flight. The
-    workspace then grows, and both programs return correct results."""
     run = checked.program(checked.ONE_CHUNK, checked.GROUP, in_flight.split_whole)
     large = checked.fitting(checked.Shape(tokens=4096, hidden=2048), gigabytes=6.0)
     routing = checked.routing_program(large)()
@@ -111,7 +109,6 @@ def test_split_exchanges_end_with_a_single_hardware_queue():
 
 
 def test_random_programs_in_random_order_never_disturb_each_other():
-    """Programs of six random scripts run in turns. All results are correct."""
     programs = [random_program(order) for order in RANDOM]
     state = checked.begin()
     for i in range(STEPS // 15):

@@ -1,9 +1,7 @@
 """Compare MaxText's training with and without ``maxtext.enable``, for five kinds of models.
 
-``make test-maxtext`` installs MaxText and runs this module. Without ``enable``, the tests choose
-MaxText's layer that multiplies all tokens by all experts (``sparse_matmul=False``). No other layer
-of MaxText runs on CPUs, drops no token, and computes losses over all tokens. The optimizer is plain
-SGD, so the first update of the parameters shows the gradients.
+Only MaxText's layer with ``sparse_matmul=False`` runs on CPUs and drops no token. The optimizer is
+plain SGD, so the first update of the parameters shows the gradients.
 """
 
 import os
@@ -109,7 +107,6 @@ def enabled():
 
 @pytest.mark.parametrize("model", MODELS)
 def test_training_is_that_of_maxtext(model):
-    """The metrics of five steps and the first update of the parameters equal MaxText's."""
     maxtext.disable()
     expected = train(MODELS[model] | AS_IT_IS)
     maxtext.enable()
@@ -125,8 +122,7 @@ def test_training_is_that_of_maxtext(model):
 
 
 def test_tensor_parallelism_and_token_chunks_do_not_change_training(enabled):
-    """With a tensor axis and chunks of tokens, GPT-OSS has the same losses as without them. With
-    biases that were added twice, losses would differ."""
+    """Biases that were added twice would change the losses of GPT-OSS."""
     model = MODELS["gpt_oss"] | ENABLED
     expected = train(model, steps=2)
     divided = dict(ici_fsdp_parallelism=1, ici_tensor_parallelism=2, per_device_batch_size=1)

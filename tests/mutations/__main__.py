@@ -44,7 +44,6 @@ def main():
 
 
 def notice_each(chosen, limit):
-    """Run the test of each mutation. Yield True if the test detects it, and otherwise False."""
     passes = {}
     for mutation in chosen:
         path = TREE / mutation.file
@@ -70,7 +69,7 @@ def report(verdict, seconds, what):
 
 
 def copy_tree():
-    """Copy all files that git does not ignore to ``TREE``. Do not touch unchanged files."""
+    """Copy all files that git does not ignore to ``TREE``, except unchanged files."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     names = {name for name in listed.split("\0") if (ROOT / name).is_file()}
@@ -86,12 +85,11 @@ def copy_tree():
 
 
 def run(test, limit):
-    """Run a test in ``TREE``. Return ("passed", "failed" or a different result, its seconds)."""
+    """Return ("passed", "failed" or a different result, seconds) of a test in ``TREE``."""
     words = shlex.split(test)
     if words[0].startswith("tests/"):
         words = ["pytest", "-q", "-x", "-p", "no:cacheprovider", *words]
-    # If the mutated source has the same size and time as the original, Python would reuse the
-    # compiled module of the original. Do not write compiled modules.
+    # Python would reuse compiled modules of sources with the same size and time.
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
     start = time.monotonic()
     process = subprocess.Popen(

@@ -11,8 +11,6 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 @dataclasses.dataclass(frozen=True)
 class Mutation:
-    """A file, a text in it, a replacement of the text, and the test that detects the change."""
-
     file: str
     old: str
     new: str
