@@ -1,9 +1,5 @@
-"""Compute the experts of a rank (SwiGLU over rows grouped by expert) in several ways.
-
-``Experts`` is the type of functions ``experts(rows [C, H], w_in [L, H, 2, I], w_out [L, I, H],
-sizes [L]) -> [C, H]``. They are differentiable in all arguments except ``sizes``. Rows after the
-last group are zero, and nothing reads their results.
-"""
+"""Compute the experts of a rank (SwiGLU over rows grouped by expert) in several ways. Rows after
+the last group are zero, and nothing reads their results."""
 
 from __future__ import annotations
 
@@ -31,7 +27,7 @@ grouped_dot: Product = functools.partial(ma.grouped_dot, tail="unspecified")
 
 
 def swiglu(gate_up: jax.Array) -> jax.Array:
-    """Return [..., I] from [..., 2 I]: silu(gate) * up, in float32, rounded once."""
+    """Return [..., I] from [..., 2 I], computed in float32."""
     gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
     return (jax.nn.silu(gate) * up).astype(gate_up.dtype)
 
@@ -49,7 +45,6 @@ def by_product(product: Product) -> Experts:
 
 
 def fused(rows: jax.Array, w_in: jax.Array, w_out: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Compute experts as ``ma.moe_mlp`` does, with router weights of 1."""
     w_in = side_by_side(w_in)
     activation = activations.recognize(ma.gated(jax.nn.silu))
     assert activation is not None
@@ -58,7 +53,6 @@ def fused(rows: jax.Array, w_in: jax.Array, w_out: jax.Array, sizes: jax.Array) 
     return primitives.bind_experts(operands, activation=activation)[0]
 
 
-# The names of the results of a function of ``with_gradients``.
 RESULTS = ("y", "d_rows", "d_w_in", "d_w_out")
 
 
@@ -75,7 +69,6 @@ def with_gradients(experts: Experts) -> Callable[..., tuple[jax.Array, ...]]:
 
 
 def mosaic_product() -> Product:
-    """Make a differentiable product from JAX's Mosaic GPU kernels, which need Hopper."""
     ragged_dot = _mosaic("ragged_dot").ragged_dot
     ragged_outer = _mosaic("transposed_ragged_dot").transposed_ragged_dot
 
@@ -87,7 +80,7 @@ def mosaic_product() -> Product:
 
     def multiply(rows: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool) -> jax.Array:
         out = ragged_dot(rows, w, group_sizes=sizes, transpose_rhs=transposed, **tiles(rows))
-        # The kernel does not write rows after the last group. The next product must not read them.
+        # The kernel does not write rows after the last group.
         return jnp.where(jnp.arange(out.shape[0])[:, None] < sizes.sum(), out, 0)
 
     def outer(x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -97,7 +90,6 @@ def mosaic_product() -> Product:
 
 
 def library_product() -> Product:
-    """Make a differentiable product that always uses cuBLASLt."""
     if not native.has_grouped_gemm() or native.library_version() < (13, 3):
         raise ImportError("the process has no cuBLASLt 13.3 or newer; see --cublas-lt")
     native.register_targets()
@@ -140,7 +132,7 @@ def _mosaic(name: str) -> Any:
 
 
 def fp8_product(rows: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Quantize rows and weights and multiply them, as an FP8 step with one micro-batch does."""
+    """Return the product of rows and weights, quantized in each call."""
     return straight_through.dot_in_fp8(rows, ma.QuantizedExperts(source=w), sizes)
 
 
@@ -153,15 +145,8 @@ def errors(
     *,
     fullest: int,
 ) -> dict[str, jax.Array]:
-    """Compare the first and the last expert of a rank with plain matrix products.
-
-    Args:
-      found: some ``RESULTS`` of ``with_gradients``, by name.
-      fullest: the number of rows of the fullest expert.
-
-    Returns:
-      For each result, by name, ``operations.squares`` [2] of it and the exact result.
-    """
+    """Return, for each name in ``found``, ``operations.squares`` [2] of the first and the last
+    expert."""
     starts = jnp.cumsum(sizes) - sizes
 
     def rows_of(x: jax.Array, expert: int) -> jax.Array:

@@ -12,10 +12,10 @@ from typing import Any
 import jax
 
 GPU = "/device:GPU:0"
-STREAM = "Stream"  # the names of a trace's lines with kernels begin with this word
+STREAM = "Stream"  # lines of kernels begin with this word
 MOST_LISTED = 60
 MOST_OF_NAME = 90
-# A kernel has the first kind whose regular expression matches the kernel's name.
+# The first pattern that matches a kernel's name gives its kind.
 KINDS = {
     "our products": r"moe_a2a.*gemm",
     "our exchange": r"moe_a2a.*(route|dispatch|combine)",
@@ -29,7 +29,7 @@ KINDS = {
 
 
 def kernels_of(call: Callable[[], Any]) -> dict[str, list[float]]:
-    """Run a call twice. Return the microseconds of each launch in the second run, by kernel."""
+    """Return the microseconds of each launch, by kernel, in the second of two runs."""
     call()
     launches = collections.defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
@@ -44,7 +44,6 @@ def kernels_of(call: Callable[[], Any]) -> dict[str, list[float]]:
 
 
 def in_words(launches: dict[str, list[float]]) -> str:
-    """Return two tables as text: the time of each kind of kernel, and the slowest kernels."""
     kind_of = lambda name: next(kind for kind in KINDS if re.search(KINDS[kind], name.lower()))
     total = sum(map(sum, launches.values()))
     lines = [f"{total:12.1f} us in all"]

@@ -43,14 +43,14 @@ TINY_INTERMEDIATE = 128
 TINY_LAYER: dict[str, Any] = dict(hidden=128, top_k=2, experts=16)
 METHODS = ("all_gather", "ours", "moe_mlp", "moe_mlp_fp8", "moe_mlp_to_fp8")
 METHODS += ("dense", "ragged", "ragged32", "mosaic")
-FROZEN = "moe_mlp_fp8"  # the method whose weights get no gradients
-OF_MOE_MLP = {  # functions that make the experts of a method from the weights
+FROZEN = "moe_mlp_fp8"  # its weights get no gradients
+OF_MOE_MLP = {
     "moe_mlp": ma.Experts,
     FROZEN: ma.Experts,
     "moe_mlp_to_fp8": lambda w_in, w_out: ma.Experts(w_in, w_out).in_fp8(),
 }
 OURS = ("ours", *OF_MOE_MLP)
-ON_GPU = ("ragged", "ragged32", "mosaic")  # methods that need a GPU
+ON_GPU = ("ragged", "ragged32", "mosaic")
 TOLERANCE = 2e-2  # bfloat16 has 8 bits, and methods round different partial sums
 FP8_TOLERANCE = 0.1  # a single FP8 product of random numbers has an error of 3.7 %
 DECODE_REPS = 16
@@ -69,7 +69,6 @@ class Shape(NamedTuple):
 
     @property
     def reference(self) -> str:
-        """Return the method with whose results all others are compared."""
         return "ours" if self.workload.dropped else "all_gather"
 
     @property
@@ -132,7 +131,6 @@ def shapes(args: argparse.Namespace, ranks: int, on_gpu: bool) -> list[Shape]:
 
 
 def methods(args: argparse.Namespace, shape: Shape, on_gpu: bool) -> list[str]:
-    """Return the methods of ``--methods`` that can compute this layer here."""
     wanted = [*args.methods]
     if not on_gpu:
         wanted = [method for method in wanted if method not in ON_GPU]
@@ -142,18 +140,14 @@ def methods(args: argparse.Namespace, shape: Shape, on_gpu: bool) -> list[str]:
 
 
 class Bench:
-    """The measurements of one layer with all methods."""
-
     def __init__(self, run: Run, shape: Shape):
         self.run, self.shape = run, shape
         self.group = run.group()
-        # Only shapes and dtypes. ``measure`` replaces them by arrays.
         self.state, *self.weights = jax.eval_shape(lambda: make_inputs(run.mesh, shape))
-        self.reference: Any = None  # the results of the first method
+        self.reference: Any = None
         self.cases: list[Case] = []
 
     def start(self, wanted: list[str]) -> None:
-        """Start to compile the layer, once for each method."""
         shape = self.shape
         setting, capacity = shape.workload.setting, shape.workload.capacity
         say(f"{shape.name}, {shape.sweep}, {setting}: {capacity} rows, compiling")
@@ -163,17 +157,15 @@ class Bench:
                 self.cases.append(case if method in wanted else case._replace(jobs=[]))
 
     def measure(self) -> None:
-        """Check and time the layers that ``start`` has compiled."""
         shape = self.shape
         self.run.wait()
         say(f"{shape.name}, {shape.sweep}, {shape.workload.setting}")
         with self.run.attempt(f"{shape.sweep}, {shape.workload.setting}: inputs"):
             self.state, *self.weights = make_inputs(self.run.mesh, shape)
             self.run.measure(self.cases)
-        self.state = self.weights = self.reference = None  # frees memory for the next shape
+        self.state = self.weights = self.reference = None  # frees memory
 
     def layer_case(self, method: str) -> Case:
-        """Return the ``Case`` of a method. Its check compares results with the reference."""
         layer = self.layer(method)
         is_frozen = method == FROZEN
         prepare = self.run.per_rank(quantized) if is_frozen else lambda weights: weights
@@ -220,7 +212,7 @@ class Bench:
         return Case(what, check, jobs, self.group)
 
     def layer(self, method: str) -> Callable[..., jax.Array]:
-        """Return the layer of a method: a function of ids, tokens, router weights, w_in, w_out."""
+        """Return a function (ids, tokens, router weights, w_in, w_out) -> sums."""
         workload = self.shape.workload
         if method in OF_MOE_MLP:
             one_call = functools.partial(
@@ -245,8 +237,6 @@ class Bench:
         return layer
 
     def job(self, op: str, method: str, program: Program) -> Job:
-        """Return the ``Job`` of a program. The program's arguments are the result of the check. The
-        measured time includes the tie (timing.py), which takes about 1 % of a repetition."""
         shape, is_ours = self.shape, method in OURS
 
         def row(result: timing.Timing) -> Row:
@@ -277,11 +267,8 @@ def quantized(weights: list[jax.Array]) -> list[Any]:
 
 
 def make_inputs(mesh: Any, shape: Shape) -> tuple[Any, Any, Any]:
-    """Make random tokens and experts on each rank's device. Outputs are about as large as tokens.
-
-    Returns:
-      (x [R, T, H], ids and weights [R, T, K]), w_in [R, L, H, 2, I] and w_out [R, L, I, H].
-    """
+    """Return (x [R, T, H], ids and weights [R, T, K]), w_in [R, L, H, 2, I] and w_out [R, L, I,
+    H]."""
     x, ids, weights = suite.make_inputs(mesh, shape.workload)
     setting, ranks = shape.workload.setting, mesh.size
     sizes = (setting.hidden, 2, shape.intermediate), (shape.intermediate, setting.hidden)

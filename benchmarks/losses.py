@@ -28,7 +28,7 @@ from . import record
 
 FOLDER = record.FOLDER / "losses"
 PROGRAM = record.ROOT / "examples/train_moe.py"
-WAYS = {  # options of examples/train_moe.py
+WAYS = {
     "bf16": "",
     "one_rank": "--mesh 1,1",
     "fp8": "--experts fp8",
@@ -42,8 +42,7 @@ NAMES = {
     "portable": "portable path, bfloat16",
     "dense": "every expert for every token, float32",
 }
-# The training text is the source of these modules of the standard library. It is the same in Python
-# 3.11.7, 3.12.1 and 3.13.0.
+# The text is the same in Python 3.11.7, 3.12.1 and 3.13.0.
 MODULES = """difflib optparse zoneinfo/_zoneinfo email/header heapq concurrent/futures/_base
 tomllib/_parser weakref email/headerregistry tracemalloc xml/sax/handler _markupbase json/__init__
 xml/etree/ElementPath stringprep xml/dom/xmlbuilder multiprocessing/synchronize xml/sax/saxutils
@@ -60,12 +59,11 @@ def text() -> bytes:
 
 
 def digest(data: bytes) -> str:
-    """Return the digest of a text. A test compares it with the digest in a record."""
     return hashlib.sha256(data).hexdigest()[:16]
 
 
 def train(way: str, seed: int, *, steps: int, stop: int) -> list[float]:
-    """Return the losses of the first ``stop`` steps of a training that has ``steps`` steps."""
+    """Return the losses of the first ``stop`` steps of a training of ``steps`` steps."""
     with tempfile.TemporaryDirectory() as folder:
         source, losses = pathlib.Path(folder, "text"), pathlib.Path(folder, "losses.json")
         source.write_bytes(text())
@@ -87,7 +85,6 @@ def smooth(losses: list[float], steps: int = 20) -> np.ndarray:
 
 
 def draw(rows: record.Rows, path: pathlib.Path) -> None:
-    """Plot the losses of the first seed, and all seeds' differences from the dense model."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -113,7 +110,6 @@ def draw(rows: record.Rows, path: pathlib.Path) -> None:
 
 
 def newest() -> record.Found:
-    """Return the newest record that has losses of all ways."""
     found = (record.Found(path, json.loads(path.read_text())) for path in FOLDER.glob("*.json"))
     has_all = lambda f: {row["way"] for row in f.record["rows"]} == set(WAYS)
     return max(filter(has_all, found), key=lambda f: f.path.name)
@@ -131,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
         draw(json.loads(args.draw.read_text())["rows"], args.draw.with_suffix(".png"))
         return 0
 
-    import jax  # only for the record's head: each training runs in a separate process
+    import jax  # each training runs in a separate process
 
     devices = jax.devices()
     gpus = f"{len(devices)} x {devices[0].device_kind}"
@@ -139,7 +135,7 @@ def main(argv: list[str] | None = None) -> int:
     found = record.head(gpus, len(devices), **more)
     path = args.out or record.default_path(found, folder=FOLDER)
     for way in args.only:
-        # The model is small, so trainings with several seeds share the devices.
+        # Trainings with several seeds share the devices.
         of_seed = functools.partial(train, way, steps=args.steps, stop=args.steps)
         with concurrent.futures.ThreadPoolExecutor() as pool:
             curves = list(pool.map(of_seed, args.seeds))

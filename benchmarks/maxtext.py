@@ -38,8 +38,7 @@ SPARSE = dict(sparse_matmul=True, megablox=False)
 TOKAMAX = dict(SPARSE, use_tokamax_gmm=True)
 DENSE = dict(sparse_matmul=False, megablox=False, capacity_factor=1.25)
 TRANSFORMER_ENGINE = dict(SPARSE, te_moe_block=True, te_gmm_quantization="te_no_quant")
-# Values: (True for expert parallelism, "fp8" or "" with `enable` and None without it, options of
-# MaxText).
+# (True for expert parallelism, argument of `enable` or None, options of MaxText)
 SETTINGS: dict[str, tuple[bool, str | None, dict[str, Any]]] = {
     "enable": (True, "", SPARSE),
     "enable_fp8": (True, "fp8", SPARSE),
@@ -114,7 +113,7 @@ def main(argv: list[str] | None = None) -> int:
             head = head or found
             rows.append(row)
             print(describe(row), flush=True)
-            if head:  # made by a child process, because JAX would reserve GPU memory in this one
+            if head:  # JAX would reserve GPU memory in this process
                 record.write({**head, "command": command, "rows": rows}, args.out)
     print(table(rows))
     return 0
@@ -123,7 +122,6 @@ def main(argv: list[str] | None = None) -> int:
 def in_own_process(
     args: argparse.Namespace, geometry: str, setting: str, seconds: float
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Measure one setting in a separate process. Return the head of a record, and its row."""
     row: dict[str, Any] = dict(sweep="maxtext", method=setting, geometry=geometry)
     if seconds < 20:
         return {}, row | dict(error="the time of all settings was spent")
@@ -182,7 +180,6 @@ def measure_one(args: argparse.Namespace) -> int:
 
 
 def timed(args: argparse.Namespace, setting: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Run and time a setting. Return the measured entries of its row."""
     enable = SETTINGS[setting][1]
     maxtext_program.load()
     if enable is not None:

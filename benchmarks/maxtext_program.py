@@ -1,9 +1,5 @@
-"""Make a training program of the installed MaxText.
-
-Configuration, model, optimizer, synthetic data and train step are MaxText's. MaxText imports
-packages for clouds and data sets, which training on synthetic data never calls. If one of these
-packages is not installed, an empty module replaces it.
-"""
+"""Make a training program of the installed MaxText. Packages for clouds and data sets that are not
+installed are replaced by empty modules."""
 
 from __future__ import annotations
 
@@ -23,12 +19,10 @@ from unittest import mock
 
 import jax
 
-# Packages for clouds, data sets and checkpoints.
 _OPTIONAL = """pathwaysutils xprof grain drjax PIL tiktoken sentencepiece sympy tensorboardX
 datasets transformers tokenizers huggingface_hub safetensors
 cloud_accelerator_diagnostics ml_goodput_measurement google.cloud google.api
 google.api_core tensorflow tensorflow_datasets tensorflow_text array_record""".split()
-# MaxText's modules that import these packages.
 _OF_DATA_SETS = """common.grain_utility input_pipeline.grain_data_processing
 input_pipeline.hf_data_processing input_pipeline.olmo_grain_data_processing
 input_pipeline.multihost_dataloading input_pipeline.tfds_data_processing
@@ -76,7 +70,7 @@ class _Empty(types.ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """A finder that makes empty modules for ``names`` and their submodules."""
+    """A finder that makes empty modules."""
 
     def __init__(self, names: Sequence[str]):
         self.names = names
@@ -96,12 +90,11 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def _is_missing(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is None
-    except ModuleNotFoundError:  # the parent package is missing
+    except ModuleNotFoundError:
         return True
 
 
 def load() -> types.SimpleNamespace:
-    """Import MaxText, and return its modules for training."""
     os.environ.setdefault("DECOUPLE_GCLOUD", "TRUE")
     missing = [name for name in _OPTIONAL if _is_missing(name)]
     if missing and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
@@ -119,8 +112,6 @@ def load() -> types.SimpleNamespace:
 
 
 class Program:
-    """MaxText's compiled train step, with its state and data."""
-
     def __init__(self, options: Mapping[str, Any]):
         from flax import nnx
         from flax.linen import partitioning
@@ -159,23 +150,22 @@ class Program:
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """Enter MaxText's mesh and its rules for logical axes."""
         with jax.set_mesh(self.mesh), self._rules(self.config.logical_axis_rules):
             yield
 
     @property
     def tokens(self) -> int:
-        """Return the number of tokens of one device in a step."""
+        """Return the tokens of one device."""
         return int(self.config.per_device_batch_size * self.config.max_target_length)
 
     @property
     def tflop(self) -> float:
-        """Return the TFLOP of one device in a step, as MaxText counts them."""
+        """Return the TFLOP of one device, as MaxText counts them."""
         count = self.maxtext.maxtext_utils.calculate_tflops_training_per_device
         return float(count(self.config, log=False)[0])
 
     def step(self) -> dict[str, Any]:
-        """Start one training step. Return its metrics, but do not wait for them."""
+        """Start one training step, and return its metrics without a wait."""
         batch = self._loader.load_next_batch(rampup_manager=self._rampup)
         with self.scope():
             self.state, metrics = self.compiled(self.state, batch)

@@ -26,8 +26,6 @@ GLOBAL_SCALE = 0.002  # of NvFp4: the largest number is then 0.002 * 2688
 
 
 class Dispatched(NamedTuple):
-    """The inputs of a rank's experts, and the state that combine needs."""
-
     rows: Any
     """[capacity, hidden], zero after the last group. With a format: encoded values and scales."""
     weights: jax.Array | None
@@ -38,7 +36,7 @@ class Dispatched(NamedTuple):
 
 
 class Method(NamedTuple):
-    """A way to exchange tokens. ``route`` is None if routing is not a separate step."""
+    """A way to exchange tokens."""
 
     dispatch: Callable[[jax.Array, Any, jax.Array], Dispatched]
     """(x [T, H], ids [T, K] or the result of ``route``, weights [T, K])."""
@@ -46,7 +44,7 @@ class Method(NamedTuple):
     """(rows [capacity, H], state) -> [T, H]."""
     route: Callable[[jax.Array], Any] | None = None
     decode: Callable[[Any], jax.Array] = lambda rows: rows
-    """Returns the argument ``rows`` of ``combine`` from the rows of ``dispatch``."""
+    """Maps the rows of ``dispatch`` to those of ``combine``."""
 
 
 def ours(workload: Workload, group: ma.Group) -> Method:
@@ -77,8 +75,6 @@ def ours(workload: Workload, group: ma.Group) -> Method:
 
 
 def all_gather(workload: Workload, group: ma.Group) -> Method:
-    """Gather all tokens on every rank, select the rows of the rank's experts, and psum_scatter the
-    sums."""
     axis, local_experts = group.axis_name, workload.setting.experts // group.size
 
     def dispatch(x: jax.Array, ids: jax.Array, weights: jax.Array) -> Dispatched:
@@ -96,8 +92,7 @@ def all_gather(workload: Workload, group: ma.Group) -> Method:
 
 
 def dense(workload: Workload, group: ma.Group) -> Method:
-    """Send a row for each choice, sorted by expert, by an all_to_all. All pairs of ranks send as
-    many rows as the busiest pair (with padding)."""
+    """All pairs of ranks send as many rows as the busiest pair, with padding."""
     setting, axis, ranks = workload.setting, group.axis_name, group.size
     local_experts, pair_capacity = setting.experts // ranks, workload.pair_capacity
 
@@ -134,18 +129,13 @@ def dense(workload: Workload, group: ma.Group) -> Method:
 
 
 def ragged(workload: Workload, group: ma.Group, updates: int = 1) -> Method:
-    """Send a row for each choice, sorted by expert, by ``lax.ragged_all_to_all``.
-
-    Args:
-      updates: into how many updates the rows for a peer are split. XLA copies each update with one
-        thread block, so more updates are faster.
-    """
+    """Send a row for each choice by ``lax.ragged_all_to_all``. XLA copies each of the ``updates``
+    for a peer with one thread block."""
     setting, axis, ranks = workload.setting, group.axis_name, group.size
     local_experts = setting.experts // ranks
 
     def exchange(rows: jax.Array, length: int, sends: Any, there: Any, receives: Any) -> jax.Array:
-        """Send ``sends[p]`` rows to each peer p, where they begin at row ``there[p]`` of
-        ``length`` rows."""
+        """Send ``sends[p]`` rows to row ``there[p]`` of peer p, which has ``length`` rows."""
 
         def cut(counts: jax.Array) -> tuple[jax.Array, jax.Array]:
             edges = counts[:, None] * jnp.arange(updates + 1)[None] // updates
@@ -208,12 +198,8 @@ class Links(NamedTuple):
 def sort_by_key(
     keys: jax.Array, num_keys: int, length: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Sort the entries of ``keys`` [N] stably. Keys from ``num_keys`` on have no group.
-
-    Returns:
-      Three int32 arrays: the index of the entry at each place [length], or -1 after the last group;
-      the place of each entry [N], or -1 if it has none; and the size of each group [num_keys].
-    """
+    """Return int32 arrays: entries in stable order [length], their places [N], group sizes. -1
+    means none."""
     indices = jnp.arange(keys.size, dtype=jnp.int32)
     order = jnp.argsort(keys, stable=True).astype(jnp.int32)
     place = jnp.zeros_like(indices).at[order].set(indices, unique_indices=True)
@@ -225,13 +211,12 @@ def sort_by_key(
 
 
 def take_rows(x: jax.Array, index: jax.Array) -> jax.Array:
-    """Return ``x[index]``, with zeros where the index is negative."""
     return x.at[index].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
 
 @jax.custom_vjp
 def spread(x: jax.Array, links: Links) -> jax.Array:
-    """Return rows [N, H] from tokens x [T, H]: each row is the token of the row's choice."""
+    """Return the token of each row's choice, [N, H] from [T, H]."""
     top_k = links.choice_row.shape[1]
     return take_rows(x, links.row_choice // top_k)  # -1 stays -1
 
@@ -248,13 +233,13 @@ spread.defvjp(lambda x, links: (spread(x, links), links), _spread_backward)
 
 
 def permute(x: jax.Array, order: jax.Array, place: jax.Array) -> jax.Array:
-    """Return ``x[order]``, [len(order), H] from [N, H]. ``place`` is the inverse of ``order``."""
+    """Return ``x[order]``; ``place`` is the inverse of ``order``."""
     return spread(x, Links(order, place[:, None]))
 
 
 @jax.custom_vjp
 def weighted_sum(rows: jax.Array, weights: jax.Array, links: Links) -> jax.Array:
-    """Return sums [T, H]: for each token, the weighted sum of its rows, computed in float32."""
+    """Return [T, H], computed in float32."""
     total = sum(
         weights[:, k, None] * take_rows(rows, links.choice_row[:, k]).astype(jnp.float32)
         for k in range(weights.shape[1])

@@ -44,28 +44,26 @@ from .run import Run, say
 from .slice_layers import ALONE, EXACT, LAYERS
 from .workload import Setting, draw
 
-# The peak in bfloat16 without sparsity, by `device_kind`. Steps on other GPUs have no MFU.
+# In bfloat16 without sparsity, by `device_kind`.
 PEAK_TFLOPS = {"NVIDIA H100 80GB HBM3": 989, "NVIDIA H200": 989}
 MEMORY_FRACTION = "0.88"  # our workspaces and NCCL's buffers need the rest
 RATE = 3e-4
 CHECKED_STEPS = 3
 SAMPLES = 7
 SAMPLE_SECONDS = 0.6
-COMPILE_SECONDS = 240  # limit for all programs of a setting
-TURNS_SECONDS = 90  # after this time, no new turn starts, except the first three turns
-TRAINED_STEPS = 60  # training steps before a learned router is measured
+COMPILE_SECONDS = 240
+TURNS_SECONDS = 90  # three turns always run
+TRAINED_STEPS = 60
 BATCHES = 4
 ROUTINGS = ("uniform", "learned")
 OURS = ("moe_mlp", "moe_mlp_to_fp8", "local")
 TINY_ROWS = 16
-# A new row replaces an old row of the record if all of these entries are equal.
+# Rows with equal entries replace each other.
 KEYS = ("geometry", "layers", "rows", "routing", "micro_batches", "method")
-ON_GPU = ("mosaic", "ragged32")  # methods that need a GPU
+ON_GPU = ("mosaic", "ragged32")
 
 
 class Step(NamedTuple):
-    """A setting to measure."""
-
     geometry: str
     rows: int
     """The mean rows per expert in a micro-batch."""
@@ -134,8 +132,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class Bench:
-    """The methods of one setting."""
-
     def __init__(self, run: Run, args: argparse.Namespace, step: Step):
         self.run, self.args, self.step = run, args, step
         g, rows = slices.GEOMETRIES[step.geometry], step.rows
@@ -158,7 +154,6 @@ class Bench:
         self.placed = (self.shardings, place(None, "ep"), place("ep"), place())
 
     def compile_all(self) -> None:
-        """Make random inputs, and compile the programs of all methods."""
         g, step, ranks = self.g, self.step, self.run.mesh.size
         setting = Setting(self.tokens, g.hidden, g.top_k, g.experts, capacity="worst")
         self.workload = draw(setting, ranks)
@@ -191,7 +186,6 @@ class Bench:
             return jitted.lower(state, self.batches[0], self.given, rate)
 
     def measure(self) -> None:
-        """Compare the losses of all methods. Then time the methods whose losses are correct."""
         say(f"{self.step}: comparing losses")
         _, *more = self.placed
         put = lambda a, sharding: None if a is None else jax.device_put(a, sharding)
@@ -207,7 +201,7 @@ class Bench:
                 reference = reference or (rows[method] if is_exact(method) else None)
         if not rows:
             return
-        self.state = None  # frees the memory of the previous state
+        self.state = None
         self.state = self.init()
         trainer = "moe_mlp" if "moe_mlp" in rows else next(iter(rows))
         train = TRAINED_STEPS if self.run.on_gpu else 2
@@ -215,7 +209,7 @@ class Bench:
             self.advance(self.programs[trainer], i, self.rates[0])
         _, counts = jax.device_get(self.advance(self.programs[trainer], 0, self.rates[1])[1:])
         of_ranks = counts.reshape(len(counts), self.run.mesh.size, -1).sum(-1)
-        load = [round(float(x), 3) for x in of_ranks.max(1) / of_ranks.mean(1)]  # of each layer
+        load = [round(float(x), 3) for x in of_ranks.max(1) / of_ranks.mean(1)]
         self.take_turns(rows, dict(load=round(float(np.mean(load)), 3), most_load=max(load)))
         for method in set(self.args.profile) & rows.keys():
             with self.run.attempt(f"{self.step}, {method}: profile"):
@@ -227,10 +221,10 @@ class Bench:
         return results
 
     def check(self, method: str, reference: Any) -> dict[str, Any]:
-        """Run the first steps. Return a row without times. Raise AssertionError if its losses
-        differ too much from those of the row ``reference``."""
+        """Return a row without times. AssertionError: the losses differ too much from
+        ``reference``."""
         program, layer = self.programs[method], LAYERS[method]
-        self.state = None  # frees the memory of the previous state
+        self.state = None  # frees memory
         self.state = self.init()
         results = [self.advance(program, i, self.rates[0]) for i in range(CHECKED_STEPS)]
         nats, dropped = zip(*(jax.device_get(r[:2]) for r in results))
@@ -253,7 +247,7 @@ class Bench:
         )
 
     def memory(self, method: str, program: Any) -> dict[str, float]:
-        """Return the GiB of a GPU that XLA plans for the program, plus our workspace."""
+        """Return GiB of one GPU, with our workspace."""
         stats, g = program.memory_analysis(), self.g
         used = stats.argument_size_in_bytes + stats.output_size_in_bytes
         used += stats.temp_size_in_bytes - stats.alias_size_in_bytes
@@ -265,7 +259,6 @@ class Bench:
         return dict(peak_gib=round(used / 2**30, 2))
 
     def take_turns(self, rows: dict[str, dict[str, Any]], more: dict[str, Any]) -> None:
-        """Time the steps of all methods in turns, and write the record after each turn."""
         samplers = {method: self.sampler(self.programs[method]) for method in rows}
         taken: dict[str, list[float]] = {method: [] for method in samplers}
         orders, start = random.Random(0), time.perf_counter()
@@ -289,8 +282,6 @@ class Bench:
             say(f"{runs.in_words(row)}  {row['tokens_per_s']:,.0f} tokens/s, MFU {mfu}")
 
     def sampler(self, program: Any) -> Callable[[], float]:
-        """Return a function that measures the microseconds of a step."""
-
         def seconds(number: int) -> float:
             start = time.perf_counter()
             for i in range(number):
@@ -303,13 +294,12 @@ class Bench:
 
         def sample_us() -> float:
             if number > 1:
-                seconds(1)  # a warm-up, because a different method ran before
+                seconds(1)  # a warm-up
             return seconds(number) / number * 1e6
 
         return sample_us
 
     def figures(self, row: dict[str, Any], bound: dict[str, Any] | None) -> dict[str, Any]:
-        """Return the entries of a row that depend on the time of a step."""
         seconds, layer = row["us"] / 1e6, LAYERS[row["method"]]
         everything, of_experts = slices.flops(self.g, self.length)
         tokens_per_s = self.tokens * self.step.micro_batches / seconds
@@ -332,7 +322,7 @@ class Bench:
 
 
 def mfu_of(tflops: float, device_kind: str) -> float | None:
-    """Return TFLOP/s as a share of the GPU's peak, or None if ``PEAK_TFLOPS`` lacks the GPU."""
+    """Return a share of the GPU's peak."""
     peak = PEAK_TFLOPS.get(device_kind)
     return round(tflops / peak, 4) if peak else None
 

@@ -1,5 +1,3 @@
-"""Define the operations of a method that are timed, and check the method's results."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
@@ -13,7 +11,7 @@ from .methods import Method
 from .workload import Workload
 
 Op = tuple[str, bool]
-"""The name of an operation, and True if the operation includes routing."""
+"""(name, includes routing)"""
 ROUTE: Op = ("route", True)
 DISPATCH: Op = ("dispatch", True)
 EXCHANGE: Op = ("dispatch", False)
@@ -25,7 +23,7 @@ STANDARD: tuple[Op, ...] = (
     *(ROUTE, EXCHANGE, ROUND_TRIP_ROUTED, DISPATCH, COMBINE, ROUND_TRIP, BACKWARD),
 )
 
-# bfloat16 has 8 bits. A method may round the partial sum of each rank and the total sum.
+# A method may round each rank's partial sum and the total.
 TOLERANCE = 1e-2
 FORMAT_TOLERANCE = dict(BlockwiseFp8=5e-2, MxFp8=5e-2, NvFp4=0.2)
 
@@ -34,14 +32,14 @@ class Operation(NamedTuple):
     op: str
     includes_route: bool
     state: Callable[[dict[str, Any]], Any]
-    """Returns the argument of ``step`` from the results of ``prepare``'s function."""
+    """Maps the results of ``prepare``'s function to the argument of ``step``."""
     step: Callable[[Any], Any]
     tied_axes: int | None
     """For ``timing.pick_tied``."""
 
 
 def round_trip(method: Method, x: jax.Array, ids: Any, weights: jax.Array) -> jax.Array:
-    """Dispatch and combine x. The result is x, because experts return their rows."""
+    """Return x, because experts return their rows."""
     dispatched = method.dispatch(x, ids, weights)
     return method.combine(method.decode(dispatched.rows), dispatched.state)
 
@@ -49,11 +47,8 @@ def round_trip(method: Method, x: jax.Array, ids: Any, weights: jax.Array) -> ja
 def prepare(
     method: Method, ops: Collection[Op] = STANDARD
 ) -> tuple[Callable[..., dict[str, Any]], list[Operation]]:
-    """Return a function that computes the operations' inputs, and the list of operations.
-
-    The function has the arguments (x, ids, weights) of one rank. It must be traced before the
-    operations. It also computes ``errors``, and ``check`` reads its results.
-    """
+    """Return a function (x, ids, weights) of one rank, and operations. Trace the function before
+    the operations."""
     vjp_treedef = None
 
     def run_once(x: jax.Array, ids: jax.Array, weights: jax.Array) -> dict[str, Any]:
@@ -113,8 +108,7 @@ def prepare(
         for op in (ROUTE, EXCHANGE, ROUND_TRIP_ROUTED):
             del makers[op]
 
-    # Without separate routing, the parts of an operation may read different integer arrays, which
-    # must all be tied.
+    # The parts of an operation may read different integer arrays, which must all be tied.
     tied_axes = 2 if method.route is not None else None
     return run_once, [
         Operation(*op, *makers[op], tied_axes) for op in STANDARD if op in ops and op in makers
@@ -129,26 +123,22 @@ def squares(actual: jax.Array, exact: jax.Array) -> jax.Array:
 
 
 def parts(op: str) -> tuple[str, ...]:
-    """Return the names of the dispatches and combines in an operation."""
     whole = {"route": (), "dispatch": ("dispatch",), "combine": ("combine",)}
     return whole.get(op, ("dispatch", "combine"))
 
 
 def wire_bytes(op: str, workload: Workload) -> int:
-    """Return the bytes of token rows that the busiest sender sends."""
-    # A combine sends the rows of its dispatch in the other direction.
     sent = dict(dispatch=workload.leaving_bytes, combine=workload.entering_bytes)
     return sum(sent[part] for part in parts(op))
 
 
 def relative_error(squares: Any) -> float:
-    """Return the relative error over all ranks. The argument is each rank's ``squares``."""
+    """Return the relative error over all ranks from each rank's ``squares``."""
     difference, exact = np.asarray(squares, np.float64).reshape(-1, 2).sum(axis=0)
     return float(np.sqrt(difference / exact))
 
 
 def check_errors(squares: dict[str, Any], tolerance: float = TOLERANCE) -> None:
-    """Raise AssertionError if a result's relative error is not below the tolerance."""
     for name, of_ranks in squares.items():
         error = relative_error(of_ranks)
         if not error < tolerance:
@@ -165,12 +155,8 @@ def _are_equal(a: Any, b: Any) -> jax.Array:
 def check(
     prepared: dict[str, Any], reference: dict[str, Any] | None, tolerance: float = TOLERANCE
 ) -> None:
-    """Check the results of ``prepare``'s function on all ranks. Raise AssertionError.
-
-    The experts return their rows, and the cotangent is x. Therefore, the output and the gradient of
-    x must be x, and the gradient of each weight must be <x, x>. Rows and group sizes must equal
-    those of the results ``reference`` bit for bit.
-    """
+    """Check the results of ``prepare``'s function on all ranks. The exact results are x for the
+    output and for the gradient of x, and <x, x> for the gradient of each weight."""
     check_errors(prepared["errors"], tolerance)
     if reference is not None:
         rows = [(p["rows"], p["group_sizes"]) for p in (prepared, reference)]

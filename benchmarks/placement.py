@@ -55,7 +55,6 @@ def main() -> int:
 
 
 def table(rows: list[records.Row]) -> Iterator[str]:
-    """Yield the lines of the table of docs/placement.md, from the rows of a record."""
     yield "| ranks, σ | no plan | home form | its fetch | pays from, tokens per rank |"
     yield "| --- | --- | --- | --- | --- |"
     loads = {(r["ranks"], r["sigma"], r["method"]): r["load"][0] for r in rows}
@@ -68,29 +67,25 @@ def table(rows: list[records.Row]) -> Iterator[str]:
             layer_us(ranks, tokens, loads[ranks, sigma, method])
             for method in ("no plan", "home form")
         )
-        least = tokens * fetch / (before - after)  # the fetch does not depend on the tokens
+        least = tokens * fetch / (before - after)
         us = before, after + fetch, fetch, least
         yield f"| {ranks}, {sigma} | " + " | ".join(f"{value:,.0f}" for value in us) + " |"
 
 
 def layer_us(ranks: int, tokens: int, load: float) -> float:
-    """Return the calculated microseconds of a forward pass on the fullest rank, without fetches."""
     rows = load * tokens * TOP_K
-    # A token is sent to the fullest rank if at least one of its choices is an expert of that rank.
     crossing = tokens * (ranks - 1) * (1 - (1 - load / ranks) ** TOP_K)
     products = rows * 2 * WEIGHTS_OF_EXPERT / PRODUCTS_FLOPS
     return 1e6 * (products + 2 * crossing * HIDDEN * ITEM_BYTES / LINK_BYTES)
 
 
 def fetch_us(experts: int) -> float:
-    """Return the calculated microseconds in which a link moves the weights of so many experts."""
     return 1e6 * experts * WEIGHTS_OF_EXPERT * ITEM_BYTES / LINK_BYTES
 
 
 def simulate(ranks: int, sigma: float, methods: Sequence[str]) -> Iterator[records.Row]:
-    """Yield a row for each method. ``load`` is the rows of the fullest rank divided by the mean.
-    ``dropped`` is the share of rows that exceed the capacity. Each is a pair: the mean and the
-    largest value over all batches."""
+    """Yield a row for each method. ``load`` and ``dropped`` are pairs: the mean and the largest
+    value over all batches."""
     rng = np.random.default_rng([0, ranks])
     popularity = rng.normal(0, sigma, EXPERTS).astype(np.float32)
     counts = [_counts(popularity, ranks, rng) for _ in range(BATCHES + 1)]
@@ -122,7 +117,6 @@ def simulate(ranks: int, sigma: float, methods: Sequence[str]) -> Iterator[recor
 
 
 def _num_fetched(placement: ma.Placement, ranks: int) -> int:
-    """Return the largest number of experts whose weights a rank sends or receives."""
     local = EXPERTS // ranks
     spare = np.asarray(placement.slot_experts).reshape(ranks, -1)[:, local:]
     sent = np.bincount(spare[spare >= 0] // local, minlength=ranks)
@@ -140,9 +134,9 @@ def _plans(load: np.ndarray, ranks: int) -> dict[str, ma.Placement]:
 
 
 def _counts(popularity: Any, ranks: int, rng: np.random.Generator) -> np.ndarray:
-    """Return random counts [R, E]: how often the tokens of each rank choose each expert."""
+    """Return counts [R, E] of choices by rank and expert."""
     counts = np.empty((ranks, EXPERTS), np.int32)
-    for rank in range(ranks):  # -log of an exponential random number is Gumbel noise
+    for rank in range(ranks):  # -log of an exponential number is Gumbel noise
         keys = rng.standard_exponential((TOKENS, EXPERTS), np.float32)
         keys = popularity - np.log(np.maximum(keys, np.float32(1e-30)))
         ids = np.argpartition(keys, -TOP_K, axis=-1)[:, -TOP_K:]
@@ -151,7 +145,7 @@ def _counts(popularity: Any, ranks: int, rng: np.random.Generator) -> np.ndarray
 
 
 def _rank_rows(placement: ma.Placement, counts: Any, ranks: int) -> np.ndarray:
-    """Return the rows of each rank if ``ma.choose_slots`` gets ids with these counts."""
+    """Return the rows of each rank, [R]."""
     rows = np.zeros(placement.num_slots, np.int64)
     for rank in range(ranks):
         ids = np.repeat(np.arange(EXPERTS, dtype=np.int32), counts[rank])[:, None]

@@ -36,7 +36,7 @@ from .operations import relative_error, squares
 GROUPS = 32
 ROWS = 32_768
 FP8_BLOCK = ma.BlockwiseFp8.group_size
-SIGMA = 1.1  # standard deviation of the logarithm of an expert's popularity
+SIGMA = 1.1  # of the logarithm of popularity
 SAMPLES = 5
 BUDGET_SECONDS = 180.0
 TOLERANCE, FP8_TOLERANCE = 1e-2, 0.15  # bfloat16 has 8 bits, and float8_e4m3fn has 4 bits
@@ -45,12 +45,11 @@ FORWARD = OPS[:1]
 OF_EXPERTS = ("experts", "experts_and_gradients")
 OURS, MOSAIC, CUBLAS, RAGGED = "ours", "Mosaic GPU", "cuBLAS batched", "lax.ragged_dot"
 FUSED, FP8, LIBRARY = "ours, fused", "ours, FP8", "cuBLASLt grouped"
-TINY = 64  # without a GPU, rows and columns are divided by this number
+TINY = 64  # divisor of sizes without a GPU
 
 
 class Setting(NamedTuple):
-    """A grouped product of rows [rows, k] with a matrix [k, n] for each group, or experts. Experts
-    then apply SwiGLU to the n columns, and multiply by a matrix [n / 2, k] for each group."""
+    """A product of rows [rows, k] with [groups, k, n], or experts of hidden size k with n / 2."""
 
     name: str
     k: int
@@ -75,8 +74,8 @@ SETTINGS = (
     Setting("A GEMM 2", 1536, 4096, ALL),
     *(Setting("A GEMM 2", 1536, 4096, FEW, rows) for rows in (32, 128, 512)),
 )
-# (hidden size, intermediate size, experts of a rank). DeepSeek-V3 and Kimi-K2 have 8 ranks, and the
-# other models 4.
+# (hidden size, intermediate size, experts of a rank), with 8 ranks for the two largest models and 4
+# for others.
 MODELS = {
     "Qwen3-30B-A3B": (2048, 768, 32),
     "DeepSeek-V3": (7168, 2048, 32),
@@ -86,13 +85,12 @@ MODELS = {
     "B": (7168, 2048, 16),
 }
 ROWS_OF_EXPERTS = (16, 32, 64, 128, 256, 512, 1024, 2048)
-# Rows to add to each expert. A kernel then computes more tiles that are nearly empty.
+# More rows per expert make tiles that are nearly empty.
 MORE_ROWS = {"equal": 0, "+ 8": 8, "+ 136": 136}
 SIZES = (*MORE_ROWS, "drawn", SKEWED)
 
 
 def of_model(name: str, rows: int, sizes: str) -> list[Setting]:
-    """Make the settings of a model's experts, with a mean of ``rows`` rows per expert."""
     hidden, width, groups = MODELS[name]
     rows = groups * (rows + MORE_ROWS.get(sizes, 0))
     products = {OURS: OPS, LIBRARY: OPS} | ({CUBLAS: OPS} if sizes in MORE_ROWS else {})
@@ -107,7 +105,6 @@ def of_model(name: str, rows: int, sizes: str) -> list[Setting]:
 
 
 def is_of_experts(setting: Setting) -> bool:
-    """Return True if a setting is of experts, and False for one product."""
     return set(OF_EXPERTS) >= {op for ops in setting.methods.values() for op in ops}
 
 
@@ -115,7 +112,7 @@ FIRST_OF_EACH = [next(s for s in SETTINGS if is_of_experts(s) is kind) for kind 
 
 
 def sizes_of(setting: Setting) -> Any:
-    """Return the rows of each group, int32 [groups]."""
+    """Return int32 [groups]."""
     groups, rows = setting.groups, setting.rows
     if setting.sizes in MORE_ROWS:
         return np.full(groups, rows // groups, np.int32)
@@ -129,8 +126,7 @@ def sizes_of(setting: Setting) -> Any:
 
 @functools.cache
 def products() -> dict[str, Callable[..., Any]]:
-    """Return a dict from the name of each implementation to a product (rows, w, sizes) or, for
-    FUSED, to the function of fused experts."""
+    """Return products (rows, w, sizes) by implementation. FUSED computes experts."""
 
     def batched(rows: Any, w: Any, sizes: Any) -> Any:
         buckets = rows.reshape(w.shape[0], -1, rows.shape[1])
@@ -152,17 +148,15 @@ def products() -> dict[str, Callable[..., Any]]:
 
 
 class Work(NamedTuple):
-    """The operations to time for one product or for experts, and a check of their results."""
-
     args: tuple[Any, ...]
     operation: Callable[[Callable[..., Any], str], Callable[..., Any]]
-    """(implementation, name of the operation) -> the operation, a function of ``args``."""
+    """(implementation, operation's name) -> a function of ``args``."""
     error: Callable[[str, Any], float]
-    """(name of the operation, its result) -> relative error in the first and the last group."""
+    """(operation's name, result) -> relative error in the first and the last group."""
     flops: dict[str, int]
     weights: tuple[Any, ...]
     in_fp8: Callable[[str], tuple[Any, ...]] | None = None
-    """name of the operation -> its operands in FP8, for ``ma.grouped_dot``."""
+    """operation's name -> operands in FP8."""
 
 
 def normal(seed: int, *shape: int) -> Any:
@@ -171,7 +165,6 @@ def normal(seed: int, *shape: int) -> Any:
 
 
 def one_product(setting: Setting) -> Work:
-    """Make the ``Work`` of one product. An operation returns the result or one gradient."""
     sizes = sizes_of(setting)
     rows, ct = normal(0, setting.rows, setting.k), normal(1, setting.rows, setting.n)
     w = normal(2, setting.groups, setting.k, setting.n)
@@ -207,10 +200,9 @@ def one_product(setting: Setting) -> Work:
 
 
 def experts(setting: Setting) -> Work:
-    """Make the ``Work`` of experts. An operation returns the result, or also all gradients."""
     sizes = sizes_of(setting)
     rows = normal(0, setting.rows, setting.k)
-    # With this scale of weights, pre-activations are near 1, where SwiGLU is not linear.
+    # Pre-activations are near 1, where SwiGLU is not linear.
     w_in = normal(2, setting.groups, setting.k, 2, setting.n // 2) * setting.k**-0.5
     w_out = normal(3, setting.groups, setting.n // 2, setting.k) * setting.n**-0.5
     known = jnp.asarray(sizes)
@@ -310,7 +302,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def tiny(setting: Setting) -> Setting:
-    """Return the setting with few rows and columns, and without methods that need a GPU."""
     of_gpus = (MOSAIC, LIBRARY, FP8)
     methods = {name: ops for name, ops in setting.methods.items() if name not in of_gpus}
     rows = setting.rows // TINY // setting.groups * setting.groups

@@ -28,7 +28,6 @@ class Found(NamedTuple):
 
 
 def head(gpus: str, ranks: int, **more: Any) -> dict[str, Any]:
-    """Return a record without rows, with the additional entries ``more``."""
     return dict(
         date=today(),
         commit=commit(),
@@ -40,7 +39,7 @@ def head(gpus: str, ranks: int, **more: Any) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Return $MOE_A2A_COMMIT, or the repository's commit, with "-dirty" if files have changed."""
+    """Return $MOE_A2A_COMMIT, or the repository's commit, with "-dirty" after changes."""
     if COMMIT_VARIABLE in os.environ:
         return os.environ[COMMIT_VARIABLE]
     try:
@@ -51,7 +50,6 @@ def commit() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the software on which the figures depend."""
     found = {"python": platform.python_version()}
     found |= versions_of("jax", "jaxlib", "numpy", "jax-moe-a2a")
     found["platform"] = " ".join(jax.devices()[0].client.platform_version.split())
@@ -71,7 +69,7 @@ def versions_of(*packages: str) -> dict[str, str]:
 def default_path(
     record: dict[str, Any], what: str = "", folder: pathlib.Path = FOLDER
 ) -> pathlib.Path:
-    """Return <date>-<ranks>x<GPU>.json, or <date>-<ranks>x<GPU>-<what>.json."""
+    """Return <date>-<ranks>x<GPU>[-<what>].json."""
     kind = record["gpus"].partition(" x ")[2].removeprefix("NVIDIA ").replace(" ", "-") or "none"
     return folder / f"{today()}-{record['ranks']}x{kind}{f'-{what}' if what else ''}.json"
 
@@ -81,7 +79,7 @@ def today() -> str:
 
 
 def read(path: pathlib.Path) -> dict[str, Any]:
-    """Read a record. Add entries that rows of old records do not have."""
+    """Old records get the entries that their rows do not have."""
     record = json.loads(path.read_text())
     return dict(record, rows=[OLD_ROWS | row for row in record["rows"]])
 
@@ -93,13 +91,11 @@ OLD_ROWS = dict(
 
 
 def newest(sweep: str) -> Found | None:
-    """Return the first record of ``all_of``, or None."""
     return next(iter(all_of(sweep)), None)
 
 
 def all_of(sweep: str, folder: pathlib.Path = FOLDER) -> list[Found]:
-    """Return all records that have rows of a sweep ("" for the standard settings), with only these
-    rows. Records with most ranks come first. With equal ranks, newer records come first."""
+    """Return the records with rows of a sweep, with most ranks and newest first."""
     found = []
     for path in sorted(folder.glob("*.json")):
         record = read(path)
@@ -111,12 +107,10 @@ def all_of(sweep: str, folder: pathlib.Path = FOLDER) -> list[Found]:
 
 
 def entry(rows: Rows, /, name: str = "us", **wanted: Any) -> Any:
-    """Return the entry ``name`` of the first row with the ``wanted`` entries, or None."""
     return next((row.get(name) for row in rows if wanted.items() <= row.items()), None)
 
 
 def grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
-    """Return a dict from each key to its rows. Keys have the order of their first rows."""
     groups: dict[Any, list[Row]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row)

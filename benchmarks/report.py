@@ -26,15 +26,14 @@ TITLES = {"": "Standard settings", "tokens": "Tokens", "sms": "SM budget"}  # of
 TITLES |= dict(formats="Token formats", products="Grouped products", model="Whole training steps")
 TITLES |= dict(stages="Stages of a whole layer")
 BARS = dict(products=("tflops", "TFLOP/s"), model=("tokens_per_s", "tokens/s per GPU"))
-LOG_FROM = 20  # an axis is logarithmic if its largest value is over 20 times the smallest
+LOG_FROM = 20  # largest value / smallest value
 
 COMBINE: Row = dict(op="combine", method="ours")
-OURS, GATHER, DENSE, RAGGED = (  # round trips with routing
+OURS, GATHER, DENSE, RAGGED = (
     dict(op="round_trip", includes_route=True, method=method)
     for method in ("ours", "all_gather", "dense", "ragged")
 )
-# For each column of a table: entries of the row that has the column's figure. ``name`` is the entry
-# with the figure, by default ``us``.
+# For each column: entries of its row, and the ``name`` of the figure.
 SUMMARY: dict[str, Row] = {"`all_gather`": GATHER, "dense `all_to_all`": DENSE}
 SUMMARY |= {"`ragged_all_to_all`": RAGGED, "this package": OURS}
 SUMMARY |= {"link limit": dict(OURS, name="wire_us")}
@@ -47,12 +46,11 @@ DETAILS: dict[str, Row] = {
     **{"combine": COMBINE, "round trip": OURS, "backward": dict(op="backward", method="ours")},
     **{"all_gather": GATHER, "dense all_to_all": DENSE, "ragged_all_to_all": RAGGED},
 }
-# For sweeps with an x axis: the entry on it. Plots of all other sweeps have a bar for each row.
+# The entry on the x axis. Other sweeps have bars.
 X = {"": "tokens", "tokens": "tokens", "topk": "top_k"}
 X |= dict(experts="experts", hidden="hidden", sms="num_sms")
-# In all rows of a panel of a plot, these entries are equal.
 PANEL = ("title", "panel", "shape", "k", "n", "sizes", "tokens")
-DESCRIBING = (  # entries that may differ among the rows of a sweep
+DESCRIBING = (
     *(*PANEL, "hidden", "experts", "top_k", "skew", "sigma", "idle", "dtype"),
     *("capacity_kind", "batch", "batch_routing", "batch_axis", "format", "formatted", "mode"),
     *("grouped", "routing", "micro_batches", "op", "method"),
@@ -64,8 +62,8 @@ MEASURED = dict(
     **dict(mfu="MFU", peak_gib="GiB", exposed_us="exposed exchange", load="max/mean"),
     **dict(kernels="kernels"),
 )
-STEPS = "model"  # the sweep of benchmarks.model
-STEP_METHODS = {  # names of the MoE layers of whole steps
+STEPS = "model"
+STEP_METHODS = {
     "moe_mlp": "**this package**",
     "moe_mlp_to_fp8": "this package, experts in FP8",
     "all_gather": "`all_gather`, `ma.grouped_dot`",
@@ -76,7 +74,7 @@ STEP_METHODS = {  # names of the MoE layers of whole steps
     "local": "*bound: no exchange*",
     "none": "*bound: no MoE layer*",
 }
-METHODS = {  # names in plots of other sweeps
+METHODS = {
     "ours": "this package",
     "moe_mlp": "this package",
     "moe_mlp_fp8": "this package, experts in FP8",
@@ -93,8 +91,7 @@ OPS = {
     "d_rows": "gradient of rows",
     "d_weights": "gradient of weights",
 }
-SORTED = ("layer", "products")  # sweeps whose plots compare methods, with the best first
-# Columns of tables of whole steps, with functions from a row of the record to the column's text.
+SORTED = ("layer", "products")  # plots compare methods, best first
 STEP_COLUMNS: dict[str, Callable[[Row], str]] = {
     "ms": lambda r: ms(r["us"]),
     "range, ms": lambda r: f"{ms(r['min_us'])} to {ms(r['max_us'])}",
@@ -109,7 +106,6 @@ STEP_COLUMNS: dict[str, Callable[[Row], str]] = {
 
 
 def main(paths: Sequence[str]) -> None:
-    """Write the documents and the plots, or show the records at these paths."""
     for path in map(pathlib.Path, paths):
         record = records.read(path)
         print(*tables(record["rows"]), *plot(record, path), sep="\n\n")
@@ -121,7 +117,6 @@ def main(paths: Sequence[str]) -> None:
 
 
 def with_section(text: str, name: str, section: str) -> str:
-    """Return ``text`` with ``section`` between the BEGIN and END marks of this name."""
     begin, end = BEGIN.format(name), END.format(name)
     before, _, rest = text.partition(begin)
     return f"{before}{begin}\n\n{section}\n\n{end}{rest.partition(end)[2]}"
@@ -145,21 +140,17 @@ def ms(us: float | None) -> str:
 
 
 def main_steps(rows: Rows) -> list[Row]:
-    """Return the steps with the most rows per expert, uniform routing and one micro-batch."""
     most = max(row["rows"] for row in rows)
     main = dict(rows=most, routing="uniform", micro_batches=1)
     return [row for row in rows if main.items() <= row.items()]
 
 
 def of_method(rows: Rows) -> dict[str, list[Row]]:
-    """Return a dict from each method to its rows, in the order of ``STEP_METHODS``."""
     found = grouped(rows, lambda row: row["method"])
     return {method: found[method] for method in STEP_METHODS if method in found}
 
 
 def steps_in_short(folder: pathlib.Path) -> str:
-    """Return README's table of whole steps on the most GPUs, with a column for each model. Below
-    it is the plot of the oldest of the table's records."""
     found = records.all_of(STEPS)
     most = [f for f in found if f.record["ranks"] == found[0].record["ranks"]][::-1]
     columns = {
@@ -193,7 +184,6 @@ def steps_in_full(folder: pathlib.Path) -> str:
 
 
 def steps_of(rows: Rows) -> list[str]:
-    """Return a description and a table for each setting of whole steps."""
     parts = []
     key = lambda row: tuple(row[k] for k in ("title", "rows", "routing", "micro_batches"))
     for (title, of_expert, routing, micro_batches), here in grouped(rows, key).items():
@@ -214,7 +204,6 @@ def steps_of(rows: Rows) -> list[str]:
 
 
 def standard(columns: dict[str, Row], folder: pathlib.Path) -> str:
-    """Return the table of the standard settings, and a line with its machine and its record."""
     found = records.newest("")
     assert found is not None, "no record"
     rows = sorted(of_main_size(found.record["rows"]), key=lambda row: row["tokens"])
@@ -227,7 +216,6 @@ def standard(columns: dict[str, Row], folder: pathlib.Path) -> str:
 
 
 def machine(record: Row) -> str:
-    """Return the GPUs, versions and date of a record in words."""
     versions = record["versions"]
     cuda = re.sub(r"cuda (\d+)0(\d)\d", r"CUDA \1.\2", versions["platform"])
     gpus = record["gpus"].replace(" x ", " × ").replace("NVIDIA ", "")
@@ -236,13 +224,12 @@ def machine(record: Row) -> str:
 
 
 def of_main_size(rows: Rows) -> list[Row]:
-    """Return the rows that have the most frequent sizes."""
     size = lambda row: tuple(row[key] for key in ("hidden", "top_k", "experts", "skew", "sigma"))
     return max(grouped(rows, size).values(), key=len)
 
 
 def number(x: Any) -> str:
-    """Return a value as text: few digits of a number, a name, or a dash for None or ""."""
+    """Return few digits of a number, a name, or a dash for None or ""."""
     if isinstance(x, float):
         return f"{x:,.0f}" if x >= 100 else f"{x:.1f}" if x >= 1 else f"{x:.2g}"
     if isinstance(x, int):
@@ -251,19 +238,17 @@ def number(x: Any) -> str:
 
 
 def named(row: Row) -> Row:
-    """Return the row with " without route" after its ``op`` if that does not include routing."""
     is_part = row["op"] in ("dispatch", "round_trip") and row.get("includes_route") is False
     return dict(row, op=row["op"] + " without route" * is_part)
 
 
 def varying(sweep: str, rows: Rows) -> list[str]:
-    """Return the names of the entries that differ among rows of a sweep."""
     keys = [*DESCRIBING[:-2], OF_SWEEP.get(sweep), *DESCRIBING[-2:]]
     return [key for key in keys if key and len({row.get(key) for row in rows}) > 1]
 
 
 def words_of(row: Row, keys: Iterable[str]) -> str:
-    """Return entries of a row in words, such as "128 tokens, dispatch"."""
+    """Return text such as "128 tokens, dispatch"."""
     unit = lambda key: "" if isinstance(row[key], str) else f" {key.replace('_', ' ')}"
     kept = [key for key in keys if row.get(key) not in (None, "")]
     return ", ".join(number(row[key]) + unit(key) for key in kept)
@@ -274,7 +259,6 @@ def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def tables(rows: Rows) -> list[str]:
-    """Return a table for each sweep. Its columns are the entries that differ, and the figures."""
     found = []
     for sweep, here in grouped(map(named, rows), lambda row: row["sweep"]).items():
         keys = varying(sweep, here)
@@ -285,13 +269,13 @@ def tables(rows: Rows) -> list[str]:
 
 
 def plot_of(path: pathlib.Path, sweep: str) -> pathlib.Path:
-    """Return the path of the plot of a sweep: <record>.png or <record>-<sweep>.png."""
+    """Return <record>.png or <record>-<sweep>.png."""
     has_name = not sweep or path.stem == sweep or path.stem.endswith(f"-{sweep}")
     return path.with_name(path.stem + (".png" if has_name else f"-{sweep}.png"))
 
 
 def plot(record: Row, path: pathlib.Path) -> list[pathlib.Path]:
-    """Draw the rows of a record, one PNG per sweep, in the record's folder. Return the paths."""
+    """Draw one PNG per sweep."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -300,9 +284,8 @@ def plot(record: Row, path: pathlib.Path) -> list[pathlib.Path]:
     made = []
     for sweep, rows in grouped(record["rows"], lambda row: row["sweep"]).items():
         panels = panels_of(sweep, rows)
-        if not panels:  # rows of CPUs have no number of SMs
+        if not panels:  # CPUs have no SMs
             continue
-        # Panels are below each other, so that each has the full width of a page.
         heights = [4.8 if sweep in X else 0.2 * len(here) + 1.2 for here in panels.values()]
         figure = plt.figure(figsize=(9, sum(heights) + 0.3), layout="constrained")
         grid = figure.add_gridspec(len(panels), height_ratios=heights)
@@ -320,7 +303,7 @@ def plot(record: Row, path: pathlib.Path) -> list[pathlib.Path]:
 
 
 def panels_of(sweep: str, rows: Rows) -> dict[str, list[Row]]:
-    """Return a dict from the title of each panel of a sweep's plot to the panel's rows."""
+    """Return the rows of each panel by title."""
     x = X.get(sweep)
     rows = [row for row in map(named, rows) if row.get("us") and (not x or row[x])]
     if sweep == STEPS:
@@ -340,7 +323,7 @@ def panels_of(sweep: str, rows: Rows) -> dict[str, list[Row]]:
 
 
 def compared(sweep: str, rows: Rows) -> dict[str, list[Row]]:
-    """Do what ``panels_of`` does for a sweep in ``SORTED``. A panel's best method is first."""
+    """Return the rows of each panel by title, the best method first."""
     tight = [row for row in rows if row.get("capacity_kind", "tight") == "tight"]
     equal = [row for row in tight if row.get("sizes", "equal") == "equal"]
     if sweep == "products":
@@ -365,7 +348,6 @@ def compared(sweep: str, rows: Rows) -> dict[str, list[Row]]:
 
 
 def lines(axis: Any, sweep: str, rows: Rows) -> None:
-    """Draw a line and the range of samples for each operation and method, and the link limits."""
     x = X[sweep]
     rows = sorted(rows, key=lambda row: row[x])
     keys = [key for key in varying(sweep, rows) if key != x]
@@ -390,7 +372,6 @@ def lines(axis: Any, sweep: str, rows: Rows) -> None:
 
 
 def bars(axis: Any, sweep: str, rows: Rows) -> None:
-    """Draw a bar with a number for each row. Colors are for operations, or mark our methods."""
     keys, ops = varying(sweep, rows), list(grouped(rows, lambda row: row["op"]))
     y, label = BARS.get(sweep, ("us", "µs on the device"))
     colors = [f"C{ops.index(row['op']) % 10}" for row in rows]

@@ -1,4 +1,4 @@
-"""Functions for all benchmarks: options, devices, the record, and timed programs."""
+"""Functions for all benchmarks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ def say(text: str) -> None:
 
 
 def make_parser(name: str, text: str | None) -> argparse.ArgumentParser:
-    """Return the parser of ``python -m name`` with the options of every benchmark."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {name}",
         description=text,
@@ -56,7 +55,7 @@ def make_parser(name: str, text: str | None) -> argparse.ArgumentParser:
 
 
 def set_platform(ranks: int | None) -> int:
-    """Choose GPUs or virtual CPU devices, before JAX makes devices. Return the number of GPUs."""
+    """Choose devices before JAX makes them. Return the number of GPUs."""
     num_gpus = 0 if os.environ.get("JAX_PLATFORMS") == "cpu" else wire.count_gpus()
     if num_gpus:
         return min(ranks or num_gpus, num_gpus)
@@ -70,57 +69,50 @@ def set_platform(ranks: int | None) -> int:
 
 
 class Program(NamedTuple):
-    """A program that repeats a step. XLA may still be compiling the program."""
+    """A program that repeats a step, perhaps not compiled yet."""
 
     compiling: concurrent.futures.Future
     reps: int
     exchanges: int
-    """The least number of exchanges in each repetition, for ``timing.check_unmerged``."""
+    """The least number in each repetition."""
     num_results: int
 
 
 class Job(NamedTuple):
     what: str
-    """The job's name in messages about failures."""
     program: Program
     args: Callable[[Any], tuple[Any, ...]]
-    """Makes the program's arguments from the result of ``Case.check``."""
+    """Maps the result of ``Case.check`` to arguments."""
     row: Callable[[timing.Timing], Row | None]
-    """Makes a row of the record from the time of a repetition. None: add no row."""
+    """Maps a repetition's time to a row, or None."""
 
 
 class Case(NamedTuple):
-    """A check, and jobs that are timed if it passes."""
-
     what: str
     check: Callable[[], Any]
     jobs: Sequence[Job]
     group: ma.Group | None = None
-    """The group that the jobs use. After an error in a job, the group is closed."""
+    """After an error, the group is closed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The devices, options and results of one run of a benchmark."""
-
     mesh: Mesh
     record: dict[str, Any]
-    """The head of the record, with ``rows`` and ``failures``."""
     path: pathlib.Path | None
-    """The path of the record, or None to write no record."""
+    """None: write no record."""
     samples: int
     sample_seconds: float = timing.SAMPLE_SECONDS
     deadline: float = float("inf")
-    """The ``time.perf_counter()`` after which nothing more is timed."""
+    """In ``time.perf_counter()``: no sample starts later."""
     pool: concurrent.futures.Executor = dataclasses.field(
         default_factory=lambda: concurrent.futures.ThreadPoolExecutor(
             min(MAX_THREADS, os.cpu_count() or 1)
         )
     )
     compiling: list[concurrent.futures.Future] = dataclasses.field(default_factory=list)
-    """The programs that the pool compiles."""
     tie_us: dict[Any, float | None] = dataclasses.field(default_factory=dict)
-    """Microseconds of a tie by ``suite.TieKey``, or None if they are not known."""
+    """By ``suite.TieKey``; None: not known."""
 
     @property
     def on_gpu(self) -> bool:
@@ -133,7 +125,7 @@ class Run:
         return timing.per_rank(fn, self.mesh)
 
     def add(self, row: Row) -> None:
-        """Add a row and write the record, so that an interrupted run keeps its rows."""
+        """Write the record, so an interrupted run keeps its rows."""
         self.record["rows"].append(row)
         if "us" in row:
             say(in_words(row))
@@ -145,8 +137,7 @@ class Run:
 
     @contextlib.contextmanager
     def attempt(self, what: str, group: ma.Group | None = None) -> Iterator[None]:
-        """Catch an error of the ``with`` block, add it to the record, and close the group. The
-        run then continues."""
+        """Add an error to the record, close the group, and continue."""
         try:
             yield
         except Exception as error:
@@ -154,7 +145,7 @@ class Run:
             say(f"FAILED {text}")
             self.record["failures"].append(text)
             if group is not None:
-                with contextlib.suppress(Exception):  # the failure is in the record already
+                with contextlib.suppress(Exception):
                     group.close()
 
     def check_time(self) -> None:
@@ -166,13 +157,11 @@ class Run:
         return self.compiling[-1]
 
     def wait(self) -> None:
-        """Wait until XLA has compiled all programs, because this would disturb measurements. It
-        uses the cores that launch programs, and times products on the same GPUs."""
+        """Wait for XLA's compilations, because they use the cores and GPUs of measurements."""
         concurrent.futures.wait(self.compiling)
         self.compiling.clear()
 
     def measure(self, cases: Iterable[Case]) -> None:
-        """Check each case, time its jobs, and add their rows to the record."""
         self.wait()
         for case in cases:
             with self.attempt(case.what, case.group):
@@ -197,9 +186,7 @@ class Run:
         tied_axes: int | None = 2,
         keeps_results: bool = False,
     ) -> Program:
-        """Trace a program that repeats ``step(state, *fixed)`` (``timing.chain``), and start to
-        compile it. With ``keeps_results``, the program runs the step only once, and returns all
-        its results."""
+        """Start to compile ``timing.chain``, or one step if ``keeps_results``."""
         if not self.on_gpu:  # XLA:CPU ignores the barriers between repetitions
             reps = 1
         fn = step if keeps_results else timing.chain(step, reps, tied_axes)
@@ -208,7 +195,7 @@ class Run:
         return Program(self.compile(lowered), reps, exchanges, num_results)
 
     def sampler(self, program: Program, *args: Any) -> Callable[[], float]:
-        """Return a function that measures the microseconds of a repetition once."""
+        """Return a function that returns microseconds of a repetition."""
         self.check_time()
         compiled = program.compiling.result()
         timing.check_unmerged(compiled, program.reps, program.exchanges)
@@ -216,7 +203,6 @@ class Run:
 
 
 def in_words(row: Row) -> str:
-    """Return a row as a line of progress."""
     name = row["op"] + " with route" * bool(row.get("includes_route"))
     text = f"{row['method']:10} {name:24} {row['us']:10.1f} us"
     text += f"  ({row['min_us']:.1f} to {row['max_us']:.1f})"
@@ -235,14 +221,7 @@ def open_run(
     samples: int,
     measured: dict[str, Any] | None = None,
 ) -> Run:
-    """Start JAX, and return a ``Run`` with a new record.
-
-    Args:
-      sweeps: the names of the sweeps in the record.
-      what: the end of the record's file name.
-      samples: timed samples of each program, if ``--samples`` is not set.
-      measured: the result of ``wire.measure``.
-    """
+    """Start JAX and a new record. ``samples`` is the default of ``--samples``."""
     say("starting JAX")
     devices = jax.devices()
     if num_gpus and (devices[0].platform != "gpu" or len(devices) < num_gpus):
@@ -275,7 +254,7 @@ def open_run(
 
 
 def finish(record: dict[str, Any], path: pathlib.Path | None, has_plots: bool = True) -> int:
-    """Write the record and its plots, and print tables. Return 1 after failures, otherwise 0."""
+    """Return 1 after failures, otherwise 0."""
     if path is not None:
         records.write(record, path)
         print(f"record: {path}", flush=True)

@@ -1,8 +1,5 @@
-"""Define the MoE layers of ``benchmarks.model``: ours, plain JAX, and bounds of the time.
-
-A layer is a function ``layer(x [T, H], ids [T, K], weights [T, K], experts)`` of the arrays of one
-rank. The layer returns the sums [T, H] and the number of dropped choices.
-"""
+"""Define the MoE layers of ``benchmarks.model``: functions (x [T, H], ids [T, K], weights [T, K],
+experts) -> (sums [T, H], number of dropped choices)."""
 
 from __future__ import annotations
 
@@ -24,21 +21,18 @@ from .slices import MoE
 from .workload import Workload, round_up
 
 CAPACITY_FACTOR = 1.25  # of each expert
-EXACT = 5e-3  # tolerance of losses, because methods round at different places
+EXACT = 5e-3  # methods round at different places
 ALONE = "self"  # a mesh axis of size one
 
 
 class Layer(NamedTuple):
-    """A method to compute a MoE layer, and how its losses are checked."""
-
     make: Callable[[Workload], MoE]
     tolerance: float | None = EXACT
-    """The largest allowed difference from the reference's first losses. None for a bound, which
-    computes a different layer."""
+    """The largest difference of first losses from the reference. None: a bound, with other
+    losses."""
     has_our_products: bool = True
-    """If True, the layer's time minus that of ``local`` is the time of its exchange."""
+    """True: the time minus that of ``local`` is the exchange's."""
     quantize: Callable[[Any], Any] | None = None
-    """The ``slices.Model.quantize`` of steps with several micro-batches."""
 
 
 def no_layer(workload: Workload) -> MoE:
@@ -59,17 +53,14 @@ def moe_mlp(workload: Workload, axis: str = "ep", in_fp8: bool = False) -> MoE:
 
 
 def local(workload: Workload) -> MoE:
-    """Make a layer without an exchange. Each choice is replaced by an expert of the same rank."""
+    """Each choice is replaced by an expert of the same rank."""
     layer = moe_mlp(workload, ALONE)
     return lambda x, ids, weights, experts: layer(x, ids % len(experts.w_in), weights, experts)
 
 
 def multiply(dot: Any, rows: Any, sizes: Any, experts: ma.Experts) -> Any:
-    """Return the outputs of experts. ``dot`` is the grouped product.
-
-    Biases are added as products with a one-hot vector for each row, so their gradients are products
-    too. With biases, results after the last group are zero. Otherwise, they may be NaN.
-    """
+    """Products with one-hot vectors add biases, so their gradients are products. Results after the
+    last group are zero with biases, and otherwise undefined."""
     expert = jnp.repeat(jnp.arange(sizes.size), sizes, total_repeat_length=len(rows))
     one_hot = jax.nn.one_hot(expert, sizes.size, dtype=rows.dtype)
     is_row = (jnp.arange(len(rows)) < sizes.sum())[:, None]
@@ -83,7 +74,7 @@ def multiply(dot: Any, rows: Any, sizes: Any, experts: ma.Experts) -> Any:
 
 
 def of_plain_products(experts: ma.Experts) -> Any:
-    """Return (w_in, b_in or None), both reshaped from [..., 2, I] to [..., 2 I]."""
+    """Return (w_in, b_in or None), reshaped from [..., 2, I] to [..., 2 I]."""
     biases = None if experts.b_in is None else products.side_by_side(experts.b_in)
     return products.side_by_side(experts.w_in), biases
 
@@ -100,7 +91,7 @@ def exchanged(method: str, workload: Workload, with_mosaic: bool = False) -> MoE
 
 
 def fsdp(workload: Workload) -> MoE:
-    """Make a layer without expert parallelism. Every rank gathers the weights of all experts."""
+    """Every rank gathers the weights of all experts."""
 
     def layer(x: Any, ids: Any, weights: Any, experts: ma.Experts) -> Any:
         experts = jax.tree.map(lambda w: lax.all_gather(w, "ep", tiled=True), experts)
@@ -113,8 +104,7 @@ def fsdp(workload: Workload) -> MoE:
 
 
 def capacity(workload: Workload) -> MoE:
-    """Make a layer with all_to_all and cuBLAS. Each expert has a fixed capacity for each source
-    rank."""
+    """Each expert has a fixed capacity for each source rank."""
     ranks, num_experts = workload.ranks, workload.setting.experts
 
     def layer(x: Any, ids: Any, weights: Any, experts: ma.Experts) -> Any:
@@ -143,7 +133,7 @@ def capacity(workload: Workload) -> MoE:
     return layer
 
 
-LAYERS = {  # report.STEP_METHODS describes them
+LAYERS = {
     "none": Layer(no_layer, None),
     "local": Layer(local, None),
     "moe_mlp": Layer(moe_mlp),
@@ -154,7 +144,7 @@ LAYERS = {  # report.STEP_METHODS describes them
         **dict(tolerance=5e-2, has_our_products=False),
         quantize=jax.vmap(functools.partial(ma.quantize_experts, transposed=True)),
     ),
-    "capacity": Layer(capacity, tolerance=5e-2, has_our_products=False),  # it may drop rows
+    "capacity": Layer(capacity, tolerance=5e-2, has_our_products=False),
     "mosaic": Layer(
         functools.partial(exchanged, "all_gather", with_mosaic=True), has_our_products=False
     ),

@@ -1,12 +1,6 @@
-"""Define slices of real MoE models, and their training step with any MoE layer.
-
-A slice has the widths of its model, fewer layers, and a vocabulary reduced in proportion. A layer
-has RMSNorm, causal attention with RoPE, a router and experts. The layers run in a scan with
-rematerialization. Weights and the two moments of AdamW are float32. A step casts the weights to
-bfloat16 once, and computes in bfloat16. The batch, the dense weights (as in FSDP) and the experts
-are divided over the ranks. Attention does not have the windows, sinks and biases of GPT-OSS. Router
-weights are a softmax over the chosen experts.
-"""
+"""Define slices of real MoE models, and their training step with any MoE layer. A slice has the
+widths of its model, fewer layers, and a vocabulary reduced in proportion. Attention does not have
+the windows, sinks and biases of GPT-OSS. Router weights are a softmax over the chosen experts."""
 
 from __future__ import annotations
 
@@ -29,25 +23,24 @@ from .workload import round_up
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 EP, EVERYWHERE = PartitionSpec("ep"), PartitionSpec()
-BALANCE, Z_LOSS = 0.01, 0.001  # weights of the router's losses
-ADAMW = optax.chain(  # without the learning rate
+BALANCE, Z_LOSS = 0.01, 0.001  # of the router's losses
+ADAMW = optax.chain(
     optax.clip_by_global_norm(1.0),
     optax.scale_by_adam(b1=0.9, b2=0.95, eps=1e-8),
     optax.add_decayed_weights(0.1),
 )
-NOISE = 0.1  # share of tokens that do not depend on the previous token
-IN_F32 = ("norm", "router")  # weights with these words in their names stay float32
+NOISE = 0.1  # of tokens, independent of the previous one
+IN_F32 = ("norm", "router")  # words in names
 
 MoE = Callable[..., tuple[jax.Array, jax.Array]]
-"""A function of x [T, H], ids and weights [T, K] of a rank, and ``Experts``. It returns sums [T, H]
-and the number of choices that the rank dropped."""
+"""(x [T, H], ids and weights [T, K], ``Experts``) -> (sums [T, H], number of dropped choices)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
     title: str
     of_layers: int
-    """The number of layers of the model. The slice has ``layers``."""
+    """Of the model."""
     of_vocabulary: int
     hidden: int
     heads: int
@@ -58,23 +51,22 @@ class Geometry:
     intermediate: int
     layers: int
     shared: int = 0
-    """The intermediate size of the shared expert, or 0 without a shared expert."""
+    """Of the shared expert, or 0."""
     qk_norm: bool = False
     q_rank: int = 0
-    """The rank of the queries of MLA, or 0 without MLA."""
+    """Of queries of MLA, or 0."""
     kv_rank: int = 0
-    """The rank of the keys and values of MLA, or 0 without MLA."""
+    """Of keys and values of MLA, or 0."""
     clamped: bool = False
-    """If True, experts have biases and the clamped SwiGLU of GPT-OSS."""
+    """True: biases and the clamped SwiGLU of GPT-OSS."""
     length: int = 4096
-    """The largest number of tokens of a sequence."""
 
     @property
     def vocabulary(self) -> int:
         return round_up(self.of_vocabulary * self.layers // self.of_layers, 256)
 
     def tokens(self, rows: int, ranks: int) -> int:
-        """Return the tokens of a rank with which experts have ``rows`` rows on average."""
+        """Return the tokens of a rank for a mean of ``rows`` per expert."""
         return max(1, rows * self.experts // (self.top_k * ranks))
 
 
@@ -82,8 +74,8 @@ GEOMETRIES = {
     "qwen3": Geometry(
         *("Qwen3-30B-A3B", 48, 151936, 2048, 32, 4, 128, 128, 8, 768), layers=8, qk_norm=True
     ),
-    # The slice has 64 of 256 experts. Each of 4 ranks then has 16 experts, like one of 16 ranks of
-    # the model. Heads have 64 elements without and 64 with RoPE, and 128 and 64 in the model.
+    # With 64 of 256 experts, each of 4 ranks has 16, as one of 16 ranks of the model. A head's 64
+    # elements with RoPE and 64 without are 64 and 128 in the model.
     "dsv3": Geometry(
         *("DeepSeek-V3", 61, 129280, 7168, 128, 128, 128, 64, 8, 2048),
         **dict(layers=3, shared=2048, q_rank=1536, kv_rank=512),
@@ -106,7 +98,6 @@ def tiny(g: Geometry) -> Geometry:
 
 
 def shapes(g: Geometry) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a layer's weights by name."""
     q, kv, h = g.heads * g.head, g.kv_heads * g.head, g.hidden
     rope = g.head // 2
     found: dict[str, tuple[int, ...]] = dict(norm_attention=(h,), norm_moe=(h,), o=(q, h))
@@ -138,7 +129,6 @@ def specs(g: Geometry) -> dict[str, Any]:
 
 
 def init(g: Geometry) -> dict[str, Any]:
-    """Return the state of the training: weights and the moments of AdamW."""
     keys = iter(jax.random.split(jax.random.key(0), 64))
     normal = lambda shape, scale: jax.random.normal(next(keys), shape, F32) * scale
     layers: dict[str, jax.Array] = {}
@@ -164,21 +154,21 @@ def shardings(g: Geometry, mesh: Mesh) -> dict[str, Any]:
 
 
 def flops(g: Geometry, length: int) -> tuple[int, int]:
-    """Return the floating-point operations for a token: in total, and of the routed experts alone.
-    Both count the forward and backward pass, without rematerialization."""
+    """Return forward and backward FLOP of a token without rematerialization: total, and routed
+    experts."""
     dense = sum(
         int(np.prod(shape))
         for name, shape in shapes(g).items()
         if len(shape) == 2 and "b_" not in name
     )
     routed = 3 * g.top_k * g.hidden * g.intermediate
-    attention = length * g.heads * g.head  # two products over half of the pairs
+    attention = length * g.heads * g.head  # half of the pairs, two products
     all_layers = g.layers * (dense + routed + attention)
     return 6 * (all_layers + g.hidden * g.vocabulary), 6 * g.layers * routed
 
 
 def batches(g: Geometry, shape: tuple[int, ...], number: int) -> np.ndarray:
-    """Return random token ids [number, *shape]. Most of them depend on the previous one."""
+    """Return token ids [number, *shape]; most depend on the previous one."""
     rng = np.random.default_rng(0)
     follows = rng.permutation(g.vocabulary)
     tokens = rng.integers(0, g.vocabulary, (number, *shape), np.int32)
@@ -190,14 +180,13 @@ def batches(g: Geometry, shape: tuple[int, ...], number: int) -> np.ndarray:
 
 
 def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """Normalize x [..., H] to a mean square of one, and multiply it by scale [H]."""
     y = x.astype(F32)
     y *= lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-6)
     return (y * jnp.expand_dims(scale, range(x.ndim - 1))).astype(x.dtype)
 
 
 def rotate(x: jax.Array) -> jax.Array:
-    """Apply RoPE to x [B, S, N, D] (batch, position, head, element)."""
+    """Apply RoPE to x [B, S, N, D]."""
     half = x.shape[-1] // 2
     frequency = 1e6 ** (-np.arange(half, dtype=np.float32) / half)
     angle = (np.arange(x.shape[1], dtype=np.float32)[:, None] * frequency)[None, :, None]
@@ -208,18 +197,15 @@ def rotate(x: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A slice with a MoE layer."""
-
     g: Geometry
     mesh: Mesh
     moe: MoE
     attention: str
-    """For ``jax.nn.dot_product_attention(implementation=)``."""
+    """For ``jax.nn.dot_product_attention``."""
     quantize: Callable[[Any], Any] | None = None
-    """Quantizes w_in or w_out of all layers to FP8. A step calls it once for each."""
+    """Quantizes w_in or w_out of all layers."""
 
     def everywhere(self, w: jax.Array) -> jax.Array:
-        """Gather a weight on all ranks, as FSDP does."""
         return lax.with_sharding_constraint(w, NamedSharding(self.mesh, EVERYWHERE))
 
     def divided(self, x: jax.Array) -> jax.Array:
@@ -230,7 +216,7 @@ class Model:
         return mapped(*args)
 
     def attend(self, x: jax.Array, p: dict[str, jax.Array]) -> jax.Array:
-        """Return causal attention of x [B, S, H]."""
+        """x: [B, S, H]."""
         g, times = self.g, lambda x, name: x @ self.everywhere(p[name])
         heads = lambda y: y.reshape(*x.shape[:2], -1, g.head)
         if g.q_rank:
@@ -272,7 +258,6 @@ class Model:
         return ids, weights, loss, counts
 
     def experts(self, p: dict[str, Any]) -> ma.Experts:
-        """Return the experts of a layer. w_in and w_out are the ``source`` of quantized weights."""
         w_in, w_out = p["w_in"], p["w_out"]
         if "quantized" in p:
             w_in, w_out = (
@@ -283,12 +268,11 @@ class Model:
         return ma.Experts(w_in, w_out, p.get("b_in"), p.get("b_out"), activation=activation)
 
     def layer(self, given: jax.Array | None, x: jax.Array, scanned: Any) -> Any:
-        """Apply a layer to x [B, S, H]. Return the result, the router's loss, the number of dropped
-        choices, and the choices per expert."""
+        """Return x [B, S, H], the router's loss, dropped choices, and choices per expert."""
         number, p = scanned
         x += self.attend(rms_norm(x, p["norm_attention"]), p)
         h = rms_norm(x, p["norm_moe"])
-        if given is not None:  # each layer must choose different experts
+        if given is not None:  # layers must choose different experts
             given = (given + number * (self.g.experts // self.g.layers)) % self.g.experts
         ids, weights, loss, counts = self.route(h, p["router"], given)
 
@@ -304,8 +288,8 @@ class Model:
         return self.divided(x + y), (loss, dropped.sum(), counts)
 
     def loss(self, params: Any, quantized: Any, tokens: jax.Array, given: Any) -> Any:
-        """Return the loss of tokens [B, S + 1], and a tuple: the cross-entropy, the number of
-        dropped choices, and the choices per expert."""
+        """Return the loss of tokens [B, S + 1], and (cross-entropy, dropped choices, choices per
+        expert)."""
         g, layers = self.g, params["layers"]
         layers = layers if quantized is None else layers | dict(quantized=quantized)
         x = self.divided(self.everywhere(params["embed"])[tokens[:, :-1]])
@@ -314,13 +298,13 @@ class Model:
         logits = rms_norm(x, params["norm"]) @ self.everywhere(params["unembed"])
         logits = logits.astype(F32)
         is_right = tokens[:, 1:, None] == jnp.arange(g.vocabulary)[None, None]
-        right = jnp.where(is_right, logits, 0).sum(-1)  # its gradient needs no scatter
+        right = jnp.where(is_right, logits, 0).sum(-1)  # needs no scatter
         nats = jnp.mean(jax.nn.logsumexp(logits, -1) - right)
         return nats + router.sum(), (nats, dropped.sum(), counts)
 
     def gradients(self, params: Any, tokens: jax.Array, given: Any) -> Any:
-        """Return the gradients for tokens [M, B, S + 1], and the tuple that ``loss`` returns. The
-        gradients are means over the M micro-batches."""
+        """Return the mean gradients over M micro-batches [M, B, S + 1], and the tuple of
+        ``loss``."""
         cast = lambda path, p: p if any(w in str(path[-1]) for w in IN_F32) else p.astype(BF16)
         compute = jax.tree.map_with_path(cast, params)
         layers, quantized = compute["layers"], None
@@ -340,13 +324,8 @@ class Model:
         return total, (nats.mean(), dropped.sum(), counts.sum(0))
 
     def step(self, state: Any, tokens: jax.Array, given: Any, rate: jax.Array) -> Any:
-        """Return the next state, and the tuple that ``loss`` returns.
-
-        Args:
-          tokens: [M, B, S + 1] for M micro-batches.
-          given: expert ids [B, S, K] that replace the router's choices, or None.
-          rate: the learning rate. With zero, weights do not change.
-        """
+        """Return the next state, and the tuple of ``loss``. ``tokens`` are [M, B, S + 1]; ``given``
+        ids [B, S, K] replace the router's choices."""
         gradients, results = self.gradients(state["params"], tokens, given)
         gradients = jax.tree.map(lambda g: g.astype(F32), gradients)
         changes, moments = ADAMW.update(gradients, state["moments"], state["params"])

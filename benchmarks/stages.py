@@ -1,9 +1,5 @@
-"""Time the stages of a MoE layer, for ``python -m benchmarks.layer --stages``.
-
-Each stage of the forward pass runs in a separate program, as do ``ma.moe_mlp`` and ``ma.moe``. The
-router and the layer are also timed with gradients. Decode is a program of several ``ma.moe`` layers
-with residuals. It does not read the statistics of the layers.
-"""
+"""Time the stages of a MoE layer in separate programs, for ``python -m benchmarks.layer --stages``.
+Decode is a program of several ``ma.moe`` layers with residuals."""
 
 from __future__ import annotations
 
@@ -51,8 +47,6 @@ def main(args: argparse.Namespace) -> int:
 
 
 class Layer:
-    """A MoE layer and its arrays, for one number of tokens."""
-
     def __init__(self, run: Run, shape: str, tokens: int):
         setting, intermediate = LAYERS[shape]
         sizes = setting.hidden, intermediate, setting.experts
@@ -71,7 +65,6 @@ class Layer:
         self.x = jax.jit(draw, out_shardings=place)(jax.random.key(1)).astype(jnp.bfloat16)
 
     def measure(self, only: str | None) -> None:
-        """Compile all programs, time them in turns, and add their rows."""
         started: dict[tuple[str, str], tuple[Any, tuple[Any, ...], int]] = {}
 
         def start(panel: str, stage: str, program: Any, args: tuple[Any, ...], reps: int) -> None:
@@ -111,7 +104,6 @@ class Layer:
             )
 
     def start_stages(self, start: Callable[..., None]) -> None:
-        """Start to compile the programs of single stages and of the whole layer."""
         router, weights = self.params["router"], self.params["experts"]
         options: dict[str, Any] = dict(group="ep", num_experts=self.experts)
 
@@ -178,8 +170,6 @@ class Layer:
             start(panel, stage, self.looped(step, 2), (self.x, self.params), 2)
 
     def start_decode(self, start: Callable[..., None]) -> None:
-        """Start to compile the decode programs, which have several layers."""
-
         def layers(x: Any, params: Any) -> Any:
             for _ in range(DECODE_LAYERS if self.run.on_gpu else 1):
                 x += ma.moe(x, **params, axes="ep")[0]
@@ -196,7 +186,6 @@ class Layer:
         start(panel, f"{words}, weights in FP8", layers, (self.x, fp8), reps)
 
     def looped(self, step: Callable[..., Any], reps: int) -> Callable[..., Any]:
-        """Return a program that runs a step several times on the arrays of all ranks."""
         ranks = self.run.mesh.size
         spec_of = lambda leaf: P("ep") if leaf.ndim and leaf.shape[0] % ranks == 0 else P()
 
@@ -214,8 +203,7 @@ class Layer:
         return program
 
     def looped_on_ranks(self, step: Callable[..., Any], reps: int) -> Callable[..., Any]:
-        """Return a program that runs a step of one rank several times on all ranks. Its arguments
-        have a leading rank axis."""
+        """Return a program whose arguments have a leading rank axis."""
 
         def program(args: Any) -> Any:
             own = jax.tree.map(lambda leaf: leaf[0], args)
@@ -230,11 +218,11 @@ class Layer:
 def loop(
     step: Callable[..., Any], reps: int, args: Any, place: jax.Array, add: Callable[..., Any]
 ) -> jax.Array:
-    """Run a step ``reps`` times. ``add(place, results)`` must return ``place`` unchanged, but so
-    that XLA does not know that."""
+    """``add(place, results)`` must return ``place`` unchanged, in a form that XLA cannot see
+    through."""
 
     def body(_: Any, place: jax.Array) -> jax.Array:
-        # Without these barriers, XLA could move work out of the loop, or skip unused results.
+        # XLA could otherwise move work out of the loop, or skip results.
         now, place = lax.optimization_barrier((args, place))
         return add(place, lax.optimization_barrier(jax.tree.leaves(step(*now))))
 
@@ -242,25 +230,23 @@ def loop(
 
 
 def tied(place: jax.Array, results: list[jax.Array]) -> jax.Array:
-    """Return ``place`` unchanged. XLA must compute the results before it."""
+    """Return ``place`` unchanged after the results."""
     return timing.tie([place], [0], [leaf for leaf in results if leaf.size])[0]
 
 
 def gradients_of(fn: Callable[..., Any], names: tuple[str, ...], a: Any) -> Any:
-    """Return the results of ``fn(a)``, and their gradients for the arrays ``a[name]`` of names."""
+    """Return ``fn(a)``, and gradients for the arrays ``a[name]``."""
     out, pullback = jax.vjp(lambda some: fn(a | some), {name: a[name] for name in names})
     return out, pullback(jax.tree.map(jnp.ones_like, out))
 
 
 def results_of_moe(read: bool, x: Any, params: Any) -> Any:
-    """Return a tuple: the output of a layer and, if ``read``, its statistics."""
+    """Return the output and, if ``read``, the statistics."""
     y, stats = ma.moe(x, **params, axes="ep")
     return (y, stats.balance_loss + stats.z_loss, stats.load) if read else (y,)
 
 
 def gradients_of_moe(read: bool, x: Any, params: Any) -> Any:
-    """Return the results of ``results_of_moe``, and the gradients of all arguments."""
-
     def results(x: Any, params: Any) -> Any:
         found = results_of_moe(read, x, params)
         return found[:2], found[2:]

@@ -20,10 +20,10 @@ from . import suite, sweeps, wire
 from .run import say
 from .workload import CPU_SETTINGS, FULL, GPU_SETTINGS, TINY, Setting, draw
 
-METHODS = ("ours", "all_gather", "dense", "ragged", "ragged32")  # of the standard settings
-# ragged_all_to_all takes 10 to 100 times the link limit, so it runs only in a few settings.
+METHODS = ("ours", "all_gather", "dense", "ragged", "ragged32")
+# ragged_all_to_all takes 10 to 100 times the link limit.
 RAGGED_TOKENS = (128, 4096)
-# Sweeps measure the link limit only with these sizes, because its rate hardly depends on the size.
+# The rate of links hardly depends on the size.
 WIRE_TOKENS = (128, 1024, 4096)
 SAMPLES, SWEEP_SAMPLES = 7, 3
 
@@ -57,7 +57,7 @@ def choose_settings(args: argparse.Namespace, on_gpu: bool) -> list[Setting]:
 
 
 def choose_methods(args: argparse.Namespace, setting: Setting, on_gpu: bool) -> tuple[str, ...]:
-    """Return the methods for a setting. ``ours`` is first, because it makes the reference."""
+    """``ours`` is first, because it makes the reference."""
     wanted = args.methods or METHODS
     is_pointless = setting.tokens not in RAGGED_TOKENS or setting.routing != "uniform"
     # XLA:CPU has no ragged_all_to_all.
@@ -67,11 +67,11 @@ def choose_methods(args: argparse.Namespace, setting: Setting, on_gpu: bool) -> 
 
 
 def measure_wire(sizes: list[int], num_gpus: int) -> dict[str, Any] | None:
-    """Return the result of ``wire.measure``, or print the error and return None."""
+    """Return None after an error."""
     say("the link limit: building and running wire.cu")
     try:
         measured = wire.measure(sizes, num_gpus)
-    except (RuntimeError, ValueError) as error:  # ValueError: its output is not JSON
+    except (RuntimeError, ValueError) as error:  # its output is not JSON
         say(f"the link limit is not known: {error}")
         return None
     rate = max(result["gb_per_s"] for result in measured["results"])
@@ -80,7 +80,7 @@ def measure_wire(sizes: list[int], num_gpus: int) -> dict[str, Any] | None:
 
 
 def make_batches(args: argparse.Namespace, ranks: int, on_gpu: bool) -> list[list[suite.Plan]]:
-    """Return lists of plans. XLA compiles the plans of a list at the same time."""
+    """Return lists of plans that are compiled together."""
     if args.sweep:
         return [sweeps.plans(name, ranks, on_gpu) for name in args.sweep]
     return [

@@ -1,5 +1,3 @@
-"""Run plans: compile the programs of several plans at the same time, check them and time them."""
-
 from __future__ import annotations
 
 import concurrent.futures
@@ -22,15 +20,13 @@ from .operations import Op
 from .run import Case, Job, Program, Row, Run, say
 from .workload import DTYPE, Setting, Workload
 
-# The largest allowed share of a tie in the measured time. A tie takes at most as long as in the
-# program that times ties.
+# A tie takes at most as long as in the program that times ties.
 MOST_OF_A_TIE = 0.4
 TIE_SAMPLES = 3
-# Sizes for which ties are timed: elements of the largest tied array. Ties of smaller arrays take as
-# long as the first size.
+# Elements of the largest tied array. Smaller ties take as long as the first size.
 TIE_SIZES = (1 << 14, 1 << 16, 1 << 18, 1 << 20)
-# For each method of plain JAX: (a, b, most). A repetition should take a microseconds plus b times
-# the link limit. XLA would need long to compile more than `most` repetitions.
+# (a, b, most): a repetition takes a microseconds plus b times the link limit. More repetitions than
+# `most` compile too slowly.
 PLAIN_COSTS = dict(
     all_gather=(100.0, 3.0, 8),
     dense=(100.0, 5.0, 8),
@@ -41,50 +37,43 @@ PLAIN_COSTS = dict(
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A workload, and the methods and operations to time with it."""
-
     workload: Workload
     methods: tuple[str, ...] = ("ours",)
     ops: tuple[Op, ...] = operations.STANDARD
     plain_ops: tuple[Op, ...] = operations.STANDARD
-    """The operations to time for methods in plain JAX."""
     options: tuple[Mapping[str, Any], ...] = ({},)
-    """Sets of options of ``ma.Group``. The method ``ours`` is timed with each set."""
+    """``ours`` is timed with each set of options of ``ma.Group``."""
     sweep: str = ""
-    """The entry ``sweep`` of the rows: "" for the standard settings."""
+    """"": the standard settings."""
     tolerance: float = operations.TOLERANCE
-    """The allowed relative error of sums and gradients."""
+    """Of sums and gradients."""
     program_us: float = timing.PROGRAM_US
     most_reps: int = timing.MAX_REPS
 
 
 class TieKey(NamedTuple):
-    """The sizes of a tie (timing.py). Ties of equal sizes take about equally long."""
+    """Ties of equal sizes take about equally long."""
 
     num_tied: int
     num_elements: int
-    """The number of elements of the largest tied array."""
+    """Of the largest array."""
     num_results: int
 
 
 class Timed(NamedTuple):
-    """An operation and its program."""
-
     operation: operations.Operation
     program: Program
     tie_key: TieKey
 
 
 class Variant(NamedTuple):
-    """The programs of a method with one set of options of ``ma.Group``."""
-
     plan: Plan
     method: str
     group: ma.Group
     run_once: concurrent.futures.Future
     programs: list[Timed]
     text: str
-    """The text of the program ``run_once`` before its compilation."""
+    """Before compilation."""
 
     def __str__(self) -> str:
         sms = f", num_sms={self.group.num_sms}" if self.group.num_sms else ""
@@ -92,7 +81,6 @@ class Variant(NamedTuple):
 
 
 def run_plans(run: Run, plans: Sequence[Plan]) -> None:
-    """Compile all plans, then time them, and add the rows to the run."""
     run.check_time()
     compiled = [start_compiling(run, plan) for plan in plans]
     say(f"{len(plans)} workloads traced; compiling")
@@ -123,7 +111,6 @@ def start_compiling(run: Run, plan: Plan) -> list[Variant]:
 def compile_variant(
     run: Run, plan: Plan, method: str, options: Mapping[str, Any], ops: tuple[Op, ...]
 ) -> Variant:
-    """Trace the programs of a method, and start to compile them."""
     group = run.group(**options)
     run_once, todo = operations.prepare(METHODS[method](plan.workload, group), ops)
     lowered = run.per_rank(run_once).lower(*input_shapes(run.mesh, plan.workload))
@@ -147,7 +134,7 @@ def compile_variant(
 
 
 def repetitions(method: str, operation: operations.Operation, plan: Plan) -> int:
-    """Return how many repetitions take about ``plan.program_us``."""
+    """Return how many repetitions take ``plan.program_us``."""
     fixed_us, times_wire, most = PLAIN_COSTS.get(method, (10.0, 1.2, plan.most_reps))
     wire_us = len(operations.parts(operation.op)) * plan.workload.busiest_bytes / 340e3
     expected_us = fixed_us + times_wire * wire_us
@@ -167,7 +154,6 @@ def input_shapes(mesh: Mesh, workload: Workload) -> tuple[jax.ShapeDtypeStruct, 
 
 
 def make_inputs(mesh: Mesh, workload: Workload) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Make x, ids and weights of all ranks, on each rank's device. x is random."""
     x, *_ = input_shapes(mesh, workload)
     draw = lambda: jax.random.normal(jax.random.key(0), x.shape, x.dtype)
     put = jax.device_put((workload.ids, workload.weights), x.sharding)
@@ -175,7 +161,7 @@ def make_inputs(mesh: Mesh, workload: Workload) -> tuple[jax.Array, jax.Array, j
 
 
 def tie_key(operation: operations.Operation, state: Any, num_results: int) -> TieKey:
-    """Return the sizes of an operation's ties, rounded up so that few sizes must be timed."""
+    """Return sizes, rounded up to times fewer ties."""
     leaves = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in jax.tree.leaves(state)]
     tied = [leaves[i] for i in timing.pick_tied(leaves, operation.tied_axes)]
     most = max(leaf.size for leaf in tied)
@@ -184,7 +170,7 @@ def tie_key(operation: operations.Operation, state: Any, num_results: int) -> Ti
 
 
 def measure_ties(run: Run, keys: Sequence[TieKey]) -> None:
-    """Set ``run.tie_us[key]`` for each key: the time of a tie, or None after a failure."""
+    """Set ``run.tie_us[key]``, with None after a failure."""
     started = []
     for key in dict.fromkeys(keys):
         if key in run.tie_us:
@@ -215,8 +201,8 @@ def measure_ties(run: Run, keys: Sequence[TieKey]) -> None:
 def case_of(
     run: Run, variant: Variant, inputs: tuple[jax.Array, ...], reference: dict[str, jax.Array]
 ) -> Case:
-    """Return the ``Case`` of a variant. The first variant of ``ours`` stores its rows in
-    ``reference``. The rows of all later variants must equal them."""
+    """The first variant of ``ours`` stores its rows in ``reference``. Later rows must equal
+    them."""
 
     def check() -> dict[str, Any]:
         prepared = variant.run_once.result()(*inputs)
@@ -241,12 +227,12 @@ def case_of(
 
 
 def make_row(run: Run, variant: Variant, timed: Timed, result: timing.Timing) -> Row:
-    """Return a row of the record. Only ``measured_us`` includes the tie."""
+    """Only ``measured_us`` includes the tie."""
     operation, workload, reps = timed.operation, variant.plan.workload, timed.program.reps
     op, group = operation.op, variant.group
     tie_us = run.tie_us.get(timed.tie_key)
     if tie_us is not None:
-        tie_us *= (reps - 1) / reps  # XLA drops the tie after the last repetition
+        tie_us *= (reps - 1) / reps  # XLA drops the last tie
     us, low, high = (max(t - (tie_us or 0.0), 0.0) for t in tuple(result))
     path = group.path if variant.method == "ours" else "plain"
     graphs = lowering.DEFAULT_CUDA_GRAPHS if group.cuda_graphs is None else group.cuda_graphs
@@ -275,7 +261,6 @@ def make_row(run: Run, variant: Variant, timed: Timed, result: timing.Timing) ->
 
 
 def describe(workload: Workload) -> Row:
-    """Return the entries of a row that describe a workload."""
     setting = workload.setting
     return dict(
         dataclasses.asdict(setting),
@@ -290,7 +275,7 @@ def describe(workload: Workload) -> Row:
 
 
 def sms_of(group: ma.Group, op: str, setting: Setting) -> int:
-    """Return the largest number of SMs that any exchange in an operation may use."""
+    """Return the largest number of SMs of any exchange in an operation."""
     sizes = dict(num_tokens=setting.tokens, hidden=setting.hidden, top_k=setting.top_k)
     memory = ma.memory_estimate(**sizes, num_experts=setting.experts, group_size=group.size)
     default = lowering.default_num_sms(setting.tokens, memory.half_bytes)

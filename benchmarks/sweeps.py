@@ -1,5 +1,5 @@
-"""Define the sweeps. A sweep varies one parameter, and takes about 15 seconds, because it has fewer
-samples and shorter programs than the standard settings."""
+"""Define the sweeps. A sweep takes about 15 seconds, because it has few samples and short
+programs."""
 
 from __future__ import annotations
 
@@ -26,22 +26,20 @@ CPU_SIZES = 3
 TOKENS, FEW_TOKENS = 4096, 128
 PLAIN_TOKENS = (128, 4096)
 PLAIN = ("ours", "all_gather", "dense")
-NUM_SMS = (16, 24, 32, 48, 64, 96)  # the sweep also has all SMs of the GPU
+NUM_SMS = (16, 24, 32, 48, 64, 96)  # all SMs are added
 
 FORWARD = (DISPATCH, EXCHANGE, COMBINE)
 BOTH_WAYS = (*FORWARD, ROUND_TRIP, BACKWARD)
 
 
 class Sweep(NamedTuple):
-    """The values of the parameter that a sweep varies, and the operations and methods to time."""
-
     cases: Callable[[Any], Iterable[dict[str, Any]]]
-    """Maps one of the ``sizes`` to changes of fields of the base setting."""
+    """Maps one of the ``sizes`` to fields of a setting."""
     sizes: tuple[Any, ...]
     options: Callable[[Setting], dict[str, Any]]
-    """Maps a setting to options of its ``Plan``."""
+    """Maps a setting to options of ``Plan``."""
     has_few: bool = False
-    """If True, the sweep also runs with ``FEW_TOKENS``."""
+    """True: also with ``FEW_TOKENS``."""
 
 
 def by(field: str) -> Callable[[Any], Iterable[dict[str, Any]]]:
@@ -49,7 +47,7 @@ def by(field: str) -> Callable[[Any], Iterable[dict[str, Any]]]:
 
 
 def with_plain_jax(setting: Setting, ops: tuple[Any, ...], plain_ops: tuple[Any, ...]) -> Any:
-    """Return options of a ``Plan``. Plain JAX is timed only with ``PLAIN_TOKENS``."""
+    """Plain JAX is timed only with ``PLAIN_TOKENS``."""
     methods = PLAIN if setting.tokens in PLAIN_TOKENS else ("ours",)
     return dict(methods=methods, ops=ops, plain_ops=plain_ops)
 
@@ -75,7 +73,7 @@ def of_budgets(setting: Setting) -> dict[str, Any]:
     return dict(ops=(EXCHANGE, COMBINE, *round_trip), options=budgets)
 
 
-SWEEPS: dict[str, Sweep] = dict(  # ordered from most to least informative
+SWEEPS: dict[str, Sweep] = dict(  # most informative first
     tokens=Sweep(
         by("tokens"),
         (1, 8, 128, 512, 1024, 2048, 4096, 8192, 16384),
@@ -96,10 +94,10 @@ SWEEPS: dict[str, Sweep] = dict(  # ordered from most to least informative
 
 
 def plans(name: str, ranks: int, on_gpu: bool) -> list[Plan]:
-    """Return the plans of a sweep. Without a GPU, return a few tiny plans."""
+    """Without a GPU, return a few tiny plans."""
     sweep = SWEEPS[name]
     base = Setting(TOKENS, **FULL) if on_gpu else Setting(16, **TINY)
-    if name == "formats":  # a group of a format has up to 128 elements
+    if name == "formats":  # groups have up to 128 elements
         base = dataclasses.replace(base, hidden=max(base.hidden, 128))
     tokens = (TOKENS, FEW_TOKENS) if on_gpu and sweep.has_few else (base.tokens,)
     sizes = sweep.sizes[: None if on_gpu else CPU_SIZES]

@@ -36,15 +36,15 @@ from .workload import TINY, Setting, draw
 
 SAMPLES = 9
 LEAST_GAIN = 0.02
-SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1)  # of the GPU's multiprocessors
+SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1)  # of the multiprocessors
 TUNING_H = record.ROOT / "cuda" / "tuning.h"
 
 Taken = dict[Any, list[list[float]]]
-"""Maps each value to microseconds [case][turn]."""
+"""Microseconds [case][turn] by value."""
 
 
 def cases(op: Op, *sizes: tuple[int, int], **options: Any) -> tuple[tuple[Op, Setting], ...]:
-    """Return (op, setting) for each pair (tokens, hidden size)."""
+    """Each size is (tokens, hidden size)."""
     return tuple((op, Setting(*each, top_k=8, experts=256, **options)) for each in sizes)
 
 
@@ -53,7 +53,7 @@ LIMITS = cases(ROUND_TRIP_ROUTED, (256, H), (1024, H), (2048, H), (4096, 2048), 
 ROUTES = cases(ROUTE, (512, 1024), (4096, 1024), (16384, 1024))
 FP8 = cases(EXCHANGE, (4096, H), format="BlockwiseFp8", formatted="rows")
 FP8 += cases(COMBINE, (4096, H), format="BlockwiseFp8", formatted="sums")
-# For each number of kLoweringTuning: (timed cases, candidates). Candidates () mean the SHARES.
+# For each number: (timed cases, candidates), where () means the SHARES.
 NUMBERS: dict[str, tuple[tuple[tuple[Op, Setting], ...], tuple[int, ...]]] = dict(
     DEFAULT_NUM_SMS=(cases(ROUND_TRIP_ROUTED, (8192, H), (16384, 4096)), ()),  # > FEW_BYTES
     FEW_NUM_SMS=(cases(ROUND_TRIP, (8, H), (128, H), (512, H)), ()),
@@ -68,8 +68,7 @@ NUMBERS: dict[str, tuple[tuple[tuple[Op, Setting], ...], tuple[int, ...]]] = dic
 
 
 def measure(run: Run, name: str, timed_cases: Any, values: Sequence[int], chosen: Any) -> Taken:
-    """Return the times of each value whose results are correct. The first of ``values`` is today's
-    value. ``chosen`` has the values that were chosen for earlier numbers."""
+    """Return the times of each value with correct results. Today's value is first."""
     tuning = lambda value: mock.patch.dict(native.TUNING, {**chosen, name: value})
     taken: Taken = {value: [] for value in values}
     for op, setting in timed_cases:
@@ -85,7 +84,7 @@ def measure(run: Run, name: str, timed_cases: Any, values: Sequence[int], chosen
                 variants[value] = suite.compile_variant(run, plan, "ours", {}, (op,))
         run.wait()
         expected = portable.run_once.result()(*inputs)
-        samplers: dict[str, Callable[[], float]] = {}  # by text: some values make equal programs
+        samplers: dict[str, Callable[[], float]] = {}  # by text: values may make equal programs
         state = None
         for value, variant in variants.items():
             if variant.text in samplers:
@@ -108,8 +107,8 @@ def measure(run: Run, name: str, timed_cases: Any, values: Sequence[int], chosen
 
 
 def judge(name: str, taken: Taken) -> dict[str, Any]:
-    """Return the best value of a number, and its gain over today's value, which is the first key of
-    ``taken``. The gain in a turn is the geometric mean over all cases."""
+    """Today's value is the first key of ``taken``. A turn's gain is the geometric mean over
+    cases."""
     today, *_ = taken
 
     def gains(value: Any) -> list[float]:
@@ -125,7 +124,6 @@ def judge(name: str, taken: Taken) -> dict[str, Any]:
 
 
 def in_words(numbers: Sequence[Mapping[str, Any]], architecture: str, what: str) -> str:
-    """Return the table of all numbers, and the lines for tuning.h."""
     text = TUNING_H.read_text()
     names = dict(re.findall(r'\{"(\w+)", Tuning::(k\w+)\}', text))
     lines = ["| number | today | best | gain | in single turns | |", "| --- " * 6 + "|"]
@@ -153,13 +151,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the benchmark. Return 1 after failures, otherwise 0."""
+    """Return 1 after failures, otherwise 0."""
     args = parse(argv)
     num_gpus = runs.set_platform(args.ranks)
     if num_gpus == 1:
         raise SystemExit("benchmarks.tune needs two or more GPUs, because one GPU has no links")
     run = runs.open_run(args, num_gpus, ["tune"], "tune", SAMPLES if num_gpus else 1)
-    architecture, num_sms = "90", 132  # without a GPU, any numbers
+    architecture, num_sms = "90", 132  # any numbers
     if num_gpus:
         gpu = run.mesh.devices.flat[0]
         architecture, num_sms = gpu.compute_capability.replace(".", ""), gpu.core_count

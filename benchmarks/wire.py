@@ -1,4 +1,4 @@
-"""Measure the link limit with ``wire.cu``, in a separate process before JAX uses the GPUs."""
+"""Measure the link limit in a separate process before JAX uses the GPUs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ARCHITECTURES = (
 
 
 def count_gpus() -> int:
-    """Return the number of GPUs that this process may use; 0 without a CUDA driver."""
+    """Return 0 without a CUDA driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -34,17 +34,12 @@ def count_gpus() -> int:
 
 
 def find_nvcc() -> str | None:
-    """Return the path of nvcc on PATH or under CUDA_HOME (/usr/local/cuda), or None."""
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     return shutil.which("nvcc") or shutil.which(os.path.join(home, "bin", "nvcc"))
 
 
 def build(folder: str) -> str:
-    """Compile ``wire.cu``; return the program's path.
-
-    Raises:
-      RuntimeError: if nvcc is missing or fails.
-    """
+    """Compile ``wire.cu``; return the program's path. RuntimeError: nvcc is missing or fails."""
     nvcc = find_nvcc()
     if nvcc is None:
         raise RuntimeError("no nvcc on PATH or under CUDA_HOME")
@@ -55,26 +50,14 @@ def build(folder: str) -> str:
 
 
 def measure(sizes: Iterable[int], num_gpus: int) -> dict[str, Any]:
-    """Measure the links among the first GPUs.
-
-    Args:
-      sizes: numbers of bytes, each to be measured: what each GPU sends in total.
-      num_gpus: the number of GPUs, at least two.
-
-    Returns:
-      The JSON that ``wire.cu`` prints.
-
-    Raises:
-      RuntimeError: if the program cannot be built, or fails.
-    """
+    """Return the JSON that ``wire.cu`` prints. Each size is the total bytes that a GPU sends."""
     with tempfile.TemporaryDirectory() as folder:
         command = [build(folder), str(num_gpus), *(str(size) for size in sorted(set(sizes)))]
         return json.loads(run(command, timeout=60))
 
 
 def microseconds(measured: dict[str, Any] | None, num_bytes: int) -> float | None:
-    """Return how long every GPU needs to send ``num_bytes`` by plain peer stores. The rate is that
-    of the nearest measured size. Return None if no size was measured."""
+    """Return the time at the rate of the nearest measured size, or None."""
     results = (measured or {}).get("results")
     if not results or not num_bytes:
         return None

@@ -1,8 +1,5 @@
-"""Make a random routing for given sizes, and count the bytes that it moves.
-
-This module uses no GPU. The bytes are needed to measure the link limit before JAX reserves the
-memory of the GPUs.
-"""
+"""Make a random routing, and count the bytes that it moves, before JAX reserves the memory of the
+GPUs."""
 
 from __future__ import annotations
 
@@ -15,29 +12,29 @@ import jax_moe_a2a as ma
 
 DTYPE = "bfloat16"
 ITEM_BYTES = 2
-# For each token format: (elements of a group, bytes of a group with its scale).
+# (elements of a group, bytes of a group with its scale).
 FORMAT_GROUPS = {"BlockwiseFp8": (128, 132), "MxFp8": (32, 33), "NvFp4": (16, 9)}
 CAPACITY_MULTIPLE = 128
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """The sizes of one exchange; ``tokens`` is per rank."""
+    """``tokens`` is per rank."""
 
     tokens: int
     hidden: int
     top_k: int
     experts: int
     capacity: str = "tight"
-    """``"tight"`` (the rows of the fullest rank, rounded up), ``"worst"`` (room for every token of
-    every rank), or a ``capacity_factor`` as text, such as ``"1.25"``."""
+    """``"tight"`` (the fullest rank's rows, rounded up), ``"worst"`` (any routing), or a factor as
+    text."""
     format: str = ""
     formatted: str = ""
-    """What is sent in the format. ``"rows"``: tokens, and the received rows stay quantized.
-    ``"decoded"``: tokens, and the rows are decoded. ``"sums"``: combine's partial sums."""
+    """``"rows"``: received rows stay quantized. ``"decoded"``: rows are decoded. ``"sums"``:
+    combine's partial sums."""
     sigma: float = 0
-    """The standard deviation of the experts' log-odds. 0: experts are equally popular. On 32 ranks,
-    0.5, 1.1 and 1.7 give the loads of DeepSeek-R1's best, mean and worst layer."""
+    """The standard deviation of log-odds. On 32 ranks, 0.5, 1.1 and 1.7 give the loads of
+    DeepSeek-R1's best, mean and worst layer."""
 
     @property
     def routing(self) -> str:
@@ -45,7 +42,7 @@ class Setting:
 
     @property
     def wire_row_bytes(self) -> int:
-        """Return the bytes of a token, or of a partial sum, on a link."""
+        """Of a token or a partial sum."""
         if not self.format:
             return self.hidden * ITEM_BYTES
         numbers, num_bytes = FORMAT_GROUPS[self.format]
@@ -69,7 +66,7 @@ TINY: dict[str, Any] = dict(hidden=64, top_k=4, experts=32)
 CPU_SETTINGS = (Setting(16, **TINY), Setting(16, **TINY, sigma=1.1))
 
 
-# For each layer: (the setting of a rank in training, the intermediate size of experts).
+# (the setting of a rank, the intermediate size).
 LAYERS = {
     "A": (Setting(4096, hidden=4096, top_k=8, experts=64), 1536),
     "B": (Setting(4096, hidden=7168, top_k=8, experts=64), 2048),
@@ -82,28 +79,26 @@ LAYERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """A setting and its routing, for R ranks. A token is sent once to each other rank that has at
-    least one of its experts."""
+    """A routing of R ranks. A token is sent once to each other rank with one of its experts."""
 
     setting: Setting
     ids: np.ndarray
-    """[R, tokens, top_k] int32. The experts of a token are distinct."""
+    """[R, tokens, top_k] int32, distinct for a token."""
     weights: np.ndarray
-    """[R, tokens, top_k] float32. The weights of a token sum to one."""
+    """[R, tokens, top_k] float32, with sum 1."""
     capacity: int
-    """The number of rows of a rank."""
+    """Rows of a rank."""
     pair_capacity: int
-    """The rows that a dense all_to_all sends between two ranks, enough for the busiest pair."""
+    """Rows from rank to rank in a dense all_to_all."""
     leaving_bytes: int
-    """The bytes that the busiest sender sends in a dispatch."""
+    """Of the busiest sender in a dispatch."""
     entering_bytes: int
-    """The bytes that the busiest receiver receives in a dispatch, and sends in a combine."""
+    """Of the busiest receiver in a dispatch, or the busiest sender in a combine."""
     fan_out: float
-    """The mean number of ranks that have experts of a token."""
+    """The mean number of ranks with experts of a token."""
     load: float
-    """The rows of the fullest rank, divided by the mean of all ranks."""
+    """The fullest rank's rows, divided by the mean."""
     dropped: float
-    """The share of the rows that do not fit in the capacity."""
 
     @property
     def ranks(self) -> int:
@@ -111,12 +106,10 @@ class Workload:
 
     @property
     def busiest_bytes(self) -> int:
-        """Return the larger of ``leaving_bytes`` and ``entering_bytes``."""
         return max(self.leaving_bytes, self.entering_bytes)
 
 
 def draw(setting: Setting, ranks: int) -> Workload:
-    """Make a pseudo-random routing, which is the same in every run."""
     sizes = setting.tokens, setting.hidden, setting.top_k, setting.experts
     ids = _draw_ids(setting, ranks, np.random.default_rng([0, ranks, *sizes]))
     rng = np.random.default_rng([0, ranks, *sizes, 1])
@@ -180,7 +173,7 @@ def _distinct(
     *lead, top_k = shape
     if popularity is None:
         keys = rng.random((*lead, num_experts), np.float32)
-    else:  # choosing the largest log-odds + Gumbel noise samples without replacement
+    else:  # samples without replacement
         keys = -(popularity + rng.gumbel(size=(*lead, num_experts)))
     least = keys.argpartition(top_k - 1, axis=-1)[..., :top_k]
     if popularity is not None:

@@ -13,14 +13,13 @@ import jax_moe_a2a as ma
 INT32 = np.iinfo(np.int32)
 ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
 RANKS_ON_ONE_GPU = int(os.environ.get("MOE_A2A_TEST_RANKS_ON_ONE_GPU", "0"))
-# A launch that routes and dispatches accepts so many tokens of a rank, and choices of all ranks.
+# limits of one launch that routes and dispatches: tokens of a rank, choices of all ranks
 FUSED_TOKENS, FUSED_CHOICES = 256, 16_384
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The static sizes of an exchange on any number of ranks. Capacity None: no choice is ever
-    dropped."""
+    """Capacity None: no choice is ever dropped."""
 
     name: str
     tokens: int
@@ -41,7 +40,6 @@ class Layout:
         )
 
     def route_args(self, group):
-        """Return the keyword arguments of `ma.route` for this layout."""
         return dict(
             group=group,
             num_experts=self.num_experts(group.size),
@@ -49,12 +47,10 @@ class Layout:
         )
 
     def has_rows(self, ranks):
-        """Return True if the exchange has tokens and rows. Otherwise, no kernel runs."""
         return self.tokens > 0 and self.rows(ranks) > 0
 
     def exchanges_of_dispatch(self, ranks):
-        """Return how many launches a route and a dispatch need: 0 without rows, 1 if fused, or
-        2."""
+        """Return the launches of a route and a dispatch: 0 without rows, 1 if fused, or 2."""
         is_one = self.tokens <= FUSED_TOKENS and ranks * self.tokens * self.top_k <= FUSED_CHOICES
         return (1 if is_one else 2) * self.has_rows(ranks)
 
@@ -67,7 +63,6 @@ def shape(ranks, layout):
 
 
 def uniform(rng, ranks, layout):
-    """Choose random experts, distinct for each token if there are enough experts."""
     experts = layout.num_experts(ranks)
     if experts < layout.top_k:
         return rng.integers(0, experts, shape(ranks, layout), np.int32)
@@ -98,7 +93,7 @@ def last_rank_only(rng, ranks, layout):
 
 
 def idle_rank(rng, ranks, layout):
-    """Return random ids that send nothing to rank 0. With one rank, all ids are -1."""
+    """With one rank, all ids are -1."""
     if ranks == 1:
         return np.full(shape(ranks, layout), -1, np.int32)
     return rng.integers(
@@ -127,7 +122,6 @@ def masked(rng, ranks, layout):
 
 
 def masked_tokens(rng, ranks, layout):
-    """Mask all choices of about half of the tokens."""
     ids = uniform(rng, ranks, layout)
     return np.where(rng.random(ids.shape[:2])[..., None] < 0.5, np.int32(-1), ids)
 
@@ -137,7 +131,6 @@ def all_masked(rng, ranks, layout):
 
 
 def single_choice(rng, ranks, layout):
-    """Return ids that are all -1, except one choice of one token on the last rank."""
     ids = all_masked(rng, ranks, layout)
     if layout.tokens:
         ids[-1, -1, -1] = 0
@@ -145,20 +138,17 @@ def single_choice(rng, ranks, layout):
 
 
 def repeated(rng, ranks, layout):
-    """Return random ids of only two experts, so that most tokens choose an expert more than
-    once."""
+    """Return random ids of only two experts."""
     pool = rng.permutation(layout.num_experts(ranks))[:2]
     return rng.choice(pool, shape(ranks, layout)).astype(np.int32)
 
 
 def one_expert_per_token(rng, ranks, layout):
-    """Return a random expert for each token, repeated for all K choices of the token."""
     ids = rng.integers(0, layout.num_experts(ranks), (ranks, layout.tokens, 1), np.int32)
     return np.broadcast_to(ids, shape(ranks, layout)).copy()
 
 
 def invalid(rng, ranks, layout):
-    """Return random ids, about half of them outside of the valid range, or -1."""
     experts = layout.num_experts(ranks)
     wild = np.array(
         [experts, experts + 1, -2, -3, -experts, INT32.max, INT32.min, 1 << 16, -1], np.int32
@@ -196,7 +186,7 @@ ROUTINGS: dict[str, Callable] = {
 
 PLAIN = Layout("plain", tokens=12, top_k=4, local_experts=3)
 PADDED = Layout("alignment_8", tokens=12, top_k=4, local_experts=3, alignment=8)
-# The capacity is no multiple of the alignment, so rows or padding of the last group do not fit.
+# Rows or padding of the last group do not fit, because 19 is no multiple of 8.
 CUT = Layout(
     "alignment_8_capacity_19", tokens=12, top_k=4, local_experts=3, capacity=19, alignment=8
 )
@@ -219,22 +209,18 @@ LAYOUTS = (
     Layout("many_experts", tokens=9, top_k=2, local_experts=32),
     Layout("many_tokens", tokens=150, top_k=6, local_experts=4, hidden=33),
 )
-# These layouts need GPUs. In the kernels, they use many blocks and chunks.
+# In the kernels, these layouts use many blocks and chunks.
 GPU_LAYOUTS = (
     Layout("a_thousand_tokens", tokens=1024, top_k=8, local_experts=16, hidden=256),
     Layout("wide_rows", tokens=257, top_k=3, local_experts=4, alignment=128, hidden=7169),
     Layout("overflow", tokens=2048, top_k=8, local_experts=16, capacity=9001, hidden=96),
 )
-MOST_RANKS = 8  # the layouts above have sizes for at most this many ranks
+MOST_RANKS = 8  # the layouts above are for at most this many ranks
 
 
 def for_many_ranks(layout):
-    """Return a layout that fits on one GPU for any number of ranks.
-
-    With the worst-case capacity, the memory grows with the square of the number of ranks. The
-    returned layout's capacity is therefore twice the mean number of rows of a rank. On more than
-    `MOST_RANKS` ranks, the layouts for GPUs also have fewer tokens.
-    """
+    """Return a layout that fits on one GPU, with twice the mean number of rows of a rank as
+    capacity. The memory of the worst-case capacity grows with the square of the number of ranks."""
     if RANKS_ON_ONE_GPU <= MOST_RANKS or layout.tokens * layout.top_k < 500:
         return layout
     if layout in GPU_LAYOUTS:
@@ -263,7 +249,7 @@ class Case:
         return ROUTINGS[self.routing](rng, ranks, self.layout)
 
 
-# These layouts run with every routing. All other layouts run only with `OTHER_ROUTINGS`.
+# All other layouts run only with `OTHER_ROUTINGS`.
 FULL_CATALOGUE = (PLAIN, CUT)
 OTHER_ROUTINGS = (
     "uniform",
@@ -277,14 +263,13 @@ OTHER_ROUTINGS = (
 
 
 def cases_of(layout):
-    """Return one case of the layout for each routing. A layout without tokens has only one case."""
     names = tuple(ROUTINGS) if layout in FULL_CATALOGUE else OTHER_ROUTINGS
     return [Case(layout, name) for name in (names if layout.tokens else names[:1])]
 
 
 def few_layouts():
-    """On GPUs, return all layouts, because the kernels' code depends on the layout. On CPUs, return
-    only layouts that differ on the portable path."""
+    """Return all layouts on GPUs, whose kernels depend on the layout, otherwise those that the
+    portable path distinguishes."""
     names = "alignment_8", CUT.name, "capacity_0", "no_tokens", "top_32"
     return [layout for layout in LAYOUTS if ON_GPU or layout.name in names]
 
@@ -298,7 +283,7 @@ def gpu_catalogue():
     return [Case(layout, name) for layout in GPU_LAYOUTS for name in names]
 
 
-# A dispatch accepts these dtypes; a combine sums only `SUMMED_DTYPES`.
+# dtypes of a dispatch; a combine sums only `SUMMED_DTYPES`
 MOVED_DTYPES = (
     "bool",
     "int8",
@@ -320,7 +305,7 @@ MOVED_DTYPES = (
     "float32",
     "complex64",
 )
-WIDE_DTYPES = ("int64", "uint64", "float64", "complex128")  # they need jax_enable_x64
+WIDE_DTYPES = ("int64", "uint64", "float64", "complex128")  # with jax_enable_x64
 SUMMED_DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -329,7 +314,7 @@ def dtype(name):
 
 
 def any_bits(rng, shape, name):
-    """Return random bytes, so that floats include subnormals and NaNs with payloads."""
+    """Return random bytes; floats include subnormals and NaNs with payloads."""
     if name == "bool":
         return rng.integers(0, 2, shape).astype(np.bool_)
     item = dtype(name).itemsize
@@ -342,7 +327,6 @@ def normal(rng, shape, name):
 
 
 def bits(array):
-    """Return the bytes of an array. A comparison of bytes distinguishes 0 from -0, and NaNs with
-    different bits."""
+    """Return the bytes of an array, which distinguish 0 from -0 and NaNs with different bits."""
     array = np.ascontiguousarray(array)
     return array.view(np.uint8) if array.ndim else array.reshape(1).view(np.uint8)

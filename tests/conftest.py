@@ -1,16 +1,9 @@
-"""Choose the devices of the tests before JAX is imported.
+"""Choose the devices of the tests before JAX is imported: 8 virtual CPU devices, or real GPUs.
 
-The tests run on 8 virtual CPU devices or, with MOE_A2A_TEST_GPU=1, on real GPUs. If
-MOE_A2A_TEST_GPU is 1 but there is no GPU, the session fails. MOE_A2A_TEST_IMPLEMENTATION sets the
-argument `implementation` of every group. `python -m tests.processes` divides the devices among
-processes.
-
-If JAX promotes a dtype or a number of axes, it raises an error, except in tests with the marker
-`promotes`.
-
-With MOE_A2A_TEST_RANKS_ON_ONE_GPU=8, all 8 ranks share one GPU or one CPU device. Tests that need
-several devices are then skipped (`-rs` lists them). On a GPU, each other test must declare its
-number of exchanges (`harness.expect_exchanges`).
+MOE_A2A_TEST_GPU=1 requires GPUs. MOE_A2A_TEST_IMPLEMENTATION sets the argument `implementation` of
+every group. With MOE_A2A_TEST_RANKS_ON_ONE_GPU=8, all 8 ranks share one device, and tests that need
+several are skipped (`-rs` lists them). On a GPU, each other test must then declare its exchanges
+(`harness.expect_exchanges`).
 """
 
 import contextlib
@@ -27,13 +20,12 @@ JOINED = processes.joined()
 if "jax" in sys.modules:
     raise RuntimeError("jax was imported before the tests could set XLA's flags")
 if ON_GPU:
-    # Autotuning takes minutes if several test workers share a GPU.
+    # Autotuning takes minutes if test workers share a GPU.
     os.environ["XLA_FLAGS"] = f"--xla_gpu_autotune_level=0 {os.environ.get('XLA_FLAGS', '')}"
 else:
     num_devices = JOINED[-1] if JOINED else processes.CPU_DEVICES
     os.environ["JAX_PLATFORMS"] = "cpu"
-    # Optimization level 0 compiles faster. XLA uses the last value of a flag, so the user's
-    # XLA_FLAGS come later.
+    # Level 0 compiles faster. XLA uses the last value of a flag, so the user's flags come later.
     os.environ["XLA_FLAGS"] = (
         f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')} "
         f"--xla_force_host_platform_device_count={num_devices}"
@@ -57,8 +49,8 @@ from jax_moe_a2a._src.group import native
 from jax_moe_a2a._src.grouped import lowering as lowered
 
 if harness.RANKS_ON_ONE_GPU and ON_GPU:
-    # With implementation="cuda", a call that the kernels do not support is an error. The tests
-    # disable this error, so that the call takes the portable path.
+    # Calls that the kernels do not support take the portable path in tests, even with
+    # implementation="cuda".
     lowering.check_may_refuse = lambda *args: None
 
 TOO_MANY_RANKS = "one GPU has no room for split exchanges of so many ranks"
@@ -81,15 +73,15 @@ def pytest_collection_modifyitems(items):
         several = item.get_closest_marker("several_devices")
         if harness.RANKS_ON_ONE_GPU and several:
             item.add_marker(pytest.mark.skip(reason=f"needs several devices: {several.args[0]}"))
-        # All tests of such a file share one program, so all of them are skipped.
+        # All tests of such a file share one program.
         if item.path.match("gpu/test_split_*.py") and not harness.splits_fit():
             item.add_marker(pytest.mark.skip(reason=TOO_MANY_RANKS))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_handlecrashitem(report):
-    """Add the exit status of a crashed pytest worker to the report. Status -9 means that another
-    process killed the worker. After other signals, the log has the stacks of all Python threads."""
+    """Add the exit status of a crashed pytest worker to the report; -9 means that another process
+    killed it."""
     report.longrepr += f", with exit status {report.node.gateway._io.wait()}"
 
 
@@ -98,14 +90,13 @@ def handler_library(tmp_path_factory):
     return handler_calls.build(tmp_path_factory.mktemp("handlers"))
 
 
-# With the values "strict" and "raise", JAX promotes neither dtypes nor numbers of axes.
+# With "strict" and "raise", JAX promotes neither dtypes nor numbers of axes.
 PROMOTION = "JAX_NUMPY_DTYPE_PROMOTION", "JAX_NUMPY_RANK_PROMOTION"
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """If a test has the marker `promotes`, run it and its processes with JAX's default
-    promotion."""
+    """Run tests with the marker `promotes`, and their processes, with JAX's default promotion."""
     if item.get_closest_marker("promotes") is None:
         return (yield)
     with environment.restored():
@@ -117,9 +108,8 @@ def pytest_runtest_protocol(item):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """If all ranks share one GPU, check that the test makes the exchanges that it declares."""
-    # Tests in tests/gpu change the counters by close() and set_epoch(), so they check them
-    # themselves.
+    """Check the exchanges that the test declares, if all ranks share one GPU."""
+    # Tests in tests/gpu change the counters, so they check them themselves.
     counts_by_itself = item.path.parent.name == "gpu" or item.get_closest_marker("counts_by_itself")
     if not (harness.RANKS_ON_ONE_GPU and ON_GPU) or counts_by_itself:
         return (yield)
@@ -128,8 +118,7 @@ def pytest_runtest_call(item):
 
 
 def stated_by_marker(item):
-    """Return a context that expects the number of exchanges in the test's marker `exchanges`, if
-    any. The number may be a function of the test's parameters."""
+    """Return a context that expects the exchanges of the test's marker `exchanges`, if any."""
     marker = item.get_closest_marker("exchanges")
     if marker is None:
         return contextlib.nullcontext()
@@ -147,20 +136,18 @@ def stated_by_marker(item):
 
 @pytest.fixture
 def exact_products():
-    """Compute products in float32, because GPUs would otherwise round the operands to TF32."""
+    """On GPUs, the operands would otherwise be rounded to TF32."""
     with jax.default_matmul_precision("highest"):
         yield
 
 
 @pytest.fixture
 def devices_pass_for_gpus(monkeypatch):
-    """Make every group choose the kernels, although its devices are no GPUs."""
     monkeypatch.setattr(ma.Group, "_why_portable", "")
 
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """Lower programs as if the GPUs had compute capability 9.0."""
     jax.clear_caches()
     monkeypatch.setattr(lowered, "_why_other_gpu", lambda: "")
     monkeypatch.setattr(native, "has_grouped_gemm", lambda: True)
@@ -177,7 +164,6 @@ def ranks(request):
 
 @pytest.fixture
 def mesh(ranks):
-    """Return a mesh of `ranks` devices with axis "ep", or None if the ranks share one device."""
     return harness.mesh_of(ranks)
 
 

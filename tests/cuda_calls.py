@@ -16,7 +16,7 @@ needs_kernel = pytest.mark.skipif(
 class Call(NamedTuple):
     target: str  # without the prefix "moe_a2a_"
     attributes: dict[str, str]
-    types: str  # types of the operands and results
+    types: str  # of the operands and results
 
 
 def lowered(fn, *args):

@@ -1,4 +1,4 @@
-"""Compute expert layers without routing in plain JAX, and make `ma.Experts` from arrays."""
+"""Compute expert layers in plain JAX without routing."""
 
 import jax
 import jax.numpy as jnp
@@ -7,11 +7,8 @@ import jax_moe_a2a as ma
 
 
 def dense(x, weights, ids, w_in, w_out, activation, b_in=None, b_out=None):
-    """Return the output [..., H] of a layer in which every expert computes every token.
-
-    x is [..., H]; weights and ids are [..., K]. `w_in` and `b_in` contain gate and up side by side,
-    or on a separate axis of size 2.
-    """
+    """Return the output [..., H] for x [..., H], weights and ids [..., K], and gate and up in
+    `w_in` and `b_in` side by side or on a separate axis."""
     hidden = jnp.einsum("...h,ehi->...ei", x, w_in.reshape(*w_in.shape[:2], -1))
     if b_in is not None:
         hidden += jnp.broadcast_to(b_in.reshape(len(b_in), -1), hidden.shape)
@@ -22,14 +19,14 @@ def dense(x, weights, ids, w_in, w_out, activation, b_in=None, b_out=None):
 
 
 def dense_experts(x, weights, ids, experts):
-    """Call `dense` with the arrays of `ma.Experts`. A shared expert gets an expert axis."""
+    """A shared expert gets an expert axis."""
     if experts.output_gate is not None:
         weights = weights * jax.nn.sigmoid(x @ experts.output_gate)[..., None]
     if experts.w_out.ndim == 2:
         experts = jax.tree.map(lambda w: w[None], experts)
     activation = experts.activation or swiglu
     arrays = experts.w_in, experts.w_out, activation, experts.b_in, experts.b_out
-    if experts.weigh_input:  # a token may choose an expert twice, with two weights
+    if experts.weigh_input:  # a token may choose an expert twice
         of_choice = lambda weight, k: dense(
             weight[..., None] * x, jnp.ones_like(weight)[..., None], ids[..., k : k + 1], *arrays
         )
@@ -38,7 +35,7 @@ def dense_experts(x, weights, ids, experts):
 
 
 def experts_of(w_in, w_out, b_in=None, b_out=None, activation=None):
-    """Return `ma.Experts`. In `w_in` and `b_in`, gate and up get a separate axis."""
+    """Return `ma.Experts` with a separate axis for gate and up."""
     width = w_out.shape[-2]
 
     def divided(a):

@@ -10,31 +10,29 @@ from jax_moe_a2a._src.group import native
 
 @dataclasses.dataclass(frozen=True)
 class DeviceCounters:
-    """The exchange counters of a rank on a device. Epoch n is the n-th exchange."""
+    """The exchange counters of a rank on a device; epoch n is the n-th exchange."""
 
     device: jax.Device
     rank: int
     num_exchanges: int
     credits: tuple[tuple[int, ...], ...]
-    """[ring halves, ranks]: for each peer, the last epoch of which the peer has read this rank's
-    rows. 0 for this rank, and for a peer that has read no rows."""
+    """[ring halves, ranks]: the last epoch of which the peer has read this rank's rows, or 0."""
     heads: tuple[tuple[int, ...], ...]
-    """[ring halves, ranks]: for each peer, the last epoch that the peer has announced to this rank.
-    0 for this rank, and for a peer that has announced no epoch."""
+    """[ring halves, ranks]: the last epoch that the peer has announced to this rank, or 0."""
 
 
 def epochs_of(topology, kind=native.WHOLE):
     """Return (next epoch, poison, credits, heads) of each device, or [] if the workspace is closed.
-    Credits and heads are lists: all ranks for the first ring half, then for the second. The caller
-    must ensure that no exchange runs."""
+    Credits and heads list all ranks for the first ring half, then for the second. The caller must
+    ensure that no exchange runs."""
     problem, values = native._native.counters(*topology, kind)
     native._raise(problem)
     return values
 
 
 def counters_of(group):
-    """Return a list of ``DeviceCounters`` of unsplit exchanges, in the order of ``Group.memory``.
-    Return () on the portable path, for a two-level group, or while the workspace is closed."""
+    """Return the counters of unsplit exchanges in the order of ``Group.memory``, or () without an
+    open workspace."""
     if group.two_level:
         return ()
 

@@ -8,8 +8,8 @@ import os
 def restored():
     """At the end of the context, restore only the environment variables that changed.
 
-    ``mock.patch.dict(os.environ)`` would write all variables. If a running CPU program calls
-    ``getenv`` at that moment, XLA (jax 0.12) crashes.
+    ``mock.patch.dict(os.environ)`` writes all, and XLA (jax 0.12) crashes if a CPU program then
+    calls ``getenv``.
     """
     before = dict(os.environ)
     try:

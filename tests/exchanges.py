@@ -1,8 +1,4 @@
-"""Count the exchanges of a group with the counters in device memory.
-
-If all ranks share one GPU, every test declares how many exchanges it makes on each rank. Otherwise,
-a test whose calls use the portable path would pass although no kernel runs.
-"""
+"""Count the exchanges of a group, which show whether a kernel ran or the portable path."""
 
 import dataclasses
 
@@ -29,8 +25,8 @@ class Count:
 
 
 def shown_by_counters(group):
-    """Return the number of exchanges since the workspaces opened. Exchanges of replicated tokens
-    count, too; `group.single_rank` makes them."""
+    """Return the number of exchanges, also of replicated tokens (`group.single_rank`), since the
+    workspaces opened."""
     total = Count()
     for topology in (group.topology, group.single_rank.topology):
         whole, split = (num_exchanges(topology, kind) for kind in native.WORKSPACE_KINDS)
@@ -39,8 +35,7 @@ def shown_by_counters(group):
 
 
 def num_exchanges(topology, kind):
-    """Return the number of exchanges, which is equal on all ranks, or 0 if the workspace is
-    closed."""
+    """Return the number of exchanges, equal on all ranks, or 0 if the workspace is closed."""
     of_ranks = {next_epoch - 1 for next_epoch, *_ in epochs_of(topology, kind)}
     assert len(of_ranks) <= 1, f"ranks have made different numbers of exchanges: {of_ranks}"
     return of_ranks.pop() if of_ranks else 0

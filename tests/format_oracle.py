@@ -1,8 +1,5 @@
-"""Encode and decode token formats in plain numpy.
-
-Computations use float32 where docs/formats.md requires it. Otherwise they use float64, which is
-exact. This file uses only the package's classes of formats (`MxFp8` and others).
-"""
+"""Encode and decode token formats in numpy, in float32 where docs/formats.md requires it, otherwise
+in float64."""
 
 import cases
 import ml_dtypes
@@ -14,8 +11,7 @@ E4M3, E8M0 = (cases.dtype(name) for name in ("float8_e4m3fn", "float8_e8m0fnu"))
 
 
 def magnitudes(dtype, num_codes):
-    """Return, as float64, the numbers that the bytes 0 to num_codes - 1 encode in an 8-bit
-    float."""
+    """Return, as float64, the numbers that the bytes 0 to num_codes - 1 encode."""
     return np.arange(num_codes, dtype=np.uint8).view(dtype).astype(np.float64)
 
 
@@ -24,8 +20,7 @@ E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
 def nearest(x, values):
-    """Return the index of the element of `values` that is nearest to x >= 0. In a tie, return the
-    even index."""
+    """Return the index of the element of `values` nearest to x >= 0, the even index in a tie."""
     bounds = (values[:-1] + values[1:]) / 2
     below, upto = np.searchsorted(bounds, x, "left"), np.searchsorted(bounds, x, "right")
     return np.where(below % 2 == 0, below, upto)
@@ -40,17 +35,17 @@ def smallest_exponents(largest):
 
 
 def ocp_exponents(largest):
-    """Return floor(log2(largest)) - 8. The largest exponent of float8_e4m3fn is 8."""
+    """The largest exponent of float8_e4m3fn is 8."""
     return EXPONENTS[np.searchsorted(2.0**EXPONENTS, largest, "right") - 1] - 8
 
 
 def encode(fmt, x):
-    """Encode x [..., H] in a format as (values, scales)."""
+    """Return x [..., H] in a format as (values, scales)."""
     with np.errstate(invalid="ignore"):  # a cast of a signalling NaN would warn
         groups = x.astype(np.float64).reshape(-1, fmt.group_size)
     is_finite = np.isfinite(groups).all(axis=1)
     groups[~is_finite] = 0
-    groups[np.abs(groups) < 2.0**-126] *= 0.0  # becomes 0 or -0, with the same sign
+    groups[np.abs(groups) < 2.0**-126] *= 0.0  # 0 with the same sign
     encode_groups = encode_nv if isinstance(fmt, ma.NvFp4) else encode_power_of_two
     codes, scales = encode_groups(fmt, np.abs(groups))
     sign = np.signbit(groups).astype(np.uint8)
@@ -60,7 +55,7 @@ def encode(fmt, x):
     else:
         values = (codes | sign << 7).view(E4M3)
     scales[~is_finite] = np.nan
-    *lead, hidden = x.shape  # reshape with -1 fails without tokens
+    *lead, hidden = x.shape  # -1 fails without tokens
     values = values.reshape(*lead, hidden * values.shape[-1] // fmt.group_size)
     return values, scales.reshape(*lead, hidden // fmt.group_size)
 
@@ -89,8 +84,7 @@ def encode_nv(fmt, groups):
 
 
 def encode_squares(w, size=128):
-    """Quantize weights [L, K, N] in 128x128 blocks; return values [L, N, K] and scales. N need not
-    be a multiple of 128."""
+    """Quantize weights [L, K, N] in squares; return values [L, N, K] and scales."""
     x = np.swapaxes(np.asarray(w, np.float64), 1, 2)
     experts, n, k = x.shape
     padded = np.zeros((experts, -(-n // size) * size, k))
@@ -104,7 +98,6 @@ def encode_squares(w, size=128):
 
 
 def decode(fmt, values, scales, dtype):
-    """Decode the values and scales of a format. Return the numbers in `dtype`."""
     global_scale = 1.0
     if isinstance(fmt, ma.NvFp4):
         nibbles = np.stack([values & 15, values >> 4], axis=-1)
@@ -116,14 +109,14 @@ def decode(fmt, values, scales, dtype):
     scales = np.repeat(scales.astype(np.float64), fmt.group_size, axis=-1)
     with np.errstate(over="ignore", invalid="ignore"):
         values = values.astype(np.float64)
-        exact = values * scales * global_scale  # exact, because products have at most 6 + 24 bits
+        exact = values * scales * global_scale  # exact: at most 6 + 24 bits
         limit = float(ml_dtypes.finfo(dtype).max)
         out = np.clip(exact.astype(np.float32), -limit, limit).astype(cases.dtype(dtype))
     bad = ~(np.isfinite(values) & np.isfinite(scales))
     return np.where(bad, np.array(np.nan, out.dtype), out)
 
 
-# In the next functions, each token of tokens [*lead, ..., H] has a global scale, scales [*lead].
+# Below, each token of tokens [*lead, ..., H] has a global scale in scales [*lead].
 
 
 def of_each_token(fn, scales, *arrays):
@@ -139,8 +132,8 @@ def of_each_token(fn, scales, *arrays):
 
 
 def encode_tokens(x, scales):
-    """Encode tokens as (values, scales). If a token's global scale is invalid, its values are zero
-    bytes and its scales are NaN."""
+    """Return (values, scales); a token with an invalid global scale has zero bytes and NaN
+    scales."""
 
     def of_token(fmt, is_valid, token):
         return encode(fmt, token if is_valid else np.full_like(token, np.nan))
@@ -154,8 +147,6 @@ def encode_tokens(x, scales):
 
 
 def decode_tokens(values, scales, global_scales, dtype):
-    """Return the decoded tokens. A token with an invalid global scale becomes NaN."""
-
     def of_token(fmt, is_valid, values, scales):
         numbers = decode(fmt, values, scales, dtype)
         return numbers if is_valid else np.full_like(numbers, np.nan)

@@ -1,5 +1,5 @@
-"""Run the package's FFI handlers as custom calls on CPU, with the fake driver in
-``tests/emulation/host``. The handlers check their attributes and arrays, but no kernel runs."""
+"""Run the package's FFI handlers on CPU with the fake driver in ``tests/emulation/host``, without
+kernels."""
 
 import ctypes
 import os
@@ -15,7 +15,7 @@ from host_extension import HOST, ROOT, built
 NUM_DEVICES = 2
 MIB = 1 << 20
 STATE = "moe_a2a_exchange_on_cpu"
-# This call needs only the attributes that all calls have.
+# This call has only the attributes that all calls have.
 DONE = "moe_a2a_dispatch_done"
 
 
@@ -24,7 +24,7 @@ ON_CPU = {
     "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
     "MOE_A2A_TEST_GPU": "0",
 }
-SECONDS = 120  # enough for a process to start, compile and end
+SECONDS = 120  # to start, compile and end
 
 
 def can_build():
@@ -32,7 +32,7 @@ def can_build():
 
 
 def build(folder):
-    """Link the host code of the extension, the fake driver and ``calls.cc``. Return the library."""
+    """Return the host code of the extension, linked with the fake driver and ``calls.cc``."""
     library = folder / "libcalls.so"
     names_python = ("ext.cc.o", "nb_combined.cpp.o")
     objects = [path for path in built().glob("*.o") if not path.name.endswith(names_python)]
@@ -76,8 +76,7 @@ def load(path):
 
 
 def register(library):
-    """Register the library's FFI handlers with XLA."""
-    jax.devices()  # initialize JAX first, because XLA needs the types before the targets
+    jax.devices()  # XLA needs the types before the targets
     registration = dict(
         type_id=jax.ffi.pycapsule(library.state_type_id()),
         type_info=jax.ffi.pycapsule(library.state_type_info()),
@@ -103,7 +102,7 @@ def _register(target, name, library, instantiate=None):
 
 
 def attributes(*, half_bytes=MIB, raise_failures=True, split=False):
-    """Return the attributes that every custom call has, for an exchange between two devices."""
+    """Return the attributes common to all custom calls, for an exchange between two devices."""
     return dict(
         devices=np.arange(NUM_DEVICES, dtype=np.int64),
         num_ranks=np.int64(NUM_DEVICES),

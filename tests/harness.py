@@ -23,12 +23,12 @@ from jax_moe_a2a._src.group import native
 
 AXIS = "ep"
 ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
-# This many ranks share one device, as a vmap. 0: each rank has a separate device.
+# ranks that share one device, as a vmap, or 0
 RANKS_ON_ONE_GPU = cases.RANKS_ON_ONE_GPU
-TIMES_SLOWER = max(1, RANKS_ON_ONE_GPU // 16)  # time limits are longer if many ranks share a GPU
+TIMES_SLOWER = max(1, RANKS_ON_ONE_GPU // 16)  # time limits are longer
 IMPLEMENTATION = os.environ.get("MOE_A2A_TEST_IMPLEMENTATION") or None
 if RANKS_ON_ONE_GPU and ON_GPU:
-    IMPLEMENTATION = "cuda"  # because a vmap over the group's axis defaults to the portable path
+    IMPLEMENTATION = "cuda"  # the default is the portable path
 NUM_DEVICES = len(jax.devices())
 PROCESSES = jax.process_count()
 
@@ -40,7 +40,6 @@ else:
     RANK_COUNTS = tuple(n for n in (1, 2, 4, 8) if n <= NUM_DEVICES)
 # All processes must have equally many ranks.
 RANK_COUNTS = tuple(n for n in RANK_COUNTS if n % PROCESSES == 0)
-# SEVERAL is the largest of RANK_COUNTS up to 4, FEW the smallest above 1, and MANY the largest.
 SEVERAL = max((n for n in RANK_COUNTS if n <= 4), default=RANK_COUNTS[0])
 FEW = min((n for n in RANK_COUNTS if n >= 2), default=1)
 MANY = RANK_COUNTS[-1]
@@ -50,7 +49,7 @@ OF_EXCHANGE = tuple(field.name for field in dataclasses.fields(ma.Exchange))
 
 
 def exchanging(*dictionaries, **options):
-    """Merge dicts of keyword arguments, and put all options of an exchange into one `Exchange`."""
+    """Merge dicts of keyword arguments, with all options of an exchange in one `Exchange`."""
     merged, own = {}, None
     for each in (*dictionaries, options):
         for name, value in each.items():
@@ -65,8 +64,7 @@ def exchanging(*dictionaries, **options):
 
 
 def worst_case(num_tokens, top_k, ranks, num_experts, **options):
-    """Return the smallest capacity at which no rank ever drops rows. `options` are options of
-    `Exchange`."""
+    """Return the smallest capacity at which no rank ever drops rows."""
     exchange = ma.Exchange(**options)
     return exchange.rows_per_rank(num_tokens, top_k, group_size=ranks, num_experts=num_experts)
 
@@ -81,13 +79,12 @@ def devices(count):
 
 @functools.cache
 def mesh_of(ranks):
-    """Return a mesh of `ranks` devices with axis "ep", or None if the ranks share one device."""
+    """Return None if the ranks share one device."""
     return None if RANKS_ON_ONE_GPU else Mesh(np.array(devices(ranks)), (AXIS,))
 
 
 def mesh_over(axis_type=AxisType.Auto, **sizes):
-    """Return a mesh with axes of these sizes. `axis_type` may be a tuple with a type for each axis.
-    Skip the test if there are too few devices."""
+    """Skip the test if there are too few devices; `axis_type` may be a tuple."""
     count = math.prod(sizes.values())
     if count > NUM_DEVICES:
         pytest.skip(f"needs {count} devices")
@@ -97,7 +94,6 @@ def mesh_over(axis_type=AxisType.Auto, **sizes):
 
 
 def group_of(ranks, **options):
-    """Return the group over `mesh_of(ranks)`, for use inside `over_ranks`."""
     options = dict(implementation=IMPLEMENTATION) | options
     if RANKS_ON_ONE_GPU:
         return ma.Group(axis_name=AXIS, size=ranks, **options)
@@ -105,8 +101,8 @@ def group_of(ranks, **options):
 
 
 def poison(aval, sharding):
-    """Return an array of a value that no correct result contains: NaN, or an integer whose bytes
-    are all 0xA5."""
+    """Return an array of NaN, or of integers whose bytes are all 0xA5, which no correct result
+    contains."""
     dtype = np.dtype(aval.dtype)
     byte = 1 if dtype == np.bool_ else 0xA5 if dtype.kind in "iu" else 0xFF
     raw = np.full((*aval.shape, dtype.itemsize), byte, np.uint8)
@@ -115,15 +111,13 @@ def poison(aval, sharding):
 
 
 def is_elsewhere(leaf):
-    """Return True if some shards of an array are only in other processes."""
     return isinstance(leaf, jax.Array) and not (
         leaf.is_fully_addressable or leaf.is_fully_replicated
     )
 
 
 def put(tree, sharding, **options):
-    """Put arrays on devices like `jax.device_put`, but keep every bit. All processes must pass
-    equal arrays, which is not checked."""
+    """Put equal arrays of all processes on devices like `jax.device_put`, but keep every bit."""
 
     def put_parts(leaf):
         if is_elsewhere(leaf):
@@ -139,8 +133,7 @@ def put(tree, sharding, **options):
 
 
 def numpy_of(tree):
-    """Return the pytree with numpy arrays, which include the shards of other processes. All
-    processes must call it."""
+    """Return numpy arrays, which include the shards of other processes; all processes must call."""
     leaves, structure = jax.tree.flatten(tree)
     elsewhere = [leaf for leaf in leaves if is_elsewhere(leaf)]
     whole = iter(gathered(elsewhere) if elsewhere else ())
@@ -150,8 +143,7 @@ def numpy_of(tree):
 
 
 def jit(fn, exchanges=None, split=0, **options):
-    """Compile like `jax.jit`. With several processes, results are numpy arrays of all shards.
-    `exchanges` and `split` are the arguments of `expect_exchanges` for each run."""
+    """Compile like `jax.jit`, but with several processes return numpy arrays of all shards."""
     jitted = jax.jit(fn, **options)
     if RANKS_ON_ONE_GPU:
         return counted(jitted, exchanges, split)
@@ -168,8 +160,7 @@ def jit(fn, exchanges=None, split=0, **options):
 
 
 def gathered(arrays):
-    """Convert arrays that are divided over processes to numpy arrays. One JAX program sends all
-    bytes."""
+    """Convert arrays that are divided over processes with one JAX program."""
 
     def parts(array, process):
         """Return the process's (device, index of its shard), sorted by device."""
@@ -181,7 +172,7 @@ def gathered(arrays):
         return array.dtype.itemsize * int(np.prod(array.sharding.shard_shape(array.shape)))
 
     sizes = [sum(num_bytes(a) * len(parts(a, p)) for a in arrays) for p in range(PROCESSES)]
-    # Round the size up to a power of two, because each new size compiles a program.
+    # Each new size compiles a program, so the size is a power of two.
     sent = np.zeros(max(1 << 12, 1 << (max(sizes) - 1).bit_length()), np.uint8)
     own = []
     for array in arrays:
@@ -203,15 +194,14 @@ def gathered(arrays):
 
 @functools.cache
 def gathering():
-    """Return a mesh of one device per process, and a program that copies all shards to each
-    device."""
+    """Return a mesh of one device per process, and a program that copies all shards to each."""
     first = [jax.local_devices(process)[0] for process in range(PROCESSES)]
     mesh = Mesh(np.array(first), ("process",))
     return mesh, jax.jit(lambda sent: sent, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def received_from_all(sent):
-    """Send bytes [N] to all processes. Return the bytes of all processes, [processes, N]."""
+    """Send bytes [N] to all processes, and return those of all, [processes, N]."""
     mesh, program = gathering()
     own = jax.device_put(sent[None], jax.local_devices()[0])
     sharding = NamedSharding(mesh, PartitionSpec("process"))
@@ -221,7 +211,7 @@ def received_from_all(sent):
 
 
 def of_all_processes(value):
-    """Return a list of the `value` that each process passes. A pickled value may have 64 KiB."""
+    """Return what each process passes; a pickled value may have 64 KiB."""
     if PROCESSES == 1:
         return [value]
     sent = np.zeros(1 << 16, np.uint8)
@@ -230,9 +220,9 @@ def of_all_processes(value):
     return [pickle.loads(received.tobytes()) for received in received_from_all(sent)]
 
 
-# On CPUs, tests that mostly compile need half the time with optimizations disabled.
+# Tests that mostly compile need half the time without optimizations.
 QUICKLY = None if ON_GPU else {"xla_backend_optimization_level": 0}
-# For tests that check how XLA optimizes programs.
+# to check XLA's optimizations
 THOROUGHLY = None if ON_GPU else {"xla_backend_optimization_level": 3}
 quickly = functools.partial(jax.jit, compiler_options=QUICKLY)
 
@@ -246,8 +236,7 @@ OF_SEVERAL_AXES = [
 def over_ranks(fn, mesh=None, in_axes=0, out_axes=0, check_vma=True):
     """Map `fn` over the ranks: with a shard_map over the mesh, or with a vmap on one device.
 
-    `in_axes` gives each argument's rank axis. `out_axes` is the rank axis of all results. An axis
-    of None means that the array is equal on all ranks.
+    An axis of None in `in_axes` or `out_axes` means that the array is equal on all ranks.
     """
     if RANKS_ON_ONE_GPU and mesh is not None:
         assert in_axes == out_axes == 0, "all rank axes must be the first axis"
@@ -299,11 +288,10 @@ def placement(mesh):
 
 
 def on_each_rank(fn, mesh=None, check_vma=True, compiler_options=None, exchanges=None, split=0):
-    """Compile `fn`, mapped over the ranks, as a function of numpy arrays.
+    """Compile `fn`, mapped over the ranks, as a function of numpy arrays with a leading rank axis.
 
-    Arguments and results are pytrees whose leaves have a leading rank axis. Results are written
-    into donated buffers full of `poison`, so that a test detects elements that a kernel does not
-    write. `exchanges` and `split` are the arguments of `expect_exchanges` for each run.
+    Results are written into donated buffers of `poison`, which detects elements that a kernel does
+    not write.
     """
     sharding = placement(mesh)
     mapped = jax.jit(over_ranks(fn, mesh, check_vma=check_vma))
@@ -329,11 +317,7 @@ def on_each_rank(fn, mesh=None, check_vma=True, compiler_options=None, exchanges
     return run
 
 
-# If all ranks share one GPU, each test declares how many exchanges each rank makes: as an argument
-# of a program, with `expect_exchanges`, or with the marker `exchanges`.
-
-
-# `stated` is the number of exchanges that the test has declared, in `num_statements` calls.
+# the exchanges that the test has declared, in `num_statements` calls
 ledger = types.SimpleNamespace(stated=Count(), num_statements=0)
 
 
@@ -351,8 +335,7 @@ def splits_fit():
 
 @contextlib.contextmanager
 def expect_exchanges(whole, split=0):
-    """Fail unless each rank makes `whole` unsplit and `split` split exchanges in the `with` block.
-    The check runs only if all ranks share one GPU."""
+    """Fail unless the block makes so many exchanges on each rank; checked only on a shared GPU."""
     if not (RANKS_ON_ONE_GPU and ON_GPU):
         yield
         return
@@ -365,16 +348,14 @@ def expect_exchanges(whole, split=0):
 
 
 def stated(exchanges, split):
-    """Return `expect_exchanges(exchanges, split)`, or a context without checks if `exchanges` is
-    None."""
     return contextlib.nullcontext() if exchanges is None else expect_exchanges(exchanges, split)
 
 
 @contextlib.contextmanager
 def every_exchange_is_stated():
-    """Fail unless the test declares all its exchanges. A test without exchanges must declare 0."""
+    """Fail unless the test declares all its exchanges, or 0."""
     ledger.stated, ledger.num_statements = Count(), 0
-    run_case.cache_clear()  # for a cached case, no exchange would run
+    run_case.cache_clear()  # a cached case runs no exchange
     before = exchanged()
     yield
     actual = exchanged() - before
@@ -383,18 +364,17 @@ def every_exchange_is_stated():
 
 
 def is_traced(*args):
-    """Return True if JAX is tracing, or if an argument is a tracer."""
     tracers = (isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args))
     return compat.traced_function() is not None or any(tracers)
 
 
 def counted(jitted, exchanges, split):
-    """Return a jitted function that waits for each run and checks how many exchanges it made."""
+    """Return a jitted function that waits for each run and checks its exchanges."""
 
     @functools.wraps(jitted)
     def run(*args, **kwargs):
         if is_traced(args, kwargs):
-            return jitted(*args, **kwargs)  # the enclosing program counts the exchanges
+            return jitted(*args, **kwargs)  # the enclosing program counts
         with stated(exchanges, split):
             return jax.block_until_ready(jitted(*args, **kwargs))
 
@@ -402,7 +382,7 @@ def counted(jitted, exchanges, split):
 
 
 def eagerly(fn, exchanges=None, split=0):
-    """Return a function that runs `fn` without jit and checks how many exchanges each run makes."""
+    """Run `fn` without jit, and check the exchanges of each run."""
 
     def run(*args):
         with stated(exchanges, split):
@@ -418,7 +398,7 @@ def emulated_group(ranks):
 
 
 def vmapped_group(ranks):
-    """Return `emulated_group`, or, if all ranks share one GPU, the group that runs the kernels."""
+    """Return `emulated_group` or, if all ranks share one GPU, the group that runs the kernels."""
     return group_of(RANKS_ON_ONE_GPU) if RANKS_ON_ONE_GPU else emulated_group(ranks)
 
 
@@ -445,8 +425,8 @@ def exchange_program(layout, ranks):
 
 
 def exchange_inputs(case, ranks, seed=0):
-    """Return the arguments of `exchange_fn` for all ranks, and the expected routing. Elements that
-    the program must not read are NaN."""
+    """Return all ranks' arguments of `exchange_fn`, with NaN where nothing may read, and the
+    routing."""
     layout = case.layout
     rng = np.random.default_rng([seed, ranks, layout.tokens])
     ids = case.ids(ranks, seed)
@@ -464,7 +444,7 @@ def exchange_inputs(case, ranks, seed=0):
 
 @functools.lru_cache(maxsize=4)
 def run_case(case, ranks, seed=0):
-    """Run a case, and return its results, its inputs and the expected routing."""
+    """Return the results of a case, its inputs and the expected routing."""
     (ids, x, topk_weights, y), routing = exchange_inputs(case, ranks, seed)
     results = exchange_program(case.layout, ranks)(ids, x, topk_weights, y)
     return types.SimpleNamespace(
@@ -473,7 +453,7 @@ def run_case(case, ranks, seed=0):
 
 
 def assert_same_bytes(actual, expected, what=""):
-    """Assert equal shapes, dtypes and bits. NaNs with equal bits are equal; 0 is not -0."""
+    """NaNs with equal bits are equal; 0 is not -0."""
     actual, expected = numpy_of((actual, expected))
     assert actual.dtype == expected.dtype, what
     assert actual.shape == expected.shape, what
@@ -481,7 +461,7 @@ def assert_same_bytes(actual, expected, what=""):
 
 
 def assert_recv_is(recv, x, topk_weights, expected):
-    """Compare a Recv [R, ...] of payload `x` (a dict) with the oracle. Ignore the routing."""
+    """Compare a Recv [R, ...] of payload `x` (a dict) with the oracle, except its routing."""
     for name, leaf in x.items():
         assert_same_bytes(recv.rows[name], oracle.dispatch(leaf, expected), name)
     if topk_weights is None:
@@ -495,8 +475,7 @@ def assert_recv_is(recv, x, topk_weights, expected):
 
 
 def assert_rows_are_described(recv, expected, experts):
-    """Compare the fields of a Recv [R, ...] that describe rows with the expected routing.
-    `experts`: the expected expert_ids [R, L]."""
+    """Compare the fields that describe rows; `experts` are the expected expert_ids [R, L]."""
     for name, value in {
         "group_sizes": expected.group_sizes,
         "row_offsets": expected.row_offsets,
@@ -517,7 +496,7 @@ def assert_sums_agree(actual, expected, slack, what=""):
     assert actual.shape == expected.shape, what
     actual, expected = actual.astype(np.float64), expected.astype(np.float64)
     np.testing.assert_array_equal(np.isnan(actual), np.isnan(expected), err_msg=what)
-    with np.errstate(invalid="ignore"):  # inf - inf is NaN, which is not > slack
+    with np.errstate(invalid="ignore"):  # inf - inf is NaN, not > slack
         too_far = np.abs(actual - expected) > slack
     assert not too_far.any(), (
         f"{what}: {too_far.sum()} of {too_far.size} sums are too far away, "
@@ -549,7 +528,6 @@ def nested_jaxprs(eqn):
 
 
 def count_primitives(jaxpr, prefix="moe_a2a_"):
-    """Count by name the primitives that begin with `prefix` in a jaxpr and its nested jaxprs."""
     names = (eqn.primitive.name for eqn in equations(jaxpr))
     return dict(
         collections.Counter(name.removeprefix(prefix) for name in names if name.startswith(prefix))

@@ -1,9 +1,5 @@
-"""Build the extension without kernels: with it, tests lower programs for CUDA on every machine that
-has a C++ compiler.
-
-It contains the host code in `cuda` and the fake driver in `tests/emulation/host`. The host code
-decides which calls the kernels support, and describes the calls to XLA.
-"""
+"""Build the extension without kernels, with which tests lower programs for CUDA wherever a C++
+compiler is."""
 
 import fcntl
 import hashlib
@@ -26,8 +22,7 @@ FAKES = ("fake_driver.cc", "fake_gemm.cc")
 
 
 def provide():
-    """If the package has no extension and g++ exists, build one for this process and its children.
-    Call this before the package is imported."""
+    """Build an extension if none exists and g++ does; call before the package is imported."""
     folders = [str(pathlib.Path(entry, PACKAGE)) for entry in (str(ROOT), *sys.path)]
     finders = [finder for finder in sys.meta_path if hasattr(finder, "find_spec")]
     is_there = any(finder.find_spec(f"{PACKAGE}._native", folders) for finder in finders)
@@ -40,7 +35,7 @@ def provide():
 
 
 def pretend():
-    """Import the extension with the fake driver. Call this before the package is imported."""
+    """Import the extension with the fake driver, before the package is imported."""
     name = f"{PACKAGE}._native"
     (library,) = pathlib.Path(built(), PACKAGE).glob("_native*")
     spec = importlib.util.spec_from_file_location(name, library)
@@ -49,7 +44,7 @@ def pretend():
 
 
 def built():
-    """Build the extension if its sources have changed. Return a folder for `sys.path`."""
+    """Return a folder for `sys.path`; build only if the sources have changed."""
     import nanobind
 
     sources = [CUDA / "ext.cc", CUDA / "gemm/limits.cc", *(HOST / name for name in FAKES)]
@@ -73,7 +68,7 @@ def built():
 
     def compiled(source):
         object_file = folder / f"{source.parent.name}-{source.name}.o"
-        # Only ext.cc is compiled with the digest, so a compiler cache can reuse the other objects.
+        # A compiler cache can reuse the objects without the digest.
         own = [all_sources] if source.name == "ext.cc" else []
         subprocess.run(["g++", *flags, *own, "-c", source, "-o", object_file], check=True)
         return object_file
@@ -91,7 +86,7 @@ def built():
 
 
 def digest_of_cuda():
-    """Return the digest of the files in `cuda`, as CMakeLists.txt and the package compute it."""
+    """Return the digest as CMakeLists.txt and the package compute it."""
     files = (file for file in CUDA.rglob("*") if file.suffix in (".cc", ".cu", ".cuh", ".h"))
     named = sorted((file.relative_to(CUDA).as_posix(), file) for file in files)
     lines = (f"{hashlib.sha256(file.read_bytes()).hexdigest()} {name}\n" for name, file in named)

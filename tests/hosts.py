@@ -1,8 +1,5 @@
-"""Make fake hosts for tests: network namespaces with separate addresses that a bridge connects.
-
-Programs in two namespaces share no loopback, port or abstract socket, like programs on two hosts.
-Making namespaces needs root and `ip` of iproute2.
-"""
+"""Make fake hosts for tests: network namespaces that a bridge connects, without shared loopback,
+ports or abstract sockets. This needs root and `ip` of iproute2."""
 
 import contextlib
 import os
@@ -12,8 +9,8 @@ import signal
 import socket
 import subprocess
 
-NETWORK = "10.213.0"  # the addresses of the namespaces
-HOSTS_FILES = pathlib.Path("/etc/netns")  # `ip netns exec` reads /etc/hosts from here
+NETWORK = "10.213.0"
+HOSTS_FILES = pathlib.Path("/etc/netns")  # `ip netns exec` reads /etc/hosts here
 
 
 def address_of(host):
@@ -24,14 +21,12 @@ COORDINATOR = f"{address_of(0)}:9876"  # any port is free in a new namespace
 
 
 def inside(name, *command):
-    """Return a command that runs `command` on the host `name`."""
     return ["ip", "netns", "exec", name, *command]
 
 
 @contextlib.contextmanager
 def namespaces(count):
-    """Make `count` hosts, and yield their names. At the end, kill the processes on the hosts and
-    remove the hosts."""
+    """Yield the names of `count` hosts; at the end, kill their processes and remove them."""
     if os.geteuid() or not shutil.which("ip"):
         raise RuntimeError("network namespaces need root, and `ip` of iproute2")
     names = [f"moe-a2a-{os.getpid()}-{host}" for host in range(count)]
@@ -42,7 +37,7 @@ def namespaces(count):
             _ip("-n", name, "link", "set", "lo", "up")
             folder = HOSTS_FILES / name
             folder.mkdir(parents=True)
-            # gloo resolves the host's name.
+            # for gloo
             own = f"{address_of(host)} {socket.gethostname()}"
             (folder / "hosts").write_text(f"127.0.0.1 localhost\n{own}\n")
         _ip("-n", first, "link", "add", "bridge", "type", "bridge")

@@ -1,8 +1,8 @@
-"""Compute the expected results of exchanges and layers in numpy, with plain loops.
+"""Compute the expected results of exchanges and layers in numpy, with plain loops in the order that
+the documents define.
 
 Every array has a leading rank axis of length R. T is the number of tokens of a rank, K is top_k, L
 is the number of local experts, and C is the capacity. This file shares no code with the package.
-Its loops visit ranks, tokens and choices in the order that the documents define.
 """
 
 import dataclasses
@@ -12,14 +12,14 @@ import typing
 import ml_dtypes
 import numpy as np
 
-DROPPED = -2  # in place of the row of a dropped choice
+DROPPED = -2  # the row of a dropped choice
 ABSENT = -1
-TAIL = -2  # in place of the slot of a row after the last group
+TAIL = -2  # the slot of a row after the last group
 
 
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """The fields of the package's Routing as int32 numpy arrays, with a leading rank axis."""
+    """The fields of the package's Routing as int32 numpy arrays."""
 
     token_slot: np.ndarray  # [R, T, R]
     slot_token: np.ndarray  # [R, R, T]
@@ -33,8 +33,7 @@ class Routing:
     num_rows: np.ndarray  # [R]
     num_dropped: np.ndarray  # [R]
     num_invalid: np.ndarray  # [R]
-    # Only the oracle has this field: the row of a choice on its destination rank, ABSENT or
-    # DROPPED.
+    # the row on the destination rank, ABSENT or DROPPED; only in the oracle
     choice_row: np.ndarray  # [R, T, K]
 
     @property
@@ -43,7 +42,6 @@ class Routing:
 
     @property
     def is_tail(self) -> np.ndarray:
-        """Return a bool array [R, C]: True for rows after the last group."""
         ends = self.group_sizes.sum(axis=1)
         return np.arange(self.capacity) >= ends[:, None]
 
@@ -58,7 +56,6 @@ FIELDS = tuple(f.name for f in dataclasses.fields(Routing) if f.name != "choice_
 
 
 def default_capacity(ranks, tokens, top_k, local_experts, alignment):
-    """Return a capacity at which no routing drops a choice: a row for every choice, and padding."""
     rows = ranks * tokens * top_k
     rows += min(local_experts, rows) * (alignment - 1)
     return -(-rows // alignment) * alignment
@@ -91,7 +88,7 @@ def kept_choices(ids, first_expert, local_experts, capacity, alignment):
 def route(ids, num_experts, capacity, alignment=1):
     """Compute the routing of ids [R, T, K]. Expert e is on rank e // L."""
     ranks, tokens, top_k = ids.shape
-    ids = ids.tolist()  # Python integers, which do not overflow
+    ids = ids.tolist()  # Python integers do not overflow
     local_experts = num_experts // ranks
     assert local_experts * ranks == num_experts
 
@@ -179,7 +176,7 @@ def choices(routing):
 
 
 def dispatch(x, routing):
-    """Copy tokens x [R, T, ...] to rows [R, C, ...]. Rows without a token are zero."""
+    """Copy tokens [R, T, ...] to rows [R, C, ...], which are zero without a token."""
     rows = np.zeros((x.shape[0], routing.capacity, *x.shape[2:]), x.dtype)
     for source, token, _, destination, row in choices(routing):
         rows[destination, row] = x[source, token]
@@ -187,7 +184,7 @@ def dispatch(x, routing):
 
 
 def dispatch_choices(values, routing):
-    """Copy values [R, T, K] of choices, such as weights, to the rows [R, C] of the choices."""
+    """Copy values [R, T, K] of choices to rows [R, C]."""
     rows = np.zeros((values.shape[0], routing.capacity), values.dtype)
     for source, token, k, destination, row in choices(routing):
         rows[destination, row] = values[source, token, k]
@@ -195,7 +192,7 @@ def dispatch_choices(values, routing):
 
 
 def combine_choices(rows, routing):
-    """Copy values [R, C] of rows to their choices [R, T, K] (transpose of `dispatch_choices`)."""
+    """Copy values [R, C] of rows to their choices [R, T, K]."""
     values = np.zeros(routing.choice_row.shape, rows.dtype)
     for source, token, k, destination, row in choices(routing):
         values[source, token, k] = rows[destination, row]
@@ -219,17 +216,16 @@ def combine(y, routing, weights=None, wire_dtype=None, add=None):
     this partial sum to `wire_dtype`, or calls `wire_dtype` if it is a function. The partial sums
     are added in the order of ranks, then `add` is added. The result is rounded to y's dtype.
 
-    A correct result differs from the sums by at most the slack. Without weights, the slack is zero,
-    because the definition fixes every rounding. With weights, a fused multiply-add may change the
-    roundings of partial sums and of the result by one step. If `wire_dtype` is a function, the
-    slack ignores its rounding, so all products must be exact.
+    A correct result differs by at most the slack, one step of the partial sums and of the result,
+    because of fused multiply-adds. Without weights, the slack is zero. If `wire_dtype` is a
+    function, whose rounding the slack ignores, all products must be exact.
     """
     return combine_pairs([(y, weights)], routing, wire_dtype, add)
 
 
 def combine_pairs(pairs, routing, wire_dtype=None, add=None):
-    """Like `combine`, for several pairs (rows [R, C, ...], weights [R, C] or None). For each
-    choice, add the products of all pairs in order."""
+    """Combine the pairs (rows [R, C, ...], weights [R, C] or None), and add a choice's products in
+    order."""
     with np.errstate(over="ignore", invalid="ignore"):
         return _combine(pairs, routing, wire_dtype or pairs[0][0].dtype, add)
 
@@ -276,8 +272,8 @@ def _combine(pairs, routing, wire_dtype, add):
 
 
 def combine_of_hosts(pairs, routing, hosts, wire_dtype=None, add=None):
-    """Combine pairs first within each host, and then across hosts. A host's sum is rounded to y's
-    dtype, then to the wire dtype. The wire dtype must not have more bits than y's dtype."""
+    """Combine pairs within each host, and then across hosts. A host's sum is rounded to y's dtype,
+    then to the wire dtype."""
     dtype, of_host = pairs[0][0].dtype, len(pairs[0][0]) // hosts
     is_weighted = any(weights is not None for _, weights in pairs)
     on_the_wire = wire_dtype
@@ -305,7 +301,7 @@ def combine_of_hosts(pairs, routing, hosts, wire_dtype=None, add=None):
 
 
 def combine_transpose(g, y, routing, weights):
-    """Return the cotangents (dy, dw) of a weighted combine. g is the cotangent of the result."""
+    """Return the cotangents (dy, dw) of a weighted combine for the result's cotangent g."""
     acc = accumulation_dtype(y.dtype)
     gathered = dispatch(g, routing).astype(acc)
     dy, dw = np.zeros(y.shape, y.dtype), np.zeros(y.shape[:2], acc)
@@ -315,7 +311,7 @@ def combine_transpose(g, y, routing, weights):
     return dy, dw
 
 
-# With replicated tokens, each rank has a separate routing to only the experts of this rank.
+# With replicated tokens, each rank has a separate routing to only its experts.
 
 
 def mode_ids(ids, local_experts, replicated):
@@ -336,15 +332,13 @@ def mode_capacity(ranks, tokens, top_k, local_experts, alignment, replicated):
 
 
 def route_mode(ids, local_experts, capacity, alignment, replicated):
-    """Return a list of routings: one of ids [R, T, K] or, for replicated tokens, one for each
-    rank."""
+    """Return one routing of ids [R, T, K] or, for replicated tokens, one for each rank."""
     new_ids, experts = mode_ids(ids, local_experts, replicated)
     return [route(each, experts, capacity, alignment) for each in new_ids]
 
 
 def capacity_of_factor(factor, ranks, tokens, top_k, local_experts, alignment, replicated):
-    """Return the capacity of a `capacity_factor`: the factor times the mean number of rows, plus
-    padding."""
+    """Return the factor times the mean number of rows, plus padding."""
     factor = decimal.Decimal(str(factor))
     in_all = (1 if replicated else ranks) * tokens * top_k
     rows = 0
@@ -364,8 +358,7 @@ def row_experts(routing):
 
 
 def expert_load(routings):
-    """Return (rows of each expert, rows of each rank, dropped rows of each rank). `routings` are
-    from `route_mode`."""
+    """Return (rows of each expert, rows of each rank, dropped rows of each rank)."""
     per_expert = []
     for routing in routings:
         for experts in row_experts(routing):
@@ -377,15 +370,13 @@ def expert_load(routings):
     return np.array(per_expert, np.int32), *counts
 
 
-# The functions below compute products and layers of experts in float64. They are analytic, so a
-# complex step computes derivatives as accurately as values.
+# The functions below are analytic in float64, so a complex step gives accurate derivatives.
 
 STEP = 1e-100
 
 
 def derivative(fn, arrays, directions):
-    """Return the directional derivatives of `fn`, a function from a dict of arrays to another
-    dict."""
+    """Return the directional derivatives of `fn`, from a dict of arrays to another dict."""
     moved = {name: array + STEP * 1j * directions[name] for name, array in arrays.items()}
     return {name: array.imag / STEP for name, array in fn(moved).items()}
 
@@ -404,8 +395,8 @@ def spans(sizes, num_rows):
 
 
 def grouped_dot(rows, w, sizes):
-    """Multiply rows [C, K] by their group's matrix of w [L, K, N]. Rows outside of the groups
-    become zero."""
+    """Multiply rows [C, K] by their group's matrix of w [L, K, N]; rows outside of groups become
+    zero."""
     out = np.zeros((rows.shape[0], w.shape[2]), type_of((rows, w)))
     for (start, end), matrix in zip(spans(sizes, len(rows)), w, strict=True):
         out[start:end] = rows[start:end] @ matrix
@@ -413,11 +404,11 @@ def grouped_dot(rows, w, sizes):
 
 
 def grouped_dot_fp8(rows, w, sizes, block=128):
-    """Multiply the FP8 rows of each group by the group's FP8 weights, as docs/fp8.md defines.
+    """Multiply FP8 rows by FP8 weights, as docs/fp8.md defines.
 
     Rows are (values [C, K], scales [C, K / block]). Weights are (values [L, N, K], scales [L, N /
-    block, K / block]). Return the float32 results [C, N], and for each result the sum of its terms'
-    magnitudes. Error bounds are relative to these sums.
+    block, K / block]). Return the float32 results [C, N], and the sum of each result's terms'
+    magnitudes, to which error bounds are relative.
     """
     (values, scales), (w_values, w_scales) = rows, w
     wide = lambda x: x.astype(np.float64)
@@ -435,8 +426,7 @@ def grouped_dot_fp8(rows, w, sizes, block=128):
 
 
 def grouped_outer(x, y, sizes):
-    """Return x^T y [L, K, N] of each group's rows. For a cotangent y, this is the gradient of `w`
-    in `grouped_dot`."""
+    """Return x^T y [L, K, N] of each group's rows."""
     out = np.zeros((len(sizes), x.shape[1], y.shape[1]), type_of((x, y)))
     for group, (start, end) in enumerate(spans(sizes, len(x))):
         out[group] = x[start:end].T @ y[start:end]
@@ -444,7 +434,7 @@ def grouped_outer(x, y, sizes):
 
 
 def products(arrays, sizes, between):
-    """Multiply rows [C, K] by w[0], w[1], ... of w [D, L, K, N]. Apply the activation `between`
+    """Multiply rows [C, K] by w[0], w[1], ... of w [D, L, K, N], with the activation `between`
     them."""
     return _products(arrays, sizes, between)[-1]
 
@@ -458,7 +448,7 @@ def _products(arrays, sizes, between):
 
 
 def products_transpose(arrays, sizes, between, g):
-    """Transpose `products`: return the cotangents of `arrays`. g is the cotangent of the result."""
+    """Return the cotangents of `arrays` in `products` for the result's cotangent g."""
     found = _products(arrays, sizes, between)
     of_w = [None] * len(found)
     for i in reversed(range(len(found))):
@@ -483,7 +473,7 @@ def elementwise(fn, slope):
 
 
 def gated(fn, slope):
-    """Return the activation fn(gate) * up. The first half of the columns is the gate."""
+    """Return the activation fn(gate) * up; the first half of the columns is the gate."""
 
     def transpose(g, h, p):
         gate, up = np.split(h, 2, axis=1)
@@ -531,8 +521,8 @@ class Rows:
 
 
 def rows_of(ids, local_experts, routings, replicated):
-    """Return the `Rows` of routings that `route_mode` made. With replicated tokens, the source of a
-    row is the owner of its expert, because each rank computes partial sums of its own tokens."""
+    """With replicated tokens, a row's source is its expert's owner, which computes a partial
+    sum."""
     new_ids, _ = mode_ids(ids, local_experts, replicated)
     found = []
     for rank, (domain, routing) in enumerate(zip(new_ids, routings, strict=True)):
@@ -548,8 +538,8 @@ def expert_layer(a, rows, activation, weigh_input=False):
     """Return the output [R, T, H] of a layer.
 
     `a` has x [R, T, H], weights [R, T, K], w_in [R, L, H, I'], w_out [R, L, I, H], and optionally
-    b_in [R, L, I'], b_out [R, L, H] and p [R, ...]. Weights multiply the outputs of experts. With
-    `weigh_input`, weights multiply the inputs of experts.
+    b_in [R, L, I'], b_out [R, L, H] and p [R, ...]. Weights multiply the outputs of experts or,
+    with `weigh_input`, their inputs.
     """
     y = _rows_of_layer(a, rows, activation, weigh_input)[-1]
     out = np.zeros(a["x"].shape, y.dtype)
@@ -573,8 +563,7 @@ def _rows_of_layer(a, rows, activation, weigh_input):
 
 
 def expert_layer_transpose(a, rows, activation, g, weigh_input=False):
-    """Transpose `expert_layer`: return the cotangents of `a`. g [R, T, H] is the output's
-    cotangent."""
+    """Return the cotangents of `a` in `expert_layer` for the output's cotangent g [R, T, H]."""
     x, before, h, p, act, weight, _ = _rows_of_layer(a, rows, activation, weigh_input)
     g = g[rows.home]
     of_act = np.einsum("nh,nih->ni", g, a["w_out"][rows.place])

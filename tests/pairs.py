@@ -1,5 +1,5 @@
-"""Check in jaxprs that every start of an exchange has one done, and that only this done uses the
-start's results (the arrays in flight)."""
+"""Check in jaxprs that every start of an exchange has one done, which alone uses the start's
+results."""
 
 import harness
 from jax.extend.core import Literal
@@ -9,7 +9,7 @@ STARTS = {
     "moe_a2a_combine_start": "moe_a2a_combine_done",
 }
 DONES = {done: start for start, done in STARTS.items()}
-# JAX's vmap and shard_map insert these primitives between a start and its done.
+# JAX's vmap and shard_map insert these between a start and its done.
 PASSING = {"reshape", "transpose", "squeeze", "broadcast_in_dim", "pvary", "pcast", "copy"}
 
 
@@ -22,7 +22,7 @@ def subjaxprs(jaxpr):
 
 
 def num_pairs(jaxpr):
-    """Return a dict: the number of starts in a program, by name. Fail if `problems` finds any."""
+    """Return the number of starts by name; fail if `problems` finds any."""
     found = problems(jaxpr)
     assert not found, "\n".join(found)
     counts = harness.count_primitives(jaxpr)
@@ -35,7 +35,7 @@ def problems(jaxpr):
 
 
 def problems_of_one(jaxpr):
-    """Return `problems` of one jaxpr. No start's result may be an operand of a nested jaxpr."""
+    """No start's result may be an operand of a nested jaxpr."""
     found = []
     origin = {}  # variable -> (index of the start's equation, index of its result)
     dones = {}  # index of a start's equation -> number of its dones

@@ -5,8 +5,6 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """The attributes of a `jax.Device` that the package reads."""
-
     id: int
     process_index: int
     platform: str = "gpu"

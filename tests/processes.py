@@ -1,5 +1,4 @@
-"""Run the tests in several processes of one JAX job. Each process has an equal share of the
-devices. All run the same tests in the same order.
+"""Run the tests in several processes of one JAX job, each with an equal share of the devices.
 
     python -m tests.processes 2                                 # all tests in 2 processes
     python -m tests.processes 4 -- -q tests/test_dispatch.py    # after -- for pytest
@@ -7,13 +6,9 @@ devices. All run the same tests in the same order.
     python -m tests.processes 2 --devices 4 -- -q   # CPU devices of all processes together
     MOE_A2A_TEST_GPU=1 python -m tests.processes 2              # GPUs instead of 8 CPU devices
 
-The program prints the output of process 0. If a process fails, the program also prints the last
-output of all other processes. The program kills all processes after its deadline, or 30 seconds
-after the first process has ended. The program's exit status is 0 if all processes exit with 0.
-
-conftest.py calls `join` before any function of JAX. Tests write and read arrays through
-`harness.put` and `harness.numpy_of`. Tests that need a single process have the marker
-`one_process`.
+The program prints the output of process 0 and, after a failure, the last output of the others. It
+kills all processes after its deadline, or 30 seconds after the first process has ended. Tests read
+and write arrays with `harness.numpy_of` and `harness.put`, or have the marker `one_process`.
 """
 
 import argparse
@@ -27,16 +22,16 @@ import tempfile
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-VARIABLE = "MOE_A2A_TEST_PROCESS"  # coordinator address,processes,process,devices of each
+VARIABLE = "MOE_A2A_TEST_PROCESS"  # address of the coordinator,processes,process,devices of each
 ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
 CPU_DEVICES = 8  # of all processes together
-GRACE = 30  # seconds between the end of the first process and the kill of all other processes
+GRACE = 30  # seconds from the first process's end to the kill of all others
 STALLED = "the deadline was over"
 
 
 def joined():
-    """Return (coordinator address, number of processes, index of this process, devices per
-    process). In a single process, return None."""
+    """Return (coordinator address, processes, this process, devices per process), or None in a
+    single process."""
     if VARIABLE not in os.environ:
         return None
     address, *numbers = os.environ[VARIABLE].split(",")
@@ -44,7 +39,7 @@ def joined():
 
 
 def join(initialization_timeout=120, **options):
-    """Join the JAX job if `joined()` is not None. Call this function before JAX has devices."""
+    """Join the JAX job, if there is one, before JAX has devices."""
     if joined() is None:
         return
     address, processes, process, devices = joined()
@@ -70,7 +65,6 @@ def num_gpus():
 
 
 def environment_of(address, processes, process, devices):
-    """Return an environment for a process that calls `join`."""
     return os.environ | {VARIABLE: f"{address},{processes},{process},{devices}"}
 
 
@@ -82,14 +76,13 @@ def run(
     address=None,
     placed=lambda process, command: command,
 ):
-    """Run pytest in several processes. `placed(process, command)` may change a process's
-    command."""
+    """`placed(process, command)` may change a process's command."""
     devices, rest = divmod(num_gpus() if ON_GPU else cpu_devices, processes)
     if rest or not devices:
         sys.exit(f"{devices * processes + rest} devices cannot be divided by {processes} processes")
     address, workers, printed = address or free_address(), [], []
-    # No signal interrupts XLA, so pytest's timeouts need a thread. All processes must run the same
-    # tests in the same order.
+    # No signal interrupts XLA, so timeouts need a thread. Random or parallel orders would differ
+    # between processes.
     options = ["-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly"]
     options += ["-o", "timeout=300", "--timeout-method=thread", "--strict-markers"]
     try:
@@ -119,18 +112,15 @@ def run(
 
 
 def free_address():
-    """Return an address of this host with a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 def met_by_chance(*printed):
-    """Return True if the run may have failed by chance, so that the caller should repeat it once.
+    """Return True if the run may have failed by chance: a port in use, or a stall.
 
-    Another program may have used the free port first. On two busy cores with jax 0.10.2, processes
-    also stalled about once in hundreds of runs. If processes made calls in different orders, every
-    run would stall.
+    On two busy cores with jax 0.10.2, processes stalled about once in hundreds of runs.
     """
     return any(told in text for text in printed for told in ("already in use", STALLED))
 
@@ -154,14 +144,9 @@ def assert_tests_pass(tests, *options, deadline=150):
 def run_together(folder, programs, deadline):
     """Run programs of one job, and repeat them once if they failed by chance.
 
-    Args:
-      folder: where the output is written.
-      programs: a list of (command, additions to the environment). A command accepts
-        ``--coordinator``, ``--num-processes`` and ``--process-id``.
-      deadline: seconds for one try.
-
-    Returns:
-      Three lists: the failures as sentences, and the stdout and the stderr of each program.
+    ``programs`` are pairs (command, additions to the environment). A command accepts
+    ``--coordinator``, ``--num-processes`` and ``--process-id``. Return the failures as sentences,
+    and the stdout and the stderr of each program.
     """
 
     def start(process, address, out, err):
@@ -192,11 +177,8 @@ def how_it_ended(code):
 
 
 def wait_for(workers, deadline, grace=GRACE):
-    """Wait until all processes have ended, kill late processes, and return the failures.
-
-    A process is late after ``deadline`` seconds, or ``grace`` seconds after the first process
-    ended.
-    """
+    """Wait until all processes have ended, or kill those late by ``deadline`` or, after the first
+    end, ``grace`` seconds. Return the failures."""
     problems = []
     end, first = time.monotonic() + deadline, None
     while (running := [w for w in workers if w.poll() is None]) and time.monotonic() < end:

@@ -1,7 +1,7 @@
 """Define a small expert layer that compiles fast, and a dense layer with equal results.
 
-Expert e maps a row r to tanh(r * w[e]). The arrays of one rank are x [T, H], topk_weights [T, K],
-w [L, H] and ids [T, K]. The arrays of all ranks have a leading rank axis.
+Expert e maps a row r to tanh(r * w[e]). The arrays of one rank are x [T, H], topk_weights [T, K], w
+[L, H] and ids [T, K].
 """
 
 import functools
@@ -17,7 +17,7 @@ from dense_layer import experts_of
 
 import jax_moe_a2a as ma
 
-# `arguments` returns ids for it: some are masked, some are dropped, and some repeat an expert.
+# Its ids in `arguments` are partly masked, dropped and repeated.
 LAYOUT = cases.Layout(
     "small", tokens=6, top_k=3, local_experts=2, capacity=10, alignment=4, hidden=4
 )
@@ -51,7 +51,6 @@ DISPATCHES = dict(ids=by_ids, routing=by_routing, halves=by_halves)
 
 
 def experts(rows, row_offsets, w):
-    """Apply to each row of rows [C, H] the row's expert."""
     row = jnp.arange(rows.shape[0], dtype=jnp.int32)
     expert = (row[:, None] >= row_offsets[None, 1:-1]).sum(axis=1)
     return jnp.tanh(rows * w[expert])
@@ -67,7 +66,7 @@ def layer_of(group, layout=LAYOUT):
 
 
 def shapes_of_moe(layout, width, intermediate):
-    """Return the shapes of one rank's float arrays in `moe_layer`. `width` is the number of columns
+    """Return the shapes of one rank's float arrays in `moe_layer`; `width` is the number of columns
     of `w_in`."""
     experts = layout.local_experts
     return (
@@ -81,8 +80,8 @@ def shapes_of_moe(layout, width, intermediate):
 
 
 def moe_layer(*args, activation=None, change=None, layout=LAYOUT, group=None, **options):
-    """Call `ma.moe_mlp` with the arrays of `shapes_of_moe` (biases are optional) and ids of one
-    rank. `change` maps the experts to the experts that the call uses."""
+    """Call `ma.moe_mlp` on one rank with the arrays of `shapes_of_moe`, ids, and experts changed by
+    `change`."""
     x, topk_weights, *arrays, ids = args
     of_layout = route_args(group or harness.group_of(harness.SEVERAL), layout)
     experts = experts_of(*arrays, activation=activation)
@@ -92,14 +91,13 @@ def moe_layer(*args, activation=None, change=None, layout=LAYOUT, group=None, **
 
 
 def dense_layer(x, topk_weights, w, ids, kept):
-    """Compute the layer's output on all ranks without an exchange."""
     w_of_choice = w.reshape(-1, w.shape[-1])[jnp.clip(ids, 0, w.shape[0] * w.shape[1] - 1)]
     weights = jnp.where(kept, topk_weights, 0)[..., None]
     return jnp.sum(weights * jnp.tanh(x[:, :, None] * w_of_choice), axis=2)
 
 
 class Arguments(typing.NamedTuple):
-    """The arguments of `dense_layer` for all ranks, with the float arrays in one tuple."""
+    """The arguments of `dense_layer` for all ranks."""
 
     floats: tuple  # x [R, T, H], topk_weights [R, T, K], w [R, L, H]
     ids: np.ndarray  # [R, T, K]
@@ -126,7 +124,7 @@ def routing_of(ids, layout=LAYOUT):
 
 
 def expected_load(ids, layout):
-    """Return the arrays of an `ExpertLoad` for ids [R, T, K], in the order of its fields."""
+    """Return the arrays of an `ExpertLoad`, in the order of its fields."""
     experts, routing = layout.num_experts(len(ids)), routing_of(ids, layout)
     rows = np.zeros(experts, np.int32)
     for source, token, k, _, _ in oracle.choices(routing):
@@ -153,7 +151,7 @@ def layer_of_all_ranks(ranks=harness.SEVERAL, layout=LAYOUT, **options):
 
 
 def loss(out):
-    """Return a scalar loss that has nonzero derivatives of every order."""
+    """Return a scalar that has nonzero derivatives of every order."""
     return jnp.sum(jnp.sin(out.astype(jnp.float32)))
 
 
@@ -185,7 +183,7 @@ NAMES = ("x", "topk_weights", "w")
 
 
 def assert_close(actual, expected, what="", tolerance=2e-5):
-    """Assert that all leaves are close. The default tolerance is for float32 numbers near 1."""
+    """The default tolerance is for float32 numbers near 1."""
     actual, expected = map(jax.tree.leaves, harness.numpy_of((actual, expected)))
     assert len(actual) == len(expected)
     for i, (a, e) in enumerate(zip(actual, expected)):
@@ -201,8 +199,8 @@ def assert_close(actual, expected, what="", tolerance=2e-5):
 def assert_same(actual, expected, what=""):
     """Assert that all leaves have equal dtypes, shapes and bits.
 
-    On GPUs, float32 and float64 leaves may differ by a few roundings, because XLA's fusions and its
-    order of sums depend on the program. A weighted dispatch also sums in another order.
+    On GPUs, float32 and float64 leaves may differ by a few roundings, because XLA's fusions and
+    orders of sums depend on the program.
     """
     actual, expected = map(jax.tree.leaves, harness.numpy_of((actual, expected)))
     assert len(actual) == len(expected)
@@ -221,21 +219,19 @@ def counts(fn, *args):
 
 
 def equations(jaxpr, name):
-    """Return a program's equations of the primitive `moe_a2a_<name>`, in order."""
     return [eqn for eqn in harness.equations(jaxpr) if eqn.primitive.name == f"moe_a2a_{name}"]
 
 
 def shapes_of_one_rank(eqn):
-    """Return the shapes of the operands of `eqn` on one rank."""
     lead = int(eqn.params["emulated"])
     return [var.aval.shape[lead:] for var in eqn.invars]
 
 
 def payload(eqn):
-    """Return the shapes of the payload's leaves and of the choice arrays of a dispatch or combine.
-    For a weighted dispatch, return the shapes of the rows and of the weights."""
+    """Return the shapes of the payload's leaves, or a weighted dispatch's rows, and of the choice
+    arrays or weights."""
     num_leaves, num_choice_arrays = eqn.params["num_leaves"], eqn.params["num_choice_arrays"]
     shapes = shapes_of_one_rank(eqn)
     if eqn.primitive.name in ("moe_a2a_routed_dispatch", "moe_a2a_weighted_dispatch"):
-        shapes = shapes[1:]  # skip the ids, or the array that is dispatched
+        shapes = shapes[1:]  # without the ids, or the array that is dispatched
     return shapes[:num_leaves], shapes[num_leaves : num_leaves + num_choice_arrays]

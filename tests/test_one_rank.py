@@ -41,7 +41,6 @@ def whole(x, ids, weights, **route_args):
 @pytest.mark.parametrize("make_group", GROUPS.values(), ids=GROUPS)
 @pytest.mark.parametrize("layer, tokens", ((whole, TOKENS), (whole, 300), (split, TOKENS)))
 def test_replicated_inputs_have_replicated_results(make_group, layer, tokens):
-    """If a result varied, out_specs=PartitionSpec() would be an error with check_vma=True."""
     group, replicated = make_group(), PartitionSpec()
     route_args = dict(group=group, num_experts=EXPERTS)
 

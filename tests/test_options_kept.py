@@ -1,7 +1,5 @@
 """Test that all exchanges of a dispatch, forward and backward, get each static option of the
-dispatch.
-
-Most options have a unique object (sentinel) as value here. One option is made up."""
+dispatch."""
 
 import collections
 import functools
@@ -37,8 +35,8 @@ WIRE, FORMAT = jnp.dtype("float16"), ma.BlockwiseFp8()
 
 @pytest.fixture(autouse=True)
 def sentinels(monkeypatch):
-    """Add the option `made_up`. Set all options outside of MEANT to sentinels, and return a dict of
-    these."""
+    """Add the option `made_up`; return a dict of the sentinels set for all options outside of
+    MEANT."""
     old = record.Options
     defaults = [*old._field_defaults.values(), None]
     new = collections.namedtuple("Options", [*old._fields, "made_up"], defaults=defaults)
@@ -126,10 +124,9 @@ def test_every_option_reaches_every_exchange(form, sentinels):
             assert getattr(eqn.params["options"], name) == value, eqn.primitive
     for eqn in outward:
         assert eqn.params["options"].tail == "unspecified", eqn.primitive
-    # Exchanges that only move router weights have no wire dtype, because nothing is summed.
+    # Router weights are not summed, so their exchanges have no wire dtype.
     wires = [eqn.params["options"].wire_dtype for eqn in inward if eqn.params["num_leaves"]]
     assert set(wires) == {WIRE}
-    # An exchange has the format among its options only if the exchange itself quantizes.
     formats = [eqn.params["options"].token_format for eqn in outward]
     if "format" in form or "FP8" in form:
         by_exchange = "two levels" not in form and "halves" not in form

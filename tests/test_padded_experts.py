@@ -1,8 +1,5 @@
-"""Test FP8 experts with a size that is no multiple of 128: padding with zeros changes no result.
-
-The function `oracle` does not pad, so the last group of a row has fewer than 128 numbers. All
-inputs are integers, so sums are exact in any order.
-"""
+"""Test FP8 experts with a size that is no multiple of 128 against an oracle that does not pad. All
+inputs are integers, so sums are exact in any order."""
 
 import functools
 
@@ -20,14 +17,14 @@ from test_fp8_layer import relative_error
 import jax_moe_a2a as ma
 
 RANKS = harness.SEVERAL
-HIDDEN, WIDTH = 136, 72  # a row [H] has groups of 128 and 8 numbers, a row [I] has one of 72
+HIDDEN, WIDTH = 136, 72  # groups of a row: [H] 128 and 8, [I] 72
 LAYOUT = cases.Layout("padded", tokens=6, top_k=2, local_experts=2, hidden=HIDDEN)
 RELU = ma.gated(jax.nn.relu)
 FIELDS = "w_in", "w_out", "b_in", "b_out"
 
 
 def arguments(activation=RELU):
-    """Return random x, topk_weights, experts and ids of all ranks. Most weights are zeros."""
+    """Return random x, topk_weights, experts and ids of all ranks."""
     rng = np.random.default_rng(0)
     experts = LAYOUT.local_experts
 
@@ -35,9 +32,9 @@ def arguments(activation=RELU):
         found = rng.integers(-3, 4, size=(RANKS, *shape)) * (rng.random((RANKS, *shape)) < density)
         return found.astype(np.float32)
 
-    x = 2 * integers(LAYOUT.tokens, HIDDEN) + 1  # odd, so next to large numbers, FP8 rounds them
+    x = 2 * integers(LAYOUT.tokens, HIDDEN) + 1  # odd, so FP8 rounds them next to large numbers
     x[..., ::40] *= 100
-    x[..., HIDDEN - 1] = 3  # so that the last group's scale differs from others
+    x[..., HIDDEN - 1] = 3  # a scale of its own for the last group
     w_in = integers(experts, HIDDEN, 2 * WIDTH, density=0.05)
     w_out = integers(experts, WIDTH, HIDDEN, density=0.2)
     biases = integers(experts, 2 * WIDTH), integers(experts, HIDDEN)
@@ -48,8 +45,7 @@ def arguments(activation=RELU):
 
 
 def rounded(row):
-    """Round a row to FP8, and return it as float64. Each group of 128 or fewer numbers has a
-    scale."""
+    """Round a row to FP8 in groups of at most 128 numbers, and return it as float64."""
     groups = []
     for group in np.split(row, range(128, len(row), 128)):
         codes, scales = encode_power_of_two(ma.BlockwiseFp8(), np.abs(group)[None])
@@ -58,7 +54,6 @@ def rounded(row):
 
 
 def oracle(x, topk_weights, experts, ids):
-    """Compute the layer in float64, with a loop over choices."""
     w_in, w_out, b_in, b_out = (
         np.concatenate(getattr(experts, name)).astype(np.float64) for name in FIELDS
     )
@@ -75,7 +70,6 @@ def oracle(x, topk_weights, experts, ids):
 
 
 def layer(x, topk_weights, experts, ids, *, wrap=lambda experts: experts, group=None, **options):
-    """Call `ma.moe_mlp` on one rank. `wrap` quantizes or pads the experts."""
     route_args = small_layer.route_args(group or harness.group_of(RANKS), LAYOUT)
     options = harness.exchanging(route_args, options)
     return ma.moe_mlp(x, ma.RouterChoices(ids, topk_weights), wrap(experts), **options)
@@ -103,8 +97,7 @@ def test_padding_changes_no_number(name):
 
 @functools.cache
 def gradients(name, *, is_padded=False, num_chunks=None):
-    """Return a layer's gradients on one device: of x, router weights and, unless they are frozen,
-    experts."""
+    """Return the gradients of x, router weights and, unless they are frozen, experts."""
     x, topk_weights, experts, ids = arguments()
     if is_padded:
         experts = jax.vmap(lambda experts: experts.padded())(experts)
@@ -121,7 +114,6 @@ def gradients(name, *, is_padded=False, num_chunks=None):
 @pytest.mark.exchanges(0)
 @pytest.mark.parametrize("name", WRAPS)
 def test_gradients_through_padded_experts_are_those_of_the_layer(name):
-    """In one case, the layer has chunks, and pads the tokens of each chunk."""
     found = gradients(name, num_chunks=2 if name == "transposed" else None)
     assert len(found) == (6 if name == "in_fp8" else 2)
     for one, right in zip(found, gradients("in the dtype of x"), strict=False):
@@ -140,8 +132,7 @@ def test_parameters_that_were_padded_train_alike_and_their_zeros_stay_zeros():
 
 @pytest.mark.exchanges(6)
 def test_a_whole_layer_has_a_router_and_a_shared_expert_of_the_true_width():
-    """`ma.moe` with padded experts returns the same result if the user also pads the tokens and the
-    router."""
+    """A user who pads the tokens and the router gets the same result."""
     config = ma.MoEConfig(HIDDEN, WIDTH, 4, ma.TopK(2), bias=True, shared_hidden=24)
     params = ma.init_moe(jax.random.key(0), config)
     params["experts"] = ma.quantize_experts(params["experts"])

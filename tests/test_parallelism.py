@@ -1,5 +1,5 @@
-"""Test that an expert layer equals the dense layer with the parallelism, gradient accumulation and
-rematerialization of real models. Each test compares the output and every gradient."""
+"""Test outputs and gradients of an expert layer against the dense layer, with the parallelism,
+gradient accumulation and rematerialization of real models."""
 
 import functools
 
@@ -38,7 +38,6 @@ def arguments(*lead, dtype="float32", seed=0):
 
 
 def choose(logits, top_k=TOP_K):
-    """Return the router weights and ids of the highest logits."""
     top_logits, ids = lax.top_k(logits, top_k)
     return jax.nn.softmax(top_logits, axis=-1), ids
 
@@ -48,8 +47,6 @@ def dense_layer(x, logits, w_in, w_out):
 
 
 def value_and_grads(layer, *args, argnums=(0, 1, 2, 3)):
-    """Return a layer's output, and the gradients of a scalar loss of this output."""
-
     def loss(*args):
         y = layer(*args)
         return jnp.sum(jnp.sin(y)), y
@@ -68,8 +65,7 @@ def assert_close(actual, expected, tolerance=2e-5):
 
 
 def test_the_portable_path_sends_a_block_of_all_tokens_to_every_rank():
-    """On TPUs, the dispatch and the combine each have one all-to-all, which sends a block for all
-    tokens to each rank."""
+    """On TPUs, the dispatch and the combine each have one all-to-all."""
 
     def on_rank(x, logits):
         recv = ma.dispatch(
@@ -87,11 +83,10 @@ def test_the_portable_path_sends_a_block_of_all_tokens_to_every_rank():
     program = layer.trace(*arguments(4 * 300)[:2]).lower(lowering_platforms=("tpu",)).as_text()
     sent = [line for line in program.splitlines() if "all_to_all" in line]
     with_rows = [line for line in sent if f"4x300x{HIDDEN}xf32" in line]
-    assert len(with_rows) == 2  # one in the dispatch, and one in the combine
+    assert len(with_rows) == 2
 
 
 def expert_layer(x, logits, w_in, w_out, group="expert", **options):
-    """Call `ma.moe_mlp` for x [..., H] inside a shard_map, as MaxText does."""
     weights, ids = choose(logits)
     tokens, ids, weights = (a.reshape(-1, a.shape[-1]) for a in (x, ids, weights))
     options = dict(group=group, num_experts=EXPERTS, **harness.exchanging(options))
@@ -109,8 +104,7 @@ BATCH = P("expert")
 
 
 def test_ep_tp_and_fsdp_together():
-    """Weights are divided over three mesh axes: expert, tp and fsdp. They are gathered over fsdp.
-    Each tp rank returns its share of H."""
+    """Weights are divided over three mesh axes, and gathered over fsdp."""
 
     def body(x, logits, w_gate, w_up, w_out):
         gather = functools.partial(lax.all_gather, axis_name="fsdp", tiled=True)
@@ -148,9 +142,7 @@ POLICIES = (
 
 @pytest.mark.parametrize("policy", POLICIES, ids=("dots", "routing"))
 def test_blocks_with_context_parallelism_fsdp_and_remat_accumulate_gradients(policy):
-    """A scan runs over blocks of attention and experts, inside a scan over micro-batches. Each
-    sequence is divided over two devices. The router is divided over ranks, and is gathered before
-    its use."""
+    """A scan over micro-batches contains a scan over blocks of attention and experts."""
 
     def body(x, router, w_in, w_out):
         logits = x @ lax.all_gather(router, "expert", tiled=True)
@@ -188,8 +180,6 @@ def test_blocks_with_context_parallelism_fsdp_and_remat_accumulate_gradients(pol
 @pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
 @pytest.mark.parametrize("replicated", (False, True))
 def test_a_program_under_another_mesh_runs_with_a_group_of_its_own(replicated, axis_type):
-    """As in serving systems, the context has one mesh for the model, and experts use a different
-    mesh."""
     mesh = mesh_of(axis_type, expert=2, tensor=1)
     outer = Mesh(mesh.devices.reshape(1, 2), ("data", "tensor"), axis_types=(axis_type,) * 2)
     tokens = P() if replicated else BATCH

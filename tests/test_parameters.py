@@ -18,7 +18,6 @@ SIZES = dict(hidden=128, expert_hidden=128, num_experts=2, choose=ma.TopK(1))
 
 
 def drawn(**options):
-    """Return the shapes of a layer's parameters for the config SIZES with `options`."""
     config = ma.MoEConfig(**SIZES | options)
     return jax.eval_shape(lambda: ma.init_moe(jax.random.key(0), config))
 
@@ -97,7 +96,7 @@ def test_experts_in_fp8_are_pytrees_whose_specs_have_their_structure(kind):
     for tensor, fsdp in itertools.product((None, "tensor"), (None, ("data", "more"), "data")):
         specs = ma.moe_partition_specs(params, ma.Axes("ep", tensor=tensor, fsdp=fsdp))
         assert jax.tree.structure(specs) == jax.tree.structure(params)
-        # As in XLA, a spec has no entries for the last axes of an array if they are not divided.
+        # XLA's specs have no entries for undivided last axes.
         assert not [spec for spec in jax.tree.leaves(specs) if spec and spec[-1] is None]
     of_shape = {
         (2, 128, 2, 128): P("ep", "data", None, "tensor"),

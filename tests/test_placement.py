@@ -1,8 +1,5 @@
-"""Test that kernels run on the devices of their program, and that ranks can share one GPU.
-
-The tests only lower programs for CUDA, which needs no GPU. The tests in tests/gpu run such
-programs.
-"""
+"""Test that kernels run on the devices of their program, and that ranks can share one GPU. The
+tests only lower programs for CUDA, which needs no GPU."""
 
 import re
 
@@ -52,8 +49,7 @@ def on_one_gpu(group):
 
 
 def avals(*lead, mesh=None):
-    """Return the types of the tokens and ids of all ranks. With a mesh, the leading axis is
-    sharded."""
+    """Return the types of the tokens and ids of all ranks, sharded if there is a mesh."""
     sharding = None if mesh is None else NamedSharding(mesh, PartitionSpec("ep"))
     return (
         jax.ShapeDtypeStruct((*lead, HIDDEN), jnp.bfloat16, sharding=sharding),
@@ -70,7 +66,7 @@ def calls(text):
 
 
 def devices_of(text):
-    """Return the list of devices of each kernel call in a program, in order."""
+    """Return the list of devices of each kernel call in a program."""
     found = re.findall(r"devices = (?:array<i64: ([\d, ]*)>|dense<\[?([\d, ]*)\]?>)", text)
     return [[int(n) for n in (a or b).split(",") if n.strip()] for a, b in found]
 
@@ -165,8 +161,6 @@ def test_a_group_takes_its_devices_from_the_mesh_of_shard_map(
 def test_a_model_that_sees_an_abstract_mesh_only_runs_the_kernels_on_that_of_set_mesh(
     devices_pass_for_gpus,
 ):
-    """Models with Explicit axes call get_abstract_mesh(), because get_mesh() raises inside jit."""
-
     def model(x, ids):
         mesh = jax.sharding.get_abstract_mesh()
         return on_mesh(ma.Group(mesh, "ep"), mesh)(x, ids)
@@ -190,8 +184,7 @@ def test_an_abstract_mesh_without_devices_is_portable_or_an_error(devices_pass_f
 
 @pytest.mark.parametrize("tokens", (0, TOKENS))
 def test_every_lowering_for_gpus_announces_this_process_even_if_no_kernel_runs(monkeypatch, tokens):
-    """This process has CPUs, so no kernel runs here. But other processes could have kernels, and
-    would wait for this process's announcement."""
+    """Other processes, which may have kernels, wait for this process's announcement."""
     announced = []
     monkeypatch.setattr(group_module, "announce", announced.append)
     mesh = mesh_of(jax.devices()[:RANKS])

@@ -1,5 +1,4 @@
-"""Test that a layer with replicas of experts has the output and all gradients of the layer without
-a placement."""
+"""Test a layer with replicas of experts against the layer without a placement."""
 
 import functools
 import re
@@ -19,8 +18,7 @@ pytestmark = [pytest.mark.exchanges(0), pytest.mark.usefixtures("exact_products"
 
 
 def placement_of(rng, ranks, local, spare, kind="random"):
-    """Return a placement in home form (a rank keeps its own experts) with random experts in spare
-    slots. Some are empty."""
+    """Return a placement in which ranks keep their experts, and spare slots are random or empty."""
     experts = ranks * local
     most = 31 if kind == "one" else 30
     spares = rng.integers(-1, experts, (ranks, spare))
@@ -106,17 +104,15 @@ GROUP = ma.Group(axis_name="ep", size=RANKS, implementation="portable")
 
 
 def layer_arguments(rng, hostile=False):
-    """Return random ids and float arrays of all ranks."""
     ids = rng.integers(-1, RANKS * LOCAL, (RANKS, TOKENS, TOP_K))
     if hostile:
-        ids[:] = 0  # all tokens choose expert 0
+        ids[:] = 0
     shapes = small_layer.shapes_of_moe(LAYOUT, 2 * WIDTH, WIDTH)
     floats = [jnp.asarray(rng.normal(size=(RANKS, *s)), jnp.float32) for s in shapes]
     return jnp.asarray(ids), floats
 
 
 def problem(seed=0):
-    """Return ids, float arrays, and a placement with one spare slot on each rank."""
     rng = np.random.default_rng(seed)
     placement, _ = placement_of(rng, RANKS, LOCAL, 1)
     return *layer_arguments(rng), placement
@@ -157,11 +153,11 @@ def test_a_layer_with_replicas_equals_the_layer_without(spare, options):
         ids, floats = layer_arguments(rng, kind == "one")
         actual, expected = run(ids, floats, placement), run(ids, floats, None)
         small_layer.assert_close(actual, expected, tolerance=2e-4)
-    assert run._cache_size() == 2  # compiled once with a placement, and once without
+    assert run._cache_size() == 2
 
 
 def test_gradients_of_rows_of_other_experts_do_not_count():
-    """The second row is not kept. Its cotangent is NaN, but its gradient is zero."""
+    """The cotangent of a row that is not kept is NaN, but the row's gradient is zero."""
     is_kept = jnp.array([True, False])
     rows, of_rows = jax.vjp(lambda x: placed._with_gradients_of(x, is_kept), jnp.ones((2, 3)))
     (found,) = of_rows(jnp.full((2, 3), 5.0).at[1].set(jnp.nan))
@@ -170,7 +166,7 @@ def test_gradients_of_rows_of_other_experts_do_not_count():
 
 @pytest.mark.parametrize("kind", ("frozen, chunks", "trained"))
 def test_replicas_compute_in_fp8(kind):
-    """Replicas change the results of an FP8 layer only because sums have another order."""
+    """Replicas change the results only because sums have another order."""
     size, rng = 128, np.random.default_rng(5)
     placement, _ = placement_of(rng, RANKS, LOCAL, 2)
     ids, (_, topk_weights, *_) = layer_arguments(rng)
@@ -200,14 +196,13 @@ def test_replicas_compute_in_fp8(kind):
 
 
 def test_chunks_fetch_once():
-    # One dispatch fetches the replicas' weights, and one combine sends their gradients back. The
-    # loop over chunks has two exchanges forward, and three backward.
+    # One dispatch fetches the weights, one combine returns gradients, and chunks add two exchanges
+    # forward, three backward.
     found = exchanges_of(of_ranks(value_and_gradients, num_chunks=TOKENS), *problem())
     assert found == dict(combine=1 + 2, dispatch=1 + 1 + 2)
 
 
 def exchanges_of(fn, *args):
-    """Count a program's exchanges by primitive."""
     counted = harness.count_primitives(jax.make_jaxpr(fn)(*args))
     return {n: count for n, count in counted.items() if n.endswith(("dispatch", "combine"))}
 
@@ -239,8 +234,8 @@ def test_the_backward_pass_fetches_again_and_no_program_joins_weights():
     ids, floats, placement = args = problem()
     forward, both = of_ranks(layer), of_ranks(value_and_gradients)
     assert exchanges_of(forward, *args) == dict(combine=1, dispatch=1, routed_dispatch=1)
-    # The forward pass fetches weights with one exchange, and has two more. The backward pass
-    # fetches the weights again, sends their gradients back, and has two more exchanges.
+    # Forward: one fetch of weights and two exchanges. Backward: a fetch, a return of gradients, and
+    # two exchanges.
     found = exchanges_of(both, *args)
     assert found == dict(combine=1 + 2, dispatch=1 + 2 + 1)
     _, transpose = jax.vjp(lambda floats: forward(ids, floats, placement), floats)
@@ -277,7 +272,7 @@ def test_kernels_read_home_and_fetched_weights_as_two_operands(hopper, kind):
 
 def test_moved_experts_change_no_bit_and_second_derivatives_are_those_of_the_plain_layer():
     ids, floats, placement = problem(3)
-    run = jax.jit(of_ranks(layer, capacity=6))  # with this capacity, both layers drop the same rows
+    run = jax.jit(of_ranks(layer, capacity=6))  # both layers drop the same rows
     order = np.array([2, 0, 3, 1])
     moved = ma.Placement.from_slots(order, RANKS * LOCAL, num_ranks=RANKS)
     weights = [x.reshape(-1, *x.shape[2:])[order].reshape(x.shape) for x in floats[2:]]

@@ -19,7 +19,6 @@ pytestmark = [
 
 
 def lowered(fn, ranks, *avals):
-    """Lower a function of one rank's arrays for `ranks` CPU devices."""
     mesh = Mesh(np.array(jax.devices("cpu")[:ranks]), "ep")
     group, split = ma.Group(mesh=mesh, axis_name="ep"), PartitionSpec("ep")
 
@@ -34,8 +33,6 @@ def aval(*shape, dtype="float32"):
 
 
 def num_operations(num_layers, *, ranks, top_k, tokens=16):
-    """Return the number of StableHLO operations of layers and their gradients."""
-
     def loss(floats, ids, group):
         x, topk_weights = floats
         for _ in range(num_layers):
@@ -53,8 +50,7 @@ def of_one_layer(**sizes):
 
 
 def test_a_layer_is_a_few_hundred_operations_whatever_its_sizes_are():
-    """The layer has a route, a dispatch, a combine and their gradients. Their sums over
-    choices and ranks are loops if they have many terms."""
+    """Sums over many choices or ranks are loops."""
     few = of_one_layer(ranks=2, top_k=1)
     assert few <= 620
     assert of_one_layer(ranks=2, top_k=1, tokens=1024) <= few + 5

@@ -1,7 +1,5 @@
-"""Test reading and writing the weights of published files: FP8 in 128x128 blocks, and MXFP4.
-
-The tests decode both formats in numpy, as their specifications define them.
-"""
+"""Test reading and writing published weights, FP8 in 128x128 blocks and MXFP4, against decoders in
+numpy."""
 
 import harness
 import jax
@@ -34,15 +32,14 @@ def shapes_of(kind, per_expert=True):
         shapes = {f"experts.{e}.{n}.weight": s for e in range(E) for n, s in of_expert.items()}
     else:
         shapes = {"experts.gate_up_proj": (E, 2 * I, H), "experts.down_proj": (E, H, I)}
-    if kind == "deepseek_v3":  # two shared experts, side by side
+    if kind == "deepseek_v3":  # two shared experts
         of_shared = dict(zip(NAMES, [(2 * I, H), (2 * I, H), (H, 2 * I)], strict=True))
         shapes |= {f"{SHARED}{name}.weight": shape for name, shape in of_shared.items()}
     return shapes
 
 
 def block_of(kind, per_expert=True, scale_dtype=np.float32):
-    """Return the tensors of a block. FP8 tensors contain random bytes, but no NaN, and have random
-    scales."""
+    """Return the tensors of a block, with random FP8 bytes (no NaN) and scales."""
     rng = np.random.default_rng(0)
     block = {"gate.weight": rng.normal(size=(E, H)).astype(jnp.bfloat16)}
     if kind == "deepseek_v3":
@@ -56,7 +53,7 @@ def block_of(kind, per_expert=True, scale_dtype=np.float32):
 
 
 def decoded(block, name):
-    """Decode an FP8 tensor [..., outputs, inputs] to float64, one 128x128 block after another."""
+    """Decode an FP8 tensor [..., outputs, inputs] to float64."""
     numbers = block[BLOCK + name].astype(np.float64)
     scales = block[BLOCK + name + "_scale_inv"].astype(np.float64)
     for index in np.ndindex(scales.shape):
@@ -67,7 +64,6 @@ def decoded(block, name):
 
 
 def numbers_of(w):
-    """Decode `QuantizedExperts` to float64 arrays with the axes of `Experts`."""
     scales = np.repeat(np.repeat(w.scales.astype(np.float64), 128, -1), 128, -2)
     return np.moveaxis(w.values.astype(np.float64) * scales, -1, 1)
 
@@ -101,7 +97,7 @@ def test_fp8_files_are_read_without_decoding_and_written_with_the_same_bits(kind
 
 
 def test_weights_quantized_here_are_written_as_fp8_files_with_their_bits():
-    """The package writes the same bits as a separate quantization in numpy."""
+    """The bits are those of a separate quantization in numpy."""
     config, rng = config_of("qwen3_moe"), np.random.default_rng(0)
     shapes = shapes_of("qwen3_moe") | {"gate.weight": (E, H)}
     floats = {BLOCK + n: rng.normal(size=s).astype(np.float32) for n, s in shapes.items()}
@@ -192,15 +188,14 @@ def test_tensors_of_pytorch_in_fp8_make_a_round_trip():
 
 
 def e2m1(nibble):
-    """Decode a number of 4 bits (OCP MX specification v1.0, section 5.3.3): a sign, two bits of
-    exponent with bias 1, and one bit of mantissa. Exponent 0 is subnormal."""
+    """Decode a number of 4 bits (OCP MX specification v1.0, section 5.3.3)."""
     sign, exponent, mantissa = nibble >> 3, nibble >> 1 & 3, nibble & 1
     magnitude = mantissa / 2 if exponent == 0 else 2.0 ** (exponent - 1) * (1 + mantissa / 2)
     return -magnitude if sign else magnitude
 
 
 def mxfp4(packed, scales):
-    """Decode MXFP4: from bytes [..., K / 32, 16] and scales [..., K / 32] to float64 [..., K]."""
+    """Decode bytes [..., K / 32, 16] and scales [..., K / 32] to float64 [..., K]."""
     table = np.array([e2m1(nibble) for nibble in range(16)])
     numbers = np.stack([table[packed & 15], table[packed >> 4]], axis=-1)
     numbers = numbers.reshape(*scales.shape, 32) * 2.0 ** (scales[..., None].astype(int) - 127)
@@ -223,7 +218,6 @@ def test_every_number_of_mxfp4_is_decoded_exactly():
 
 
 def gpt_oss(scales_of):
-    """Return a GPT-OSS config, the tensors of a block, and its decoded weights."""
     rng, hidden, width = np.random.default_rng(0), 64, 32
     sizes = dict(hidden_size=hidden, intermediate_size=width, num_local_experts=E)
     floats = {
@@ -262,8 +256,7 @@ def test_mxfp4_experts_of_gpt_oss_are_decoded_exactly():
 
 @pytest.mark.parametrize("span", (14, 15))
 def test_fp8_holds_mxfp4_exactly_if_the_scales_of_a_square_span_at_most_14(span):
-    """FP8 represents the numbers of a block exactly if `span` is 14, but not if it is 15. The
-    largest number is 6 * 2**span, the smallest 0.5."""
+    """FP8 represents numbers from 0.5 to 6 * 2**span exactly if `span` is 14, but not 15."""
     scales = np.random.default_rng(0).integers(127, 128 + span, size=(1, 128, 4)).astype(np.uint8)
     packed = np.random.default_rng(1).integers(0, 256, size=(1, 128, 4, 16)).astype(np.uint8)
     scales[0, 0, :2] = 127, 127 + span

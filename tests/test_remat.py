@@ -1,5 +1,5 @@
-"""Test exchanges under jax.checkpoint. An exchange whose results are saved is not repeated. No
-checkpoint policy changes a result."""
+"""Test that jax.checkpoint repeats only exchanges whose results are not saved, and changes no
+result."""
 
 import functools
 
@@ -19,12 +19,10 @@ POLICIES = jax.checkpoint_policies
 
 
 def saves_results_of(*names):
-    """Return a checkpoint policy that saves the results of the package's primitives `names`."""
     return lambda primitive, *_, **__: primitive.name in [f"moe_a2a_{name}" for name in names]
 
 
-# Each case has a policy, and the numbers of routes and dispatches in value and gradient of a
-# checkpointed layer. ``ONCE`` has the numbers of the other exchanges.
+# Policy, and numbers of routes and dispatches; ``ONCE`` has those of the other exchanges.
 ROUTING_ONLY = POLICIES.save_only_these_names(ma.ROUTING_CHECKPOINT_NAME)
 CASES = {
     "nothing": (POLICIES.nothing_saveable, dict(route=2, dispatch=2)),
@@ -68,7 +66,7 @@ def checkpointed(policy, routed_before=False):
 @pytest.mark.parametrize("routed_before", (False, True), ids=("ids", "routing"))
 @pytest.mark.parametrize("name", CASES)
 def test_a_policy_decides_what_is_exchanged_again_in_the_backward_pass(name, routed_before):
-    """The program has the same exchanges if the dispatch gets ids and if it gets a Routing."""
+    """A dispatch of ids and a dispatch of a Routing have the same exchanges."""
     policy, expected = CASES[name]
     floats, ids, _ = small_layer.arguments(RANKS)
     layer = checkpointed(policy, routed_before)
@@ -79,8 +77,6 @@ def test_a_policy_decides_what_is_exchanged_again_in_the_backward_pass(name, rou
 @pytest.mark.exchanges(lambda name: 18 if name == "routing" else 21)
 @pytest.mark.parametrize("name", ("no_policy", "routing"))
 def test_a_scan_over_checkpointed_layers_equals_the_dense_layers(name):
-    """Deep models usually have a scan over layers. The scan stacks the arrays that its steps
-    save."""
     policy, expected = CASES[name]
     floats, ids, kept = problem()
 

@@ -29,7 +29,7 @@ def expected_routing(layout, ids):
 
 
 def test_invalid_ids_route_like_masked_ones():
-    """An invalid id is routed like -1, but its rank counts it as invalid."""
+    """An invalid id is routed like -1, but counted as invalid."""
     layout, ranks = cases.PADDED, harness.SEVERAL
     ids = cases.Case(layout, "invalid").ids(ranks)
     wild = (ids < -1) | (ids >= layout.num_experts(ranks))
@@ -37,7 +37,7 @@ def test_invalid_ids_route_like_masked_ones():
     program = route_program(layout, ranks)
     with_invalid, with_masked = program(ids), program(np.where(wild, np.int32(-1), ids))
     np.testing.assert_array_equal(with_invalid.num_invalid, wild.sum(axis=(1, 2)))
-    narrow = program(ids.clip(-1000, 1000).astype(np.int16))  # clipped to fit into int16
+    narrow = program(ids.clip(-1000, 1000).astype(np.int16))
     np.testing.assert_array_equal(narrow.num_invalid, with_invalid.num_invalid)
     for field in oracle.FIELDS:
         if field != "num_invalid":
@@ -57,8 +57,7 @@ def test_ids_of_any_integer_dtype_route_alike(dtype):
 
 @pytest.mark.parametrize("dtype", ("uint32", "int64"))
 def test_ids_that_int32_does_not_hold_are_invalid(dtype):
-    """The uint32 id 4294967295 has the bits of -1, but it is invalid, not masked. 64-bit ids are
-    invalid even if their low 32 bits are a valid id."""
+    """The uint32 bits of -1, and 64-bit ids with valid low bits, are invalid."""
     layout, ranks = cases.PLAIN, harness.SEVERAL
     ids = cases.Case(layout, "uniform").ids(ranks).astype(dtype)
     if dtype == "uint32":

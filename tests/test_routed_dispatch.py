@@ -1,5 +1,5 @@
 """Test that a dispatch of few tokens is one primitive, with the same results as a route and a
-dispatch. test_remat.py tests its rematerialization."""
+dispatch."""
 
 import functools
 
@@ -71,7 +71,7 @@ def test_few_tokens_are_routed_and_moved_at_once_and_more_are_not(num_tokens, co
 
 @pytest.mark.exchanges(0)
 def test_derivatives_have_a_route_and_dispatches_of_their_own():
-    """Tangents are dispatched with the same routing. Integer results have no tangents."""
+    """Tangents are dispatched with the same routing."""
     floats, ids, _ = small_layer.arguments(RANKS)
     layer = small_layer.layer_of_all_ranks()
 
@@ -98,8 +98,8 @@ def test_derivatives_have_a_route_and_dispatches_of_their_own():
 @pytest.mark.several_devices("it needs a second mesh axis")
 @pytest.mark.parametrize("check_vma", (True, False), ids=("vma", "no_vma"))
 def test_a_routing_is_typed_as_varying_by_its_ids_alone(check_vma):
-    """Over a second mesh axis, the payload varies, but the ids are equal. Therefore, shard_map may
-    return the routing as replicated over this axis."""
+    """A routing of ids that are equal over a mesh axis may be returned as replicated over the
+    axis."""
     dp = min(2, harness.MANY)
     ranks = harness.MANY // dp
     mesh = harness.mesh_over(dp=dp, ep=ranks)

@@ -17,7 +17,6 @@ pytestmark = pytest.mark.exchanges(0)
 TOKENS, EXPERTS, TOP_K = 24, 16, 4
 BIAS = np.linspace(-0.2, 0.2, EXPERTS, dtype=np.float32)
 GROUPS = dict(num_groups=4, top_groups=2)
-# Options of TopK, and select_bias.
 ROUTERS = {
     "softmax": {},
     "softmax, not renormalized": dict(renormalize=False),
@@ -32,7 +31,6 @@ def choose(logits, k, *, select_bias=None, mask=None, **options):
     return ma.TopK(k, **options)(logits, select_bias=select_bias, mask=mask)
 
 
-# With jit, JAX compiles one program instead of one for each operation.
 route = jax.jit(
     choose,
     static_argnames=[field.name for field in dataclasses.fields(ma.TopK)],
@@ -50,7 +48,6 @@ def logits_of(seed, *batch):
 
 
 def objective(logits, mask=None, **options):
-    """Return a scalar that depends on the router weights and on both losses."""
     found = choose(logits, TOP_K, mask=mask, **options)
     factors = jnp.arange(1, TOP_K + 1, dtype=found.weights.dtype)
     balance = ma.load_balancing_loss(found.scores, found.ids)
@@ -61,8 +58,7 @@ def objective(logits, mask=None, **options):
     "top_k, renormalize, sums_to_1", ((TOP_K, None, True), (TOP_K, False, False), (1, None, False))
 )
 def test_softmax_scores(top_k, renormalize, sums_to_1):
-    """By default, the weights of several choices sum to 1. A single weight is not normalized to 1,
-    because the router would then get no gradient."""
+    """A single weight is not normalized, because the router would then get no gradient."""
     logits = logits_of(1)
     found = route(logits, top_k, renormalize=renormalize)
     scores = softmax(logits.astype(np.float64))
@@ -118,8 +114,6 @@ def test_a_token_whose_scores_are_all_zero_counts_with_equal_shares():
 
 @all_routers
 def test_derivatives_are_those_of_finite_differences(options):
-    """Compare first derivatives (forward and reverse mode) and second derivatives (reverse over
-    forward)."""
     fn = functools.partial(objective, **options)
     with jax.enable_x64(True):
         logits, direction = (jnp.asarray(logits_of(seed), "float64") for seed in (5, 6))
@@ -147,7 +141,6 @@ def test_the_selection_bias_has_no_gradient():
 
 @pytest.mark.parametrize("name", ("softmax", "sigmoid with groups"))
 def test_masked_tokens_take_no_part(name):
-    """The logits of masked tokens, which are NaN here, affect no choice, loss or gradient."""
     options, mask = ROUTERS[name], np.arange(TOKENS) % 3 > 0
     logits = np.where(mask[:, None], logits_of(4), np.nan)
     fn = jax.jit(jax.value_and_grad(functools.partial(objective, **options)))
@@ -178,7 +171,6 @@ def test_batches(options):
 
 @pytest.mark.several_devices("Explicit axes need a mesh")
 def test_explicit_axes():
-    """Outside of shard_map, tokens may be divided over an Explicit axis."""
     mesh = harness.mesh_over(jax.sharding.AxisType.Explicit, data=harness.SEVERAL)
     logits, mask = logits_of(13), np.arange(TOKENS) % 3 > 0
     fn = functools.partial(objective, **ROUTERS["sigmoid with groups"])
@@ -210,8 +202,7 @@ def test_zeros_of_both_signs_are_equal():
 @pytest.mark.several_devices("Auto axes need a mesh")
 @pytest.mark.parametrize("options", ({}, GROUPS), ids=("all", "groups"))
 def test_ids_alone_are_right_over_auto_axes(options):
-    """The program uses only the ids. On GPUs, XLA returns zeros for the ids of a lax.top_k whose
-    values are unused."""
+    """On GPUs, XLA returns zeros for the ids of a lax.top_k whose values are unused."""
     mesh = harness.mesh_over(data=harness.SEVERAL)
     logits = logits_of(14)
     ids_of = jax.jit(lambda logits: choose(logits, TOP_K, **options).ids)
@@ -238,8 +229,7 @@ def test_scores_that_round_to_the_same_number_keep_their_order(score, logits):
 
 @pytest.mark.parametrize("shift", (0, -80, -95, -300))
 def test_the_balance_loss_has_no_reward_for_scores_that_are_too_small_for_float32(shift):
-    """In float32, sigmoids of logits below -88 are 0, but such a score's exact share in the sum of
-    a token's scores is not 0."""
+    """Logits below -88 have float32 sigmoids of 0, but exact shares that are not 0."""
     logits = logits_of(16) + np.float32(shift)
 
     def loss(logits):
@@ -316,8 +306,7 @@ def test_losses_and_bias_over_two_axes():
 
 
 def test_bias_follows_the_choices_before_drops():
-    """Only expert 0 has more than the mean number of choices. If only rows that are not dropped
-    were counted, the bias of expert 2 would also fall."""
+    """A count of only the rows that are not dropped would also lower the bias of expert 2."""
     group, bias = harness.emulated_group(2), jnp.zeros(4)
     ids = np.array([[[0], [0], [0], [0]], [[0], [1], [2], [3]]], np.int32)
 
@@ -337,7 +326,7 @@ def test_bias_follows_the_choices_before_drops():
 
 @pytest.mark.parametrize("dtype", ("int32", "uint8", "float32"))
 def test_experts_at_the_mean_keep_their_bias(dtype):
-    """In float32, a mean is a product with 1/E, so it may differ from an exact count."""
+    """A float32 mean is a product with 1/E, which may differ from an exact count."""
     for experts in 7, 14, 28, 56, 60, 256:
         counts = np.full(experts, 3, dtype)
         counts[0] += 1
@@ -434,8 +423,7 @@ def test_bad_arguments_are_refused(function, arguments, naming):
 
 @all_routers
 def test_a_replay_has_the_weights_scores_and_gradients_of_the_choice(options):
-    """An id that is no expert has weight 0, and is not in the sum by which a token's weights are
-    divided."""
+    """An id that is no expert has weight 0, and is not in the sum of a token's weights."""
     options = dict(options)
     select_bias = options.pop("select_bias", None)
     topk, mask = ma.TopK(TOP_K, **options), np.arange(TOKENS) % 5 > 0

@@ -14,7 +14,7 @@ from jax_moe_a2a._src.layer.logits import router_logits
 
 pytestmark = pytest.mark.exchanges(0)
 DTYPES = "bfloat16", "float16", "float32"
-# Each entry has the dtypes of both operands and of the result.
+# dtypes of both operands and of the result
 PRODUCTS = (
     ("bfloat16", "float32", "float32"),
     ("float32", "bfloat16", "float32"),
@@ -27,7 +27,6 @@ PRODUCTS = (
 
 
 def drawn(x_dtype, router_dtype, num_tokens=40, hidden=512, experts=24):
-    """Return random tokens [T, H], a router [H, E], and a cotangent of the logits."""
     rng = np.random.default_rng(0)
     draw = lambda dtype, *shape: jnp.asarray(rng.normal(size=shape), dtype)
     router = draw("float32", hidden, experts) / hidden**0.5
@@ -43,8 +42,7 @@ def exact(array):
 
 
 def assert_equal_to(found, expected, dtype, within=2e-6):
-    """Check the error, relative to the largest expected number. A 16-bit result may have one more
-    rounding."""
+    """Check the relative error; a 16-bit result may have one more rounding."""
     assert found.dtype == dtype
     bits = jnp.finfo(dtype).nmant
     error = np.abs(exact(found) - expected).max() / np.abs(expected).max()
@@ -59,7 +57,6 @@ def logits_and_gradients(x, router, ct):
 @pytest.mark.parametrize("router_dtype", DTYPES)
 @pytest.mark.parametrize("x_dtype", DTYPES)
 def test_logits_and_gradients_are_those_of_float32(x_dtype, router_dtype):
-    """On GPUs, products in TF32 would have errors of about 5e-4."""
     x, router, ct = drawn(x_dtype, router_dtype)
     logits, d_x, d_router = harness.quickly(logits_and_gradients)(x, router, ct)
     assert_equal_to(logits, exact(x) @ exact(router), jnp.float32)
@@ -70,8 +67,7 @@ def test_logits_and_gradients_are_those_of_float32(x_dtype, router_dtype):
 @pytest.mark.parametrize("dtypes", PRODUCTS, ids="-".join)
 @pytest.mark.parametrize("sizes", ((40, 512, 24), (6, 8, 24)), ids=("large", "small"))
 def test_products_of_pieces_are_those_of_float32(dtypes, sizes, monkeypatch):
-    """On GPUs, the package splits float32 numbers into 16-bit pieces, and multiplies the pieces.
-    Here, XLA multiplies the pieces in float32, which is exact."""
+    """XLA multiplies the 16-bit pieces of float32 numbers in float32, which is exact."""
 
     def matmul(a, b, dtype):
         assert a.dtype == b.dtype != jnp.float32
@@ -102,7 +98,6 @@ def test_tokens_in_float32_have_products_of_the_highest_precision():
 
 
 def on_gpu(fn, x_dtype):
-    """Lower `fn` for GPUs. No GPU is needed."""
     traced = jax.jit(fn).trace(*drawn(x_dtype, "float32"))
     return traced.lower(lowering_platforms=("cuda",)).as_text()
 

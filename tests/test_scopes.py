@@ -21,8 +21,8 @@ RANKS = harness.SEVERAL
 
 @pytest.fixture(scope="module")
 def names():
-    """Compile a layer that uses every named scope, with its gradient, for this machine. Return the
-    names of the program's operations."""
+    """Return the names of the operations in a compiled layer, and its gradient, with every named
+    scope."""
     slots = [slot for expert in range(RANKS) for slot in (expert, -1)]
     placement = ma.Placement.from_slots(slots, RANKS, num_ranks=RANKS)
     config = ma.MoEConfig(128, 128, RANKS, ma.TopK(2), shared_hidden=128)
@@ -57,8 +57,7 @@ def test_scopes_of_the_user_stay_around_those_of_the_package(names):
 
 
 def test_a_scope_is_not_in_itself(names):
-    """No scope of a forward operation is directly inside itself. (Backward, JAX repeats names
-    around a checkpoint.) Additions of a sum are skipped, because their names do not tell the
+    """Backward, JAX repeats names around a checkpoint; names of a sum's additions do not tell the
     pass."""
     of_passes = [op_name for op_name in names if op_name.startswith("jit(")]
     forward = [op_name for op_name in of_passes if "transpose(" not in op_name]

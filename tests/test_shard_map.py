@@ -27,8 +27,7 @@ def group_over(mesh, axes):
 
 
 def assert_equals_dense(layer, arguments, place=lambda floats: floats):
-    """Compare the output and gradients of `layer` with those of the dense layer. `layer` is a
-    function of all ranks' arrays, so grad is outside shard_map."""
+    """Compare `layer`, a function of all ranks' arrays, and its gradients with the dense layer."""
     floats, ids, kept = arguments
     actual = small_layer.compiled(small_layer.value_and_grads(layer, ids))(*place(floats))
     small_layer.assert_close(actual, small_layer.dense_value_and_grads(floats, ids, kept))
@@ -40,8 +39,8 @@ def test_without_check_vma_the_layer_equals_the_dense_layer():
 
 
 def test_all_that_dispatch_and_combine_return_is_typed_as_varying_over_the_group():
-    """If a result were typed as not varying, shard_map would use one rank's result for all ranks.
-    If the arguments are replicated, only the ids and the count of invalid ids do not vary."""
+    """If a result were typed as not varying, shard_map would use one rank's result for all
+    ranks."""
     group = harness.group_of(RANKS)
     varying = {}
 
@@ -50,7 +49,7 @@ def test_all_that_dispatch_and_combine_return_is_typed_as_varying_over_the_group
         sums = ma.combine(recv.rows, recv), ma.combine(recv.rows, recv, weights=None)
         for path, leaf in jax.tree_util.tree_leaves_with_path((recv, sums)):
             varying[jax.tree_util.keystr(path)] = AXIS in jax.typeof(leaf).mat.varying
-        ma.expert_load(recv)  # adds varying and other arrays
+        ma.expert_load(recv)
         return jax.tree.map(lambda leaf: leaf[None], (recv, sums))
 
     (x, _, _), ids, _ = small_layer.arguments(RANKS)
@@ -64,8 +63,6 @@ def test_all_that_dispatch_and_combine_return_is_typed_as_varying_over_the_group
 
 
 def test_a_mesh_of_an_explicit_axis_equals_the_dense_layer():
-    """The types of sharded arguments contain the Explicit axis. All other tests of this file use
-    Auto axes."""
     mesh = harness.mesh_over(AxisType.Explicit, ep=RANKS)
     layer = small_layer.on_all_ranks(small_layer.layer_of(group_over(mesh, AXIS)), mesh)
     arguments = small_layer.arguments(RANKS)
@@ -78,8 +75,8 @@ def test_a_mesh_of_an_explicit_axis_equals_the_dense_layer():
 
 
 def domains(num_domains, ranks):
-    """Return arguments of several domains (groups that exchange separately), random for each. All
-    domains share w."""
+    """Return random arguments of several domains (groups that exchange separately), which share
+    w."""
     each = [small_layer.arguments(ranks, seed) for seed in range(num_domains)]
     x, topk_weights = small_layer.stacked(*(a.floats[:2] for a in each))
     ids, kept = (np.stack(arrays) for arrays in zip(*(a[1:] for a in each)))
@@ -97,7 +94,7 @@ def dense_of_domains(floats, ids, kept):
 
 @pytest.mark.parametrize("order", (("dp", "ep"), ("ep", "dp")), ids="_".join)
 def test_every_row_of_a_dp_x_ep_mesh_is_a_domain_of_its_own(order):
-    """The group's axis may have any position in the mesh. The experts are replicated over dp."""
+    """The group's axis may have any position in the mesh."""
     ranks = MANY // DP
     sizes = dict(dp=DP, ep=ranks)
     mesh = harness.mesh_over(**{name: sizes[name] for name in order})
@@ -117,12 +114,11 @@ def test_every_row_of_a_dp_x_ep_mesh_is_a_domain_of_its_own(order):
 
 @pytest.mark.parametrize("axes", (("a", "b"), ("b", "a")), ids="".join)
 def test_ranks_of_a_group_over_two_axes_count_row_major_in_the_groups_order(axes):
-    """The order of ranks is determined by the group's axes, not by the mesh's."""
     mesh = harness.mesh_over(a=DP, b=MANY // DP)
     group = group_over(mesh, axes)
     assert group.size == MANY
     layer = small_layer.layer_of(group)
-    # The leading axis of the arrays is the rank. P(axes) divides it in the group's order.
+    # P(axes) divides the leading axis, the rank, in the group's order.
     arguments = small_layer.arguments(MANY)
 
     def of_one_rank(*args):
@@ -145,8 +141,7 @@ PARTIAL_MANUAL = {
     ids=PARTIAL_MANUAL,
 )
 def test_a_partial_manual_mesh_equals_the_dense_layer(specs, check_vma):
-    """Inside shard_map, the axes dp and tp are Auto. Outside, they divide tokens, hidden or
-    weights."""
+    """Inside shard_map, the axes dp and tp, which divide tokens, hidden or weights, are Auto."""
     dp, ep, tp = {8: (2, 2, 2), 4: (1, 2, 2), 2: (1, 2, 1), 1: (1, 1, 1)}[MANY]
     mesh = harness.mesh_over(dp=dp, ep=ep, tp=tp)
     layer = small_layer.layer_of(group_over(mesh, "ep"))
@@ -155,8 +150,7 @@ def test_a_partial_manual_mesh_equals_the_dense_layer(specs, check_vma):
     def of_one_rank(x, *others):
         x = x[0]
         if specs == "both":
-            # Without this constraint, the partitioner of jax 0.12.0.1 aborts at a gather along one
-            # of two sharded axes.
+            # Without this constraint, the partitioner of jax 0.12.0.1 aborts at the gather.
             x = lax.with_sharding_constraint(x, P(None, P.UNCONSTRAINED))
         return layer(x, *(other[0] for other in others))[None]
 
@@ -177,7 +171,6 @@ def test_a_partial_manual_mesh_equals_the_dense_layer(specs, check_vma):
 
 
 def test_a_payload_may_be_sharded_by_an_explicit_axis_that_is_not_the_groups():
-    """The rows and the sums are sharded like the payload."""
     tp = 2 if MANY >= 4 else 1
     ranks = MANY // tp
     mesh = harness.mesh_over(AxisType.Explicit, ep=ranks, tp=tp)
@@ -203,7 +196,6 @@ def test_a_payload_may_be_sharded_by_an_explicit_axis_that_is_not_the_groups():
 
 
 def test_two_groups_over_different_axes_of_one_mesh_exchange_in_one_program():
-    """Each token is exchanged over one mesh axis, and the result over the other."""
     mesh = harness.mesh_over(a=DP, b=MANY // DP)
     groups = [group_over(mesh, name) for name in ("a", "b")]
     rng = np.random.default_rng(0)
@@ -215,7 +207,6 @@ def test_two_groups_over_different_axes_of_one_mesh_exchange_in_one_program():
         x = x[0, 0]
         for group, each in zip(groups, ids):
             recv = ma.dispatch(x, each[0, 0], group=group, num_experts=2 * group.size)
-            # Find the expert of each row.
             expert = recv.expert_ids[
                 (jnp.arange(len(recv.rows))[:, None] >= recv.row_offsets[None, 1:-1]).sum(axis=1)
             ]

@@ -1,5 +1,5 @@
-"""Test split exchanges. A start and its done return the results of the unsplit exchange. Under
-every transform of JAX, each start has its done in the same program."""
+"""Test that a start and its done return the results of the unsplit exchange, and stay in one
+program under every transform of JAX."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ import jax_moe_a2a as ma
 from jax_moe_a2a._src.exchange.dispatch_combine import DISPATCH
 from jax_moe_a2a._src.exchange.record import Options
 
-pytestmark = pytest.mark.exchanges(0)  # most tests only trace programs
+pytestmark = pytest.mark.exchanges(0)
 
 RANKS = harness.SEVERAL
 GROUP = harness.group_of(RANKS)
@@ -31,7 +31,7 @@ FORWARD_AND_BACKWARD = {"dispatch_start": 2, "combine_start": 2}
 
 
 def split_layer(x, topk_weights, w, ids, group=GROUP, layout=LAYOUT):
-    """Compute the layer. Both exchanges have other work between their start and done."""
+    """Compute the layer with other work between each start and done."""
     inflight = ma.dispatch_start(x, ids, topk_weights, **route_args(group, layout))
     inflight, shared = ma.overlap(inflight, jnp.sin, x)
     recv = ma.dispatch_done(inflight)
@@ -47,7 +47,6 @@ def whole_layer(x, topk_weights, w, ids, group=GROUP, layout=LAYOUT):
 
 @functools.cache
 def problem():
-    """Return the floats, ids and directions of all ranks as JAX arrays."""
     floats, ids, _ = small_layer.arguments(RANKS)
     return jax.tree.map(jnp.asarray, (floats, ids, small_layer.directions(RANKS)))
 
@@ -58,7 +57,6 @@ FORMATTED = cases.Layout("formatted", tokens=6, top_k=3, local_experts=2, hidden
 @pytest.mark.exchanges(1 + 3, split=2)
 @pytest.mark.parametrize("layout", (cases.PLAIN, cases.CUT), ids=lambda layout: layout.name)
 def test_a_split_exchange_returns_the_bytes_of_the_whole_one(layout):
-    """The payload has several dtypes, and router weights."""
     (ids, x, topk_weights, y), _ = harness.exchange_inputs(cases.Case(layout, "skewed"), RANKS)
 
     def of_split(ids, x, topk_weights, y):
@@ -109,14 +107,13 @@ def test_a_start_has_the_parameters_of_the_whole_exchange(name):
     whole, start = (
         dict(inspect.signature(getattr(ma, which)).parameters) for which in (name, f"{name}_start")
     )
-    whole.pop("replicated", None)  # no exchange of replicated tokens to split
-    whole.pop("add", None)  # callers add it to combine_done's result
-    whole.pop("weights", None)  # callers multiply the rows instead
+    whole.pop("replicated", None)  # nothing to split
+    whole.pop("add", None)  # callers add it
+    whole.pop("weights", None)  # callers multiply rows instead
     assert list(start.values()) == list(whole.values())
 
 
-# Each transform below maps a layer (a function of one rank's arrays) to a function of all ranks'
-# floats.
+# Each transform below maps a layer of one rank's arrays to a function of all ranks' floats.
 
 
 def outside(layer):
@@ -155,7 +152,6 @@ def in_a_branch(layer):
 
 
 def batched(layer):
-    """Map the layer over a batch whose elements have separate routings."""
     _, ids, _ = problem()
     ids = jnp.stack([ids, ids[:, ::-1]], axis=1)
 
@@ -167,16 +163,14 @@ def batched(layer):
 
 
 def emulated(layer):
-    """Map the layer with a vmap over the group's own axis, on one device."""
     _, ids, _ = problem()
     of_one_rank = functools.partial(layer, group=harness.emulated_group(RANKS))
     on_all = jax.vmap(of_one_rank, axis_name=harness.AXIS)
     return jax.grad(small_layer.loss_of(on_all, ids), OF_FLOATS)
 
 
-# For each transform: the starts in the program of the split layer, and the numbers of unsplit and
-# of split exchanges that the unsplit and the split layer make together. In the split layer, the
-# route is an unsplit exchange.
+# For each transform: the starts of the split layer, and the numbers of unsplit (the route is one)
+# and of split exchanges of both layers.
 TRANSFORMS = {
     outside: (FORWARD_AND_BACKWARD, 6, 4),
     forward_over_reverse: ({"dispatch_start": 4, "combine_start": 4}, 10, 8),
@@ -205,16 +199,14 @@ def test_under_every_transform_a_split_layer_is_the_whole_one_and_every_done_has
     small_layer.assert_close(actual, expected, tolerance=1e-4)
 
 
-# The slices of LARGE begin at multiples of 128 bytes. On GPUs, XLA would fuse such slices with the
-# call that reads or writes them. If there are many ranks, a rank has fewer tokens, because the
-# worst-case rows grow with the square of the number of ranks.
+# On GPUs, XLA would fuse slices at multiples of 128 bytes with the call that reads or writes them.
+# Worst-case rows grow with the square of the number of ranks.
 NUM_LARGE = 128 if RANKS <= cases.MOST_RANKS else 32
 LARGE = cases.Layout("large", tokens=NUM_LARGE, top_k=4, local_experts=2, hidden=64)
 
 
 def sliced(layer):
-    """Compute two micro-batches, one after the other. Their tokens and results are slices of larger
-    arrays."""
+    """Compute two micro-batches from slices of larger arrays, one after the other."""
 
     def of_one_rank(x, topk_weights, w, ids):
         parts = zip(*(jnp.split(array, 2) for array in (x, topk_weights, ids)))
@@ -224,8 +216,7 @@ def sliced(layer):
 
 
 def looped(layer):
-    """Compute two micro-batches in a loop. The loop saves routings and rows for its backward
-    pass."""
+    """Compute two micro-batches in a loop, which saves routings and rows for the backward pass."""
 
     def of_one_rank(x, topk_weights, w, ids):
         parts = [array.reshape(2, -1, array.shape[-1]) for array in (x, topk_weights, ids)]
@@ -251,7 +242,7 @@ def test_micro_batches_of_larger_arrays_are_exchanged_right(in_parts):
     small_layer.assert_close(actual, expected, tolerance=1e-4)
 
 
-# Each entry: (policy, number of dispatch starts). With every policy, each start has its done.
+# (policy, number of dispatch starts)
 REMAT_POLICIES = {
     "nothing": (POLICIES.nothing_saveable, 3),
     "everything": (POLICIES.everything_saveable, 2),
@@ -280,7 +271,7 @@ def test_no_policy_of_remat_parts_a_done_from_its_start(name):
 
 
 def test_integers_and_narrow_floats_travel_with_what_is_differentiated():
-    """Integers and 8-bit floats have no gradient, so the backward pass sends nothing for them."""
+    """The backward pass sends nothing for integers and 8-bit floats."""
 
     def of_one_rank(x, ids):
         x = {"x": x, "position": jnp.arange(len(x)), "narrow": x.astype(jnp.float8_e4m3fn)}
@@ -331,9 +322,6 @@ def test_a_done_is_batched_where_only_one_half_of_what_is_in_flight_is():
 
 
 def test_an_unused_exchange_is_neither_started_nor_done():
-    """If the result of an exchange is unused, the program only has the work between start and
-    done."""
-
     def of_one_rank(x, topk_weights, w, ids):
         inflight = ma.dispatch_start(x, ids, topk_weights, **route_args(GROUP))
         inflight, beside = ma.overlap(inflight, jnp.sin, x)
@@ -347,9 +335,6 @@ def test_an_unused_exchange_is_neither_started_nor_done():
 
 
 def lies_between(eqn, jaxpr, start, done):
-    """Return True if `eqn` depends on the results of `start`, and `done` depends on the results of
-    `eqn`."""
-
     def variables(atoms):
         return {atom for atom in atoms if not isinstance(atom, Literal)}
 
@@ -365,7 +350,7 @@ def lies_between(eqn, jaxpr, start, done):
 
 @pytest.mark.parametrize("is_tied", (True, False), ids=("tied", "untied"))
 def test_overlap_puts_work_between_start_and_done_forward_and_backward(is_tied):
-    """The work is lax.cumsum, a running sum. Its transpose is a reverse running sum."""
+    """The work is lax.cumsum, whose transpose is a reverse running sum."""
 
     def of_one_rank(x, ids):
         inflight = ma.dispatch_start(x, ids, **route_args(GROUP))
@@ -489,8 +474,6 @@ def test_misuse_of_what_is_in_flight_is_refused(misuse):
     ids=("grad", "vmap", "vjp"),
 )
 def test_what_was_started_outside_a_derivative_or_a_batch_may_be_done_inside(use):
-    """These transforms do not trace a separate program, so start and done are in one program."""
-
     def of_one_rank(x, ids):
         return use(ma.dispatch_start(x, ids, **route_args(GROUP)), x)
 

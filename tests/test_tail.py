@@ -1,9 +1,5 @@
-"""Test tail="unspecified": a dispatch that does not write the rows after the last group (the tail)
-changes no other result.
-
-On the portable path, unwritten rows are NaN or extreme integers. If such a row affects a result, a
-test fails.
-"""
+"""Test that a dispatch with tail="unspecified", which does not write the rows after the last group,
+changes no other result. On the portable path, unwritten rows are NaN or extreme integers."""
 
 import functools
 
@@ -35,7 +31,7 @@ def route_args(layout, ranks=RANKS, group=None):
     return layout.route_args(group or harness.group_of(ranks))
 
 
-# Each form is (name of a dispatch in DISPATCHES, options of this dispatch).
+# name of a dispatch in DISPATCHES, options
 FORMS = dict(
     ids=("ids", {}),
     routing=("routing", {}),
@@ -55,8 +51,7 @@ def inputs(layout, routing="skewed", ranks=RANKS, dtype="float32"):
 
 
 def assert_only_the_tail_differs(unspecified, zeroed, is_tail):
-    """Assert that all rows before the tail are equal. Padding rows are zero for both values of
-    ``tail``."""
+    """Assert that all rows before the tail are equal, and that padding rows are zero."""
     for actual, right in zip(jax.tree.leaves(unspecified), jax.tree.leaves(zeroed), strict=True):
         actual, right = (
             np.ascontiguousarray(array).view(np.uint8).reshape(*is_tail.shape, -1)
@@ -100,7 +95,7 @@ def test_every_form_writes_all_rows_but_the_tail(form, layout):
 @pytest.mark.exchanges(1)
 @pytest.mark.parametrize("tail", ("zero", "unspecified"))
 def test_optimized_programs_move_every_bit(tail):
-    """On CPUs with AVX512_BF16, optimized code of XLA once flushed subnormals and changed NaNs."""
+    """With AVX512_BF16, optimized code of XLA once flushed subnormals and changed NaNs."""
     rng = np.random.default_rng(3)
     ids, _, _, expected = inputs(LAYOUT)
     tokens = (RANKS, LAYOUT.tokens)
@@ -121,7 +116,6 @@ def test_optimized_programs_move_every_bit(tail):
 
 
 def exchanges_of(form, layout):
-    """Return the numbers of unsplit and of split exchanges of one dispatch."""
     if form == "halves":
         return 1, 1
     return 1 + (form.endswith("routing") or layout is MANY), 0
@@ -136,9 +130,8 @@ def assert_finite_and_same(actual, expected, atol):
 
 @jax.custom_vjp
 def unwriting_dot(rows, w, sizes):
-    """Multiply rows as a product of another library may. Its result and its gradient of rows are
-    NaN in the tail. Its weight gradient multiplies every row, also in the tail, by 0 or 1. On
-    Hopper, tokamax 0.0.17 does this near the end of a group."""
+    """Multiply rows as tokamax 0.0.17 does on Hopper: NaN in the tail, which the weight gradient
+    multiplies by 0 or 1."""
     return unwritten(jax.lax.ragged_dot(rows, w, sizes), sizes)
 
 
@@ -166,8 +159,7 @@ unwriting_dot.defvjp(lambda *args: (unwriting_dot(*args), args), unwriting_dot_b
 
 @pytest.mark.exchanges(15)
 def test_rows_that_a_product_of_another_library_leaves_unwritten_reach_no_result():
-    """If a product's weight gradient reads all rows, users must mask the tail as in
-    docs/api/grouped.md."""
+    """A weight gradient that reads all rows needs a tail masked as in docs/api/grouped.md."""
 
     def of_product(multiply, x, weights, w, ids):
         def layer(x, weights, w):
@@ -194,7 +186,7 @@ def test_rows_that_a_product_of_another_library_leaves_unwritten_reach_no_result
             compiler_options=harness.QUICKLY,
         )
         found[multiply] = program(x, weights, w, ids)
-    # The products sum in different orders. On GPUs, they round to TF32.
+    # Sums have different orders, and on GPUs products round to TF32.
     same = functools.partial(assert_finite_and_same, atol=1e-2 if harness.ON_GPU else 1e-4)
     right_y, right_gradients = found[ma.grouped_dot]
     same(found[masked], (right_y, right_gradients))
@@ -205,7 +197,7 @@ def test_rows_that_a_product_of_another_library_leaves_unwritten_reach_no_result
 
 @pytest.mark.exchanges(0)
 def test_the_tail_is_nan_in_every_float_on_the_portable_path():
-    """The NaN must be one of the row's dtype, although narrow floats are sent as integers."""
+    """Narrow floats, although sent as integers, have NaN of their dtype."""
     ids, _, _, expected = inputs(LAYOUT, ranks=2)
     floats = [name for name in cases.MOVED_DTYPES if "float" in name]
     x = {name: np.ones((2, LAYOUT.tokens, 1), cases.dtype(name)) for name in floats}
@@ -220,8 +212,7 @@ def test_the_tail_is_nan_in_every_float_on_the_portable_path():
 
 @pytest.mark.exchanges(0)
 def test_a_tangent_leaves_the_tail_and_the_cotangent_of_a_combine_has_zeros_there():
-    """In the tail, cotangents of a combine are zero, because code before the combine may read all
-    rows."""
+    """Code before a combine may read all rows, so cotangents in the tail are zero."""
     ids, x, _, _ = inputs(LAYOUT, ranks=2)
 
     def on_rank(x, ids):
@@ -246,8 +237,7 @@ def test_a_tangent_leaves_the_tail_and_the_cotangent_of_a_combine_has_zeros_ther
 
 @pytest.mark.exchanges(0)
 def test_debug_nans_blames_the_program_and_not_the_tail():
-    """With debug_nans, JAX runs a program's operations one by one to find the one that makes NaN.
-    It must not be the dispatch."""
+    """With debug_nans, JAX runs operations one by one, and the dispatch must not be blamed."""
     options = dict(group=PORTABLE, num_experts=4)
     on_ranks = functools.partial(jax.vmap, axis_name="ep", in_axes=(0, None))
     ids = jnp.zeros((3, 2), int)  # rank 1 has only rows without a token
@@ -268,9 +258,9 @@ def test_debug_nans_blames_the_program_and_not_the_tail():
         fn = on_ranks(functools.partial(layer, activation=activation, **more))
         return str(jax.make_jaxpr(jax.grad(lambda *args: jnp.sum(fn(*args))))(x, w))
 
-    program(x, w)  # this program has NaN in the tail, and is not compiled again for debug_nans
+    program(x, w)  # a program with NaN in the tail, not compiled again for debug_nans
     assert "unspecified" in gradient(jnp.tanh)
-    assert "moe_a2a_dot_act" in gradient(jax.nn.silu)  # it does not write the tail
+    assert "moe_a2a_dot_act" in gradient(jax.nn.silu)
     with jax.debug_nans(True):
         with pytest.raises(FloatingPointError, match="in log"):
             program(x, w)
@@ -299,8 +289,6 @@ def unwriting(product):
 def test_nothing_unwritten_reaches_a_gradient_through_frozen_weights(
     monkeypatch, fetches, is_fused
 ):
-    """The tail, and the weights of experts without rows, do not affect a layer's output and
-    gradients."""
     local, rng = LAYOUT.local_experts, np.random.default_rng(0)
     normal = lambda *shape: jnp.asarray(rng.normal(size=(2, *shape)), jnp.float32)
     silu = jax.nn.silu if is_fused else lambda x: jax.nn.silu(1 * x)
@@ -331,12 +319,10 @@ def test_nothing_unwritten_reaches_a_gradient_through_frozen_weights(
     ):
         for name in names:
             monkeypatch.setattr(module, name, unwriting(getattr(module, name)))
-    # Local expert 2 of rank 0 has no rows, and the slot after it has no expert, so their weights
-    # may be NaN.
+    # No row uses the weights of local expert 2 of rank 0 and of the empty slot.
     poisoned = jax.tree.map(lambda x: x.at[0, 2:].set(jnp.nan), experts)
     found = jax.jit(lambda *args: gradients(*args))(floats, poisoned)
     for one, right in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        # XLA may round differently in the two programs. A number may then become a neighbouring FP8
-        # value.
+        # XLA may round differently in the two programs, up to a neighbouring FP8 value.
         assert np.isfinite(right).all() and np.abs(right).max() > 0
         np.testing.assert_allclose(one, right, rtol=0, atol=0.01 * np.abs(right).max())

@@ -1,7 +1,4 @@
-"""Test the format `NvFp4` with a global scale for each token, which is sent with the token's row.
-
-The oracle is `format_oracle.py`, which shares no code with the package.
-"""
+"""Test the format `NvFp4` with a global scale for each token against `format_oracle.py`."""
 
 import dataclasses
 import functools
@@ -21,13 +18,13 @@ from small_layer import DISPATCHES, routing_of
 import jax_moe_a2a as ma
 from jax_moe_a2a._src import api
 
-pytestmark = pytest.mark.exchanges(0)  # most tests run no exchange
+pytestmark = pytest.mark.exchanges(0)
 
-# This layout has dropped choices, and rows after the last group (a tail).
+# This layout drops choices and has a tail.
 LAYOUT = cases.Layout(
     "scaled", tokens=6, top_k=3, local_experts=2, capacity=14, alignment=4, hidden=64
 )
-# This layout has more tokens than one kernel launch can route and dispatch.
+# more tokens than one kernel launch can route and dispatch
 MANY = dataclasses.replace(LAYOUT, tokens=api.FUSED_MAX_TOKENS + 1, capacity=None)
 RANKS = harness.FEW
 PARTS = (*ma.Quantized._fields, "global_scales")
@@ -35,8 +32,7 @@ SPECIAL = np.float32([np.nan, np.inf, -np.inf, -1.0, -0.0, 0.0, 1e-40, 2.0**-120
 
 
 def scales_of_tokens(ranks, tokens, special=True):
-    """Return random scales [R, T] of many magnitudes. With `special`, some scales are invalid or
-    extreme."""
+    """Return random scales [R, T], with `special` also invalid or extreme ones."""
     rng = np.random.default_rng([ranks, tokens])
     scales = (10.0 ** rng.uniform(-6, 3, (ranks, tokens))).astype(np.float32)
     if special:
@@ -46,8 +42,8 @@ def scales_of_tokens(ranks, tokens, special=True):
 
 
 def tokens_of(scales, shape, dtype):
-    """Return random tokens [R, T, *shape] with magnitudes for which their scales are made. Some are
-    zero, contain an infinity, or are much larger or smaller."""
+    """Return random tokens [R, T, *shape] for scales, some of them zero, infinite or out of
+    range."""
     rng = np.random.default_rng(scales.shape)
     x = rng.standard_normal((*scales.shape, *shape))
     sizes = np.where((scales > 1e-7) & (scales < 1e4), scales, 1) * 2688.0
@@ -61,7 +57,6 @@ def tokens_of(scales, shape, dtype):
 
 
 def assert_rows_are(rows, global_scales, x, scales, expected, written=...):
-    """Compare quantized rows [R, C, ...] and their global scales with the oracle's."""
     parts = (*format_oracle.encode_tokens(x, scales), scales)
     assert isinstance(rows, ma.Quantized)
     for field, actual, part in zip(PARTS, (*rows, global_scales), parts, strict=True):
@@ -70,7 +65,6 @@ def assert_rows_are(rows, global_scales, x, scales, expected, written=...):
 
 
 def assert_decoded_are(rows, x, scales, expected, written=...):
-    """Compare decoded rows [R, C, ...] with the oracle's."""
     decoded = format_oracle.decode_tokens(
         *format_oracle.encode_tokens(x, scales), scales, x.dtype.name
     )
@@ -102,8 +96,7 @@ def test_encode_and_decode_use_the_scale_of_each_token(dtype, shape):
 
 
 def whole_exchanges(form, layout=LAYOUT):
-    """Return the number of unsplit exchanges of two dispatches. If the route is a separate
-    exchange, they share it."""
+    """Return the number of unsplit exchanges of two dispatches, which share a separate route."""
     if form == "halves":
         return 1
     return 3 if form == "routing" or layout is MANY else 2
@@ -129,8 +122,7 @@ of_every_form = pytest.mark.parametrize("form", DISPATCHES)
     ids=lambda value: getattr(value, "name", value),
 )
 def test_rows_and_their_scales_are_those_of_the_oracle(form, layout, routing, dtype, tail):
-    """Two leaves of the payload have the same scales. Rows without a token are zero bytes. With
-    tail="unspecified", the portable path sets the tail's scales to NaN."""
+    """With tail="unspecified", the portable path sets the tail's scales to NaN."""
     ids = cases.Case(layout, routing).ids(RANKS)
     scales = scales_of_tokens(RANKS, layout.tokens)
     x, other = (tokens_of(scales, shape, dtype) for shape in ((64,), (2, 32)))
@@ -162,8 +154,6 @@ def test_rows_and_their_scales_are_those_of_the_oracle(form, layout, routing, dt
         assert np.isnan(global_scales[~written]).all()
 
 
-# In the following tests, `vmap` emulates the ranks.
-
 VMAPPED = harness.RANKS_ON_ONE_GPU or 2
 
 
@@ -184,8 +174,7 @@ def small_arguments(elements=2):
 
 
 def by_form(form, group, ids, **options):
-    """Return a function that maps (x, scales) to rows. If ``scales`` is None, the tokens are
-    dispatched without a format. Otherwise, the rows are decoded."""
+    """Return a function from (x, scales) to decoded rows, or without scales to unquantized ones."""
 
     def rows(x, scales):
         given = dict(options)
@@ -202,8 +191,7 @@ def by_form(form, group, ids, **options):
 )
 @of_every_form
 def test_derivatives_are_those_of_a_dispatch_without_a_format(form):
-    """Derivatives with respect to x are those of a dispatch without a format. The cotangents of the
-    scales are zeros."""
+    """The cotangents of the scales are zeros."""
     ids, x, scales = small_arguments()
     group = harness.vmapped_group(VMAPPED)
 
@@ -235,7 +223,6 @@ def test_derivatives_are_those_of_a_dispatch_without_a_format(form):
 
 @pytest.mark.exchanges(3)
 def test_the_transpose_is_that_of_a_dispatch_without_a_format():
-    """This holds for one global scale per token, for a traced scale, and for a static scale."""
     ids, x, scales = small_arguments()
     group = harness.vmapped_group(VMAPPED)
 
@@ -287,7 +274,6 @@ def test_quantized_rows_and_their_scales_have_no_gradient(form):
     ),
 )
 def test_a_batch_has_the_rows_of_each_element(form, axes):
-    """The ids, the tokens and the scales may be batched, each alone or together."""
     ids, x, scales = small_arguments()
     group = harness.vmapped_group(VMAPPED)
 
@@ -372,7 +358,7 @@ def test_the_estimate_counts_the_scales():
     fmt = ma.NvFp4(global_scale=jnp.ones(128, jnp.float32))
     scaled = ma.memory_estimate(**harness.exchanging(sizes, token_format=fmt))
     assert scaled.rows_bytes - plain.rows_bytes == 4 * plain.capacity
-    # The scales are sent as a choice array, which needs 16 bytes for each token.
+    # The choice array of scales needs 16 bytes for each token.
     wide = dict(sizes, wire_dtype=ma.NvFp4())
     added = [
         ma.memory_estimate(**harness.exchanging(wide, token_format=f)).workspace_bytes

@@ -1,5 +1,4 @@
-"""Test which nvcc a build of the kernels uses, which packages it requests from pip, and the files
-of each wheel's project."""
+"""Test a build's choice of nvcc, its requests from pip, and the files of each wheel's project."""
 
 import ast
 import os
@@ -15,7 +14,7 @@ import pytest
 from jax_moe_a2a._src.group import native
 
 pytestmark = [
-    pytest.mark.exchanges(0),  # no test runs a program
+    pytest.mark.exchanges(0),
     pytest.mark.one_process("looks at the file system and the environment only"),
 ]
 ROOT = Path(__file__).parents[1]
@@ -26,7 +25,6 @@ import wheels  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def empty_machine(monkeypatch, tmp_path):
-    """Hide every nvcc of this machine. Each test adds the files that it needs."""
     for name in ("CUDACXX", "CUDA_PATH", "MOE_A2A_CUDA", "CMAKE_ARGS", "SKBUILD_CMAKE_DEFINE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
@@ -34,7 +32,6 @@ def empty_machine(monkeypatch, tmp_path):
 
 
 def compiler(folder, release):
-    """Write a fake nvcc that prints this release."""
     folder.mkdir(parents=True, exist_ok=True)
     program = folder / "nvcc"
     program.write_text(
@@ -81,7 +78,6 @@ KERNELS = ("cuda-toolkit", "nanobind", "jaxlib")
 
 
 def requirements(monkeypatch, settings=None):
-    """Return the packages that a build of the kernels requests from pip."""
     pytest.importorskip("scikit_build_core", reason="of the extra test; pip builds elsewhere")
     import backend
 

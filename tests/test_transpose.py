@@ -1,8 +1,5 @@
-"""Test that dispatch and combine are each other's transpose. A layer's gradient sends rows once in
-each direction.
-
-Results must be exact: inputs are small integers in float32, or the oracle rounds in the same order.
-"""
+"""Test that dispatch and combine are each other's transpose. Results are exact: inputs are small
+integers, or the oracle rounds in the same order."""
 
 import functools
 
@@ -23,8 +20,7 @@ RANKS = harness.SEVERAL
 
 @functools.cache
 def maps():
-    """Return a dispatch of tokens and weights, and a combine of rows. Both are linear functions of
-    all ranks' arrays."""
+    """Return a dispatch of tokens and weights, and a combine of rows, on all ranks' arrays."""
     group = harness.group_of(RANKS)
     ids = small_layer.arguments(RANKS).ids
 
@@ -83,8 +79,6 @@ def test_a_transpose_is_one_primitive_and_its_own_transpose_is_the_map():
 
 @pytest.mark.exchanges(4)
 def test_a_weighted_combine_transposes_in_its_rows_and_in_its_weights():
-    """A weighted combine is linear in its rows and linear in its weights, so both have a
-    transpose."""
     group = harness.group_of(RANKS)
     ids = small_layer.arguments(RANKS).ids
     y, weights, g = integers(*ROWS), integers(LAYOUT.capacity, seed=1), integers(*TOKENS, seed=2)
@@ -109,8 +103,6 @@ def test_a_weighted_combine_transposes_in_its_rows_and_in_its_weights():
 
 @pytest.mark.exchanges(0)
 def test_only_leaves_with_a_cotangent_are_moved_back():
-    """If a loss uses only some leaves, or only the weights, the backward pass sends only their
-    gradients."""
     group = harness.group_of(RANKS)
     ids = small_layer.arguments(RANKS).ids
     x = {"a": integers(*TOKENS), "b": integers(LAYOUT.tokens, 2), "w": integers(*CHOICES)}
@@ -134,8 +126,8 @@ def test_only_leaves_with_a_cotangent_are_moved_back():
 
 
 def transpose_of_dispatch(layout, ranks, wire_dtype):
-    """Return a function that maps (ids, x, topk_weights, cotangents of rows and of weights) to the
-    cotangents of x and topk_weights."""
+    """Return a function from (ids, x, topk_weights, cotangents of rows and weights) to the
+    cotangents of x and weights."""
     group = harness.group_of(ranks)
 
     def transposed(ids, x, topk_weights, ct_rows, ct_weights):
@@ -150,8 +142,7 @@ def transpose_of_dispatch(layout, ranks, wire_dtype):
 
         return jax.vjp(dispatch, x, topk_weights)[1]((ct_rows, ct_weights))
 
-    # The four exchanges are a route, and three combines, one for each dtype. XLA removes the
-    # dispatch, because its rows are unused.
+    # A route and one combine for each of three dtypes; XLA removes the unused dispatch.
     return harness.on_each_rank(transposed, harness.mesh_of(ranks), exchanges=4)
 
 
@@ -161,8 +152,7 @@ def transpose_of_dispatch(layout, ranks, wire_dtype):
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_the_gradient_of_dispatch_sums_as_combine_does(layout, wire_dtype):
-    """The gradient of a dispatch equals the oracle's combine exactly. Cotangents of rows without a
-    token, which are NaN here, do not affect it."""
+    """NaN cotangents of rows without a token do not affect the result."""
     ranks = harness.SEVERAL
     program = transpose_of_dispatch(layout, ranks, wire_dtype)
     rng = np.random.default_rng(0)
@@ -194,8 +184,7 @@ def test_the_gradient_of_a_layer_moves_rows_once_each_way():
     loss = small_layer.loss_of(small_layer.layer_of_all_ranks(), ids)
     jaxpr = jax.make_jaxpr(jax.grad(loss, OF_FLOATS))(*floats)
     assert harness.count_primitives(jaxpr) == WHOLE
-    # In the forward pass, one dispatch sends tokens and weights. In the backward pass, one weighted
-    # dispatch sends the result's gradient, for rows and weights.
+    # Backward, one weighted dispatch sends the result's gradient for rows and weights.
     (dispatch,) = small_layer.equations(jaxpr, "dispatch")
     assert small_layer.payload(dispatch) == ([TOKENS], [CHOICES])
     (back,) = small_layer.equations(jaxpr, "weighted_dispatch")

@@ -1,10 +1,5 @@
-"""Test groups of two levels (between and within hosts). They return the rows of a one-level group
-in the same order. With two levels, a dispatch sends a token to each host only once, and a combine
-sends one sum from each host.
-
-The tests divide the devices into two hosts, and into every other possible number of hosts. If all
-ranks share one GPU, a vmap emulates the hosts, and kernels exchange within each host.
-"""
+"""Test that groups of two levels (between and within hosts) return the rows of a one-level group,
+and send a token to each host only once."""
 
 import dataclasses
 import functools
@@ -52,13 +47,12 @@ def group_of(hosts, **options):
 
 
 def exchanged_within(hosts):
-    """Return the number of exchanges within hosts, read from the counters of one host's group. All
-    hosts share them."""
+    """Read the number of exchanges within hosts from the counters that all hosts share."""
     return shown_by_counters(harness.group_of(RANKS // hosts))
 
 
 def by_kernels(program):
-    """Wrap a program: if all ranks share a GPU, it fails unless a kernel runs."""
+    """Return the program with a check that a kernel runs, if all ranks share a GPU."""
     if not ON_ONE_GPU:
         return program
 
@@ -73,8 +67,7 @@ def by_kernels(program):
 
 
 def on_each_rank(fn, mesh, has_rows=True):
-    """Compile a function as `harness.on_each_rank` does. The compiled function fails unless a
-    kernel runs, except without rows or with one rank per host."""
+    """Compile `fn`; a run fails without a kernel, except without rows or with one rank per host."""
     program = harness.on_each_rank(fn, mesh, compiler_options=harness.QUICKLY)
     is_alone = mesh is not None and mesh.shape[harness.AXIS] == 1
     return by_kernels(program) if has_rows and not is_alone else program
@@ -124,8 +117,7 @@ def test_any_number_of_hosts_returns_the_same_rows(hosts):
 @pytest.mark.skipif(not ON_ONE_GPU, reason="of ranks that share one GPU")
 @every_hosts
 def test_each_exchange_within_hosts_is_one_of_kernels(hosts):
-    """The four exchanges within hosts are a route, a dispatch and two combines. Each is one launch
-    for all hosts."""
+    """A route, a dispatch and two combines are each one launch for all hosts."""
     if hosts == RANKS:
         pytest.skip("hosts of one rank")
     before = exchanged_within(hosts)
@@ -140,7 +132,6 @@ def test_many_tokens_return_the_same_rows(case):
 
 
 def test_a_token_crosses_to_each_host_once():
-    """The routing between hosts sends as many tokens to other hosts as a numpy loop counts."""
     layout, hosts = cases.PLAIN, HOSTS
     of_host, tokens = RANKS // hosts, layout.tokens
     group = group_of(hosts)
@@ -165,7 +156,7 @@ def test_a_token_crosses_to_each_host_once():
             crossing += len(wanted - {home})
         is_far = np.arange(RANKS)[:, None] // of_host != np.arange(hosts)
         assert (actual.slot_token >= 0)[is_far].sum() == crossing
-        # A one-level group sends a token to another host once for each destination rank.
+        # A one-level group sends a token once for each destination rank.
         flat = oracle.route(ids, layout.num_experts(RANKS), 0).token_slot >= 0
         to_far = np.repeat(is_far, of_host, axis=1)[:, None]
         assert crossing <= (flat & to_far).sum()
@@ -175,8 +166,7 @@ def test_a_token_crosses_to_each_host_once():
 
 @of_devices
 def test_a_layer_crosses_between_hosts_once_each_way():
-    """In the forward pass, ids, tokens and sums are sent between hosts. In the backward pass, the
-    gradients of sums and of tokens are sent."""
+    """Backward, the gradients of sums and of tokens are sent."""
     floats, ids, _ = small_layer.arguments(RANKS)
     layer = small_layer.on_all_ranks(small_layer.layer_of(group_of(HOSTS)), mesh_of(HOSTS))
     forward = jax.make_jaxpr(layer)(*floats, ids)
@@ -240,8 +230,6 @@ def rows_like(x):
 
 
 def trace_exchange(name, dtypes, group, **options):
-    """Trace, but do not compile, an exchange with one array of each dtype."""
-
     def of_one_rank(ids):
         x = [jnp.zeros((len(ids), 32), dtype) for dtype in dtypes]
         EXCHANGES[name](x, ids, route_args(group, cases.PLAIN), **options)
@@ -255,8 +243,7 @@ def trace_exchange(name, dtypes, group, **options):
 @of_devices
 @pytest.mark.parametrize("name", EXCHANGES)
 def test_a_wire_dtype_wider_than_the_rows_is_refused(name):
-    """A wire dtype with more bits than the rows is an error, because sums within a host are rounded
-    to the rows' dtype."""
+    """Sums within a host are rounded to the rows' dtype."""
     group = group_of(HOSTS)
     for dtypes in (["bfloat16"], ["float32", "float16"]):
         naming = (
@@ -271,16 +258,14 @@ def test_a_wire_dtype_wider_than_the_rows_is_refused(name):
 
 @of_devices
 def test_a_wire_dtype_may_be_wider_than_what_is_only_moved():
-    """A wire dtype with more bits is valid for arrays that are not summed (integers, 8-bit floats)
-    or not sent (replicated tokens)."""
+    """Integers and 8-bit floats are not summed, and replicated tokens are not sent."""
     moved = ["int8", "float8_e4m3fn", "float32"]
     trace_exchange("dispatch", moved, group_of(HOSTS), wire_dtype="float32")
     trace_exchange("dispatch", ["bfloat16"], group_of(HOSTS), wire_dtype="float32", replicated=True)
 
 
 def assert_as_flat(exchange, *args, group=None):
-    """Run the function `exchange(group)` on a one-level (flat) and a two-level group. It returns a
-    rank's Recv and sums. Assert that Recvs have the same bytes, and that sums agree up to a few
+    """Assert that `exchange(group)` returns the Recv of a one-level group, and its sums up to a few
     roundings."""
     group = group or group_of(HOSTS)
     actual, expected = (
@@ -349,8 +334,7 @@ def test_gradients_are_those_of_the_dense_layer(hosts):
 @pytest.mark.parametrize(
     ("policy", "routes", "dispatches"),
     [
-        # In the forward pass, ids and rows are exchanged at both levels. In the backward pass, the
-        # gradient of sums is.
+        # Forward, ids and rows are exchanged at both levels; backward, the gradient of sums.
         (None, 2, 8),
         (jax.checkpoint_policies.save_only_these_names(ma.ROUTING_CHECKPOINT_NAME), 1, 7),
     ],
@@ -405,7 +389,6 @@ def test_levels_that_cannot_be_are_refused(arguments, naming):
 
 @of_devices
 def test_axes_of_other_sizes_than_the_groups_are_refused():
-    """The vmaps' axes have as many ranks as the group, but with the two sizes swapped."""
     group = ma.Group(AbstractMesh((2, 4), AXES), AXES, two_level=True)
     route = functools.partial(ma.route, group=group, num_experts=8)
     mapped = jax.vmap(jax.vmap(route, axis_name="ep"), axis_name="host")
@@ -420,7 +403,7 @@ def test_a_group_chooses_two_levels_where_each_row_of_ranks_is_another_host(monk
     assert pays(two_by_four)
     assert pays(np.concatenate([two_by_four, two_by_four + 2]))
     assert not pays(np.zeros((1, 2, 4)))  # only one host
-    assert not pays(two_by_four.transpose(0, 2, 1))  # the first axis is not that of hosts
+    assert not pays(two_by_four.transpose(0, 2, 1))  # hosts not first
     assert not pays(two_by_four[:, :, :1])  # one rank per host
     assert not pays(two_by_four[:, :1])
     assert not pays(np.repeat([[[0], [1], [0]]], 4, axis=2))
@@ -436,7 +419,6 @@ def test_a_group_chooses_two_levels_where_each_row_of_ranks_is_another_host(monk
 @of_devices
 @pytest.mark.parametrize("attribute", ("slice_index", "partition_index"))
 def test_hosts_are_what_the_devices_say_in_the_order_of_the_groups_axes(attribute):
-    """The mesh has the group's axes in a different order, with another axis between them."""
     devices = [types.SimpleNamespace(**{attribute: number // 4}) for number in range(16)]
     names, by_host = ("ep", "dp", "host"), np.reshape(np.array(devices), (2, 2, 4))
     mesh = types.SimpleNamespace(
@@ -455,7 +437,7 @@ def test_memory_is_that_of_both_levels():
     flat = ma.memory_estimate(**harness.exchanging(sizes), group_size=8)
     between, within = said.levels
     assert (said.capacity, said.rows_bytes) == (flat.capacity, flat.rows_bytes)
-    assert between.capacity == 2 * 128  # from two hosts, a rank relays tokens within its host
+    assert between.capacity == 2 * 128  # from two hosts, whose tokens a rank relays
     assert within.workspace_bytes == flat.workspace_bytes  # as many receive buffers
     assert said.workspace_bytes == within.workspace_bytes > 0
     assert "between hosts" in str(said) and "between hosts" not in str(flat)
@@ -497,7 +479,7 @@ def test_collective_bytes_are_those_that_xla_sends_and_receives_between_hosts(dt
     shapes = (choices, "int32"), ((tokens, 40), dtype), (choices, "float32")
     traced = jax.jit(mapped).trace(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    found = [  # bytes sent and received of ids, tokens, weights and sums
+    found = [  # bytes of ids, tokens, weights and sums
         2 * math.prod(map(int, shape[:-1].split("x"))) * int(bits) // 8
         for line in text.splitlines()
         if "all_to_all" in line

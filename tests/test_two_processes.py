@@ -1,7 +1,5 @@
-"""Run a few tests of tests/ in two processes. `make test-processes` runs all tests.
-
-On CPU, the processes run the portable path over gloo. Each process has four virtual devices.
-"""
+"""Run a few tests of tests/ in two processes; `make test-processes` runs all tests. On CPU, the
+processes run the portable path over gloo."""
 
 import harness
 import jax
@@ -12,8 +10,7 @@ from jax_moe_a2a._src import compat
 
 pytestmark = pytest.mark.several_devices("it starts processes, each with its devices")
 
-# These tests compare sums with the oracle, compare a layer with the dense layer, and exchange over
-# two mesh axes.
+# sums, a layer, and exchanges over two mesh axes
 CHOSEN = (
     "tests/test_two_processes.py::test_processes_tell_each_other_and_silence_is_none",
     "tests/test_combine.py::test_weights_come_from_recv_an_array_or_nowhere",

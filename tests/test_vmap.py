@@ -1,9 +1,5 @@
-"""Test vmap. Over a batch axis, a vmap makes one exchange for the whole batch. Over the group's
-axis, it runs all ranks on one device.
-
-For each batch element, results equal the oracle's, and gradients equal the dense layer's. Each
-element has a separate routing and capacity, so its choices are dropped separately.
-"""
+"""Test vmap over a batch axis (one exchange for the batch) and over the group's axis (all ranks on
+one device). References are the oracle and the dense layer, applied to each element."""
 
 import functools
 
@@ -26,8 +22,8 @@ ONCE = {"route": 1, "dispatch": 1, "combine": 1, "weighted_combine": 1}
 
 @functools.cache
 def elements():
-    """Return a list of the arguments [R, ...] of `exchange` for each batch element. Elements of
-    arrays that no program may read are NaN."""
+    """Return the arguments [R, ...] of `exchange` for each batch element, with NaN where nothing
+    may read."""
     all_inputs = []
     for seed in range(BATCH):
         rng = np.random.default_rng(seed)
@@ -53,7 +49,6 @@ def element(results, b, dim=1):
 
 
 def assert_is_the_oracles(results, ids, x, topk_weights, y):
-    """Compare one batch element's results of all ranks with the oracle."""
     expected = small_layer.routing_of(ids)
     recv = results["recv"]
     harness.assert_routing_is(recv.routing, expected)
@@ -78,7 +73,6 @@ def assert_is_the_oracles(results, ids, x, topk_weights, y):
     ids=("all", "shared_ids", "only_weights"),
 )
 def test_every_element_of_a_batch_is_exchanged_as_if_alone_in_one_exchange(batched):
-    """In each case, some arguments are batched, and all elements share the others."""
     inputs, axes = [], []
     for i, is_batched in enumerate(batched):
         values = [each[i] for each in elements()]
@@ -97,7 +91,6 @@ def test_every_element_of_a_batch_is_exchanged_as_if_alone_in_one_exchange(batch
 
 @pytest.mark.exchanges(0)
 def test_unbatched_leaves_of_a_shared_routing_cross_once_and_come_back_unbatched():
-    """If all elements share the routing, leaves that they also share are sent only once."""
     ids, x, weights, _ = elements()[0]
     group = harness.group_of(RANKS)
 
@@ -117,8 +110,8 @@ def test_unbatched_leaves_of_a_shared_routing_cross_once_and_come_back_unbatched
 @pytest.mark.exchanges(3 + 9 * 3)
 @pytest.mark.parametrize("fmt", (None, ma.BlockwiseFp8()), ids=("plain", "fp8"))
 def test_no_row_is_lost_where_elements_share_flags(fmt):
-    """The kernel has 4096 flags. If there are more slots, adjacent slots share a flag. An element's
-    slots are adjacent, and some are empty."""
+    """The kernel has 4096 flags, so adjacent slots of an element, of which some are empty, share a
+    flag."""
     ranks, batch, tokens, hidden, top_k = harness.FEW, 9, 1000, 128, 2
     num_experts, capacity = max(8, ranks), 1600
     if ranks > cases.MOST_RANKS:  # receive buffers grow with the square of the ranks
@@ -147,7 +140,6 @@ def test_no_row_is_lost_where_elements_share_flags(fmt):
 
 @pytest.mark.exchanges(4)
 def test_batch_axes_may_stand_anywhere():
-    """The batch axis may be any axis of inputs and outputs, and may differ from leaf to leaf."""
     ids, x, weights, y = (
         jax.tree.map(lambda *leaves: np.stack(leaves, axis=1), *values)
         for values in zip(*elements())
@@ -183,16 +175,14 @@ dense = small_layer.compiled(small_layer.dense_layer)
 
 @functools.cache
 def batch():
-    """Return floats, ids, and which choices are kept. The first axis is the batch, the second the
-    rank."""
+    """Return floats, ids, and which choices are kept, with the axes batch and rank first."""
     each = [small_layer.arguments(RANKS, seed) for seed in range(BATCH)]
     return small_layer.stacked(*each)
 
 
 @pytest.mark.exchanges(5)
 def test_grad_of_vmap_equals_that_of_the_dense_layer():
-    """All batch elements share experts and router weights, whose gradients are therefore sums over
-    the batch."""
+    """The gradients of shared experts and router weights are sums over the batch."""
     floats, ids, kept = batch()
     x, topk_weights, w = floats
     own = x, topk_weights[0], w[0]
@@ -210,8 +200,7 @@ def test_grad_of_vmap_equals_that_of_the_dense_layer():
 @pytest.mark.several_devices("it needs a second mesh axis")
 @pytest.mark.parametrize("shared", (False, True), ids=("own_routing", "shared_routing"))
 def test_a_batch_may_be_spread_over_another_axis_of_the_mesh(shared):
-    """With vmap's spmd_axis_name, the batch is divided over a mesh axis. In one case, elements
-    share the ids and the router weights."""
+    """In one case, elements share the ids and the router weights."""
     dp = min(2, harness.MANY)
     ranks = harness.MANY // dp
     mesh = harness.mesh_over(dp=dp, ep=ranks)
@@ -236,8 +225,7 @@ def test_a_batch_may_be_spread_over_another_axis_of_the_mesh(shared):
     )
 
 
-# By default, 3 ranks are emulated, because 3 is no power of two, and some machines have fewer
-# devices.
+# 3 ranks are emulated, because 3 is no power of two, and some machines have fewer devices.
 EMULATED = harness.RANKS_ON_ONE_GPU or 3
 VMAPPED = harness.vmapped_group(EMULATED)
 
@@ -248,7 +236,6 @@ def emulated(fn, **options):
 
 @pytest.mark.exchanges(5)
 def test_grad_inside_the_emulation_equals_that_of_the_dense_layer():
-    """Each emulated rank calls jax.grad, so cotangents are sent between ranks."""
     floats, ids, kept = small_layer.arguments(EMULATED)
 
     def of_one_rank(*args):
@@ -262,8 +249,7 @@ def test_grad_inside_the_emulation_equals_that_of_the_dense_layer():
 
 @pytest.mark.exchanges(2)
 def test_the_emulation_returns_the_bytes_of_shard_map():
-    """The emulation has as many ranks as the shard_map. (Weighted sums, which may differ by
-    roundings, are not compared.)"""
+    """Weighted sums may differ by roundings, and are not compared."""
     ranks = harness.SEVERAL
     floats, ids, _ = small_layer.arguments(ranks)
 
@@ -311,8 +297,7 @@ def test_another_batch_around_or_inside_the_emulation_is_one_exchange(outside, s
 
 @pytest.mark.exchanges(1)
 def test_the_rank_axis_may_stand_anywhere_and_arguments_may_lack_it():
-    """The rank axis is the last axis of the tokens. The ids have none, because all ranks share
-    them."""
+    """The rank axis is the last of the tokens, and all ranks share the ids."""
     (x, _, _), ids, _ = small_layer.arguments(EMULATED)
     ids = ids[0]
     expected = small_layer.routing_of(np.stack([ids] * EMULATED))

@@ -1,9 +1,5 @@
-"""Test the weighted dispatch, the transpose of a weighted combine. Its results equal those of
-separate steps.
-
-The steps are G = dispatch(g), weights * G, and the dot products <rows, G>. Results are zero for
-rows without a token, whatever these rows contain.
-"""
+"""Test the weighted dispatch, the transpose of a weighted combine, against separate steps: G =
+dispatch(g), weights * G, and the dot products <rows, G>."""
 
 import dataclasses
 import functools
@@ -41,7 +37,6 @@ def fused(g, rows, weights, routing):
 
 
 def separate(g, rows, weights, routing):
-    """Return the results of `fused`, computed by a dispatch and usual JAX operations."""
     moved = ma.dispatch(g, routing).rows.astype(jnp.float32)
     is_row = routing.row_rank >= 0
     scaled = [jnp.where(is_row[:, None], w[:, None] * moved, 0).astype(g.dtype) for w in weights]
@@ -64,7 +59,7 @@ def weigh_program(weigh, layout, ranks):
     return harness.on_each_rank(of_one_rank, group.mesh)
 
 
-# The kernel needs rows of whole 16-byte words. For other rows, XLA multiplies by the weights.
+# The kernel needs rows of whole 16-byte words.
 IN_WORDS = (
     dataclasses.replace(cases.PLAIN, name="plain_in_words", hidden=24),
     dataclasses.replace(cases.CUT, name="cut_in_words", hidden=24),
@@ -74,12 +69,11 @@ LAYOUTS = (*cases.few_layouts(), *IN_WORDS[: None if harness.ON_GPU else 0])
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_a_weighted_dispatch_has_the_bits_of_the_separate_steps(layout):
-    """The arguments are two pairs (rows, weights), only weights, or only rows. Rows without a token
-    are NaN."""
+    """Rows without a token, which are NaN, do not affect the results."""
     ranks = harness.SEVERAL
     rng = np.random.default_rng(0)
-    # Both programs (fused, separate) have a route. With the kernel, the fused program makes one
-    # exchange for each of the three cases. Without it, XLA merges all dispatches of a program.
+    # Both programs have a route. Only the kernel makes one exchange per case; otherwise XLA merges
+    # all dispatches.
     num_exchanges = (2 + (3 if layout.hidden == 24 else 1) + 1) * layout.has_rows(RANKS)
     for case in cases.cases_of(layout):
         ids = case.ids(ranks)
@@ -98,7 +92,7 @@ def test_a_weighted_dispatch_has_the_bits_of_the_separate_steps(layout):
             small_layer.assert_same(actual, expected, f"{case.name} {dtype}")
 
 
-# Below, arrays contain small integers in float32, so that sums are exact in any order.
+# Small integers make sums exact in any order.
 
 
 def integers(*shape, seed=0):
@@ -107,14 +101,12 @@ def integers(*shape, seed=0):
 
 @functools.cache
 def arguments(seed=0):
-    """Return random (g, (rows,), (weights,)) of all ranks, and ids."""
     ids = small_layer.arguments(RANKS, seed).ids
     rows, weights = integers(*ROWS, seed=seed + 1), integers(LAYOUT.capacity, seed=seed + 2)
     return (integers(*TOKENS, seed=seed), (rows,), (weights,)), ids
 
 
 def of_all_ranks(weigh):
-    """Return a function of (g, rows, weights, ids) that runs `weigh` on all ranks."""
     group = harness.group_of(RANKS)
 
     def of_one_rank(g, rows, weights, ids):
@@ -183,8 +175,6 @@ BATCH = 3
     ids=lambda value: value or "none" if isinstance(value, str) else "",
 )
 def test_a_batch_is_one_exchange_with_the_bits_of_its_elements(batched, counted):
-    """If batch elements have separate routings, the exchange has one larger routing. If they share
-    a routing, the rows of g are larger, or g is unbatched."""
     each = [arguments(seed=5 * b) for b in range(BATCH)]
 
     def own(b, name):
@@ -198,7 +188,7 @@ def test_a_batch_is_one_exchange_with_the_bits_of_its_elements(batched, counted)
     weigh = of_all_ranks(fused)
 
     def mapped(*args):
-        # The argument `unused` is batched even if no other is.
+        # `unused` is batched even if no other argument is.
         return jax.vmap(lambda unused, *args: weigh(*args), in_axes=(0, *axes))(
             np.zeros(BATCH), *args
         )
@@ -213,8 +203,6 @@ def test_a_batch_is_one_exchange_with_the_bits_of_its_elements(batched, counted)
 
 @pytest.mark.exchanges(2)
 def test_the_emulated_ranks_have_the_bits_of_real_ones():
-    """The results of emulated and real ranks have equal bits, also for batches with separate or
-    shared routings."""
     args, ids = arguments()
     group = harness.emulated_group(RANKS)
 

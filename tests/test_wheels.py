@@ -1,9 +1,7 @@
 """Test that the wheels of a release work in a new environment without compiler, CUDA toolkit and
 sources.
 
-``make wheels test-wheels`` sets MOE_A2A_WHEELS to the folder of the wheels, and
-MOE_A2A_WHEEL_PYTHONS to the Python interpreters. CI builds the wheel without kernels, and runs this
-file with it.
+``make wheels test-wheels`` sets MOE_A2A_WHEELS (a folder) and MOE_A2A_WHEEL_PYTHONS.
 """
 
 import os
@@ -20,7 +18,7 @@ WHEELS = sorted(path.name for path in Path(FOLDER).glob("*.whl")) if FOLDER else
 MAJORS = [major for major in (12, 13) if any(f"_cuda{major}-" in name for name in WHEELS)]
 
 pytestmark = [
-    pytest.mark.exchanges(0),  # this process runs no exchange
+    pytest.mark.exchanges(0),
     pytest.mark.one_process("installs packages, and runs programs of its own"),
     pytest.mark.skipif(not FOLDER, reason="needs wheels: make wheels test-wheels"),
 ]

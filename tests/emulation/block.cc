@@ -1,6 +1,5 @@
-// This file is compiled without instrumentation. ThreadSanitizer must not see the emulator's state
-// of a block, which the block's fibers share, because a GPU has no such state. publish() and
-// observe() tell ThreadSanitizer the order of accesses on a GPU.
+// Compiled without instrumentation: ThreadSanitizer must not see the emulator's state of a block,
+// which a GPU does not have. publish() and observe() tell it the order of accesses on a GPU.
 #include "block.h"
 
 #include <link.h>
@@ -25,25 +24,24 @@ constexpr unsigned char kGarbage = 0xA5;
 
 enum class State { kReady, kAtWarp, kAtBarrier, kDone };
 
-// The kind of collective at which a warp's lanes wait. It must be the same for all lanes of a warp.
+// Must be the same for all lanes of a warp.
 enum class Meeting { kNone, kSync, kShuffle, kBallot, kMatch, kSum };
 
 struct Thread {
   Fiber* fiber;
   unsigned index;
   State state = State::kReady;
-  int barrier = -1;  // the barrier for which the thread waits
+  int barrier = -1;
   bool is_fenced = false;
   BulkCopies* bulk = nullptr;
 };
 
 struct Warp {
-  // The values that the lanes pass to the current and to the previous collective. Slow lanes may
-  // still read those of the previous collective.
+  // Of the current and the previous collective. Slow lanes may still read the previous ones.
   uint64_t values[2][kLanes];
   int current = 0, arrived = 0;
   Meeting meeting = Meeting::kNone;
-  char order[2];  // arguments of publish() and observe()
+  char order[2];
 };
 
 struct Barrier {
@@ -71,8 +69,8 @@ struct Block {
   Barrier barriers[kNamedBarriers];
   Thread* running = nullptr;
   char* shared;
-  char order;         // publish() argument: orders the launching thread and the block's threads
-  char shared_fence;  // publish() argument: orders fences before bulk copies
+  char order;         // orders the launching thread and the block's threads
+  char shared_fence;  // orders fences before bulk copies
   Random random;
 };
 
@@ -87,7 +85,6 @@ void wait_as(State state) {
   self->fiber->switch_back();
 }
 
-// Waits for the other lanes. Returns the values of all lanes.
 const uint64_t* meet(Meeting meeting, uint64_t value) {
   Warp& warp = own_warp();
   if (warp.arrived > 0 && warp.meeting != meeting) {
@@ -143,21 +140,19 @@ void run_thread() {
   die("a thread runs on after its end");
 }
 
-// Fills the block's static shared memory with garbage, because a GPU does not initialize it. This
-// memory is the thread-local storage of the program. The emulator's own thread-local variables are
-// still unset here.
+// A GPU does not initialize shared memory, so this fills it with garbage. The emulator's own
+// thread-local variables are still unset.
 int fill_shared(dl_phdr_info* info, size_t, void*) {
   for (int i = 0; i < info->dlpi_phnum; ++i) {
     if (info->dlpi_phdr[i].p_type == PT_TLS && info->dlpi_tls_data != nullptr) {
       std::memset(info->dlpi_tls_data, kGarbage, info->dlpi_phdr[i].p_memsz);
     }
   }
-  return 1;  // stop after the first library in the list, which is the program itself
+  return 1;  // the first library is the program itself
 }
 
-// The fibers of a block's threads, with their stacks. The n-th block of a launch reuses the fibers
-// of the n-th block of the rank's previous launch. This adds no wrong order for ThreadSanitizer,
-// because the previous launch has ended.
+// The n-th block of a launch reuses the fibers of the n-th block of the rank's previous launch.
+// That launch has ended, so ThreadSanitizer gets no wrong order.
 struct Fibers {
   static constexpr unsigned kMost = 512;
   Fiber fibers[kMost];
@@ -178,8 +173,7 @@ class FibersOfBlock {
     constexpr int kMaxBlocks = 64;
     static std::atomic<Fibers*> all[moe_a2a::kMaxRanks][kMaxBlocks];
     if (rank < moe_a2a::kMaxRanks && start_order < kMaxBlocks) {
-      // A block removes its fibers from `all` while it uses them. If launches of a rank overlap,
-      // blocks of the second launch make new fibers.
+      // If launches of a rank overlap, blocks of the second launch make new fibers.
       place_ = &all[rank][start_order];
       fibers_ = place_->exchange(nullptr);
     }
@@ -316,7 +310,6 @@ void run_block(const BlockStart& start) {
   }
   unsigned left = num_threads, rounds = 0;
   while (left > 0) {
-    // A round runs the threads from a random one on, and sometimes ends early.
     bool any = false;
     const unsigned first = own.random.next() % num_threads;
     for (unsigned i = 0; i < num_threads; ++i) {
@@ -332,7 +325,7 @@ void run_block(const BlockStart& start) {
       describe_threads();
       die("all threads of the block wait for each other");
     }
-    if (++rounds % 16 == 0) sched_yield();  // this block may wait for other blocks: let them run
+    if (++rounds % 16 == 0) sched_yield();  // this block may wait for other blocks
   }
   observe(&own.order);
   block = nullptr;

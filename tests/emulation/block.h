@@ -1,8 +1,5 @@
-// In the emulator, each block of a kernel is a thread of the operating system. The block's CUDA
-// threads are fibers, which run in turns in random order.
-//
-// Lanes of a warp wait for each other at collectives and barriers. Warps wait for each other at
-// named barriers. As on a GPU, barriers order memory, but shuffles, votes and other collectives do
+// Each block is a thread of the operating system. Its CUDA threads are fibers, which run in turns
+// in random order. As on a GPU, barriers order memory, but shuffles, votes and other collectives do
 // not.
 #pragma once
 
@@ -31,27 +28,24 @@ unsigned match(uint64_t value);  // the bits of all lanes with this value
 int sum_of_warp(int value);
 
 void sync_warp();
-// Waits for `num_threads` threads of the block at barrier `index`; 0 is __syncthreads.
+// Barrier 0 is __syncthreads.
 void sync_named(int index, unsigned num_threads);
-// Combines the votes of all threads of the block by "and" or "or". Orders memory if `is_barrier`.
+// Orders memory if `is_barrier`.
 bool vote_of_block(bool vote, bool is_and, bool is_barrier);
 
-// Lets other threads of the block run: yield() always, and yield_sometimes() at random. Kernels
-// call these functions where a thread reads memory that another thread may change.
+// Kernels call these functions where a thread reads memory that another thread may change.
 void yield();
 void yield_sometimes();
-// Sometimes lets other threads of the block run, and sometimes stops the block while other blocks
-// run. The emulator calls this before and after each store that other ranks read, so that they can
-// read memory between two stores.
+// Called before and after each store that other ranks read, so that they can read memory between
+// two stores.
 void pause_sometimes();
 void pause_often();  // stops the block in one of four calls
 
-// note_fence() turns the thread's next relaxed store into a release, because ThreadSanitizer does
-// not support fences.
+// The thread's next relaxed store becomes a release, because ThreadSanitizer does not support
+// fences.
 void note_fence();
 bool take_fence();
 
-// Returns true once in `n` times, at random.
 bool one_in(unsigned n);
 
 // Ends the process, because the kernel does something that a GPU does not allow.
@@ -65,24 +59,22 @@ struct BlockStart {
   size_t shared_bytes;
   uint64_t seed;
   int rank;
-  int start_order;  // 0, 1, ...: the position in the order in which the rank's blocks start
+  int start_order;  // of the block, among the rank's blocks
   const void* kernel;
   void (*call)(const void* kernel, void** arguments);
   void** arguments;
 };
 
-// Runs all threads of a block until they end. The caller must be a new thread.
+// The caller must be a new thread.
 void run_block(const BlockStart& start);
 
 // Orders the caller's next accesses after all accesses before the launch.
 void observe_start();
 
-// Returns a word for publish() and observe() (fiber.h). Fences of shared memory publish it, and
-// bulk copies of the block observe it.
+// Fences of shared memory publish this word, and bulk copies of the block observe it.
 char* shared_fence_of_block();
 
-// bulk_copies() returns the bulk copies of the running thread. end_bulk_copies() checks that the
-// thread has finished them.
+// end_bulk_copies() checks that the thread has finished them.
 struct BulkCopies;
 BulkCopies*& bulk_copies();
 void end_bulk_copies(BulkCopies* copies);

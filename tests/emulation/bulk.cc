@@ -13,9 +13,9 @@ struct Copy {
   char* to;
   const char* from;
   uint32_t bytes;
-  uint64_t* barrier;  // the mbarrier of a load; null for a store
-  int group;          // the number of a store's bulk group
-  char* data;         // null until the bytes have been read
+  uint64_t* barrier;  // null for a store
+  int group;
+  char* data;  // null until the bytes have been read
   bool is_finished;
 
   bool reads_from(const char* begin, uint32_t size) const {
@@ -32,11 +32,10 @@ void check_words(const char* to, const char* from, uint32_t bytes) {
 
 struct BulkCopies {
   std::vector<Copy> loads, stores;
-  int open_group = 0;  // the number of the next stores' bulk group
+  int open_group = 0;  // of the next stores
   // Shared and global memory have separate proxies, because a fence for one does not order the
   // other.
   Proxy shared, global;
-  // Arguments of publish() and observe().
   char global_fence = 0, barrier_fence = 0, done = 0;
 };
 
@@ -50,16 +49,14 @@ BulkCopies& own_copies() {
 
 void make_copies() {
   BulkCopies* copies = bulk_copies() = new BulkCopies();
-  // All accesses before the launch come before all accesses of the proxies.
   for (Proxy* proxy : {&copies->shared, &copies->global}) proxy->run([] { observe_start(); });
 }
 
-// Copies bytes without ThreadSanitizer's notice.
 void copy_unseen(char* to, const char* from, uint32_t bytes) {
   for (uint32_t i = 0; i < bytes; ++i) to[i] = from[i];
 }
 
-// Reads the source of a copy. The caller must have called observe_fences() at the copy's start.
+// observe_fences() must have run at the copy's start.
 void read(BulkCopies& own, Copy& copy) {
   if (copy.data != nullptr || copy.is_finished) return;
   (copy.barrier != nullptr ? own.global : own.shared).run([&] { see_read(copy.from, copy.bytes); });

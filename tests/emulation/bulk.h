@@ -1,8 +1,6 @@
-// Bulk copies between global and shared memory. On a GPU they are asynchronous. In the emulator, a
-// copy happens at a random time, at the latest when the thread waits for it.
-//
-// Copies access memory through a proxy. A proxy fence orders the thread's earlier accesses before
-// a copy. A wait orders a copy before the thread's later accesses. Nothing else orders a copy.
+// On a GPU, bulk copies are asynchronous. Here, a copy happens at a random time, at the latest when
+// the thread waits for it. A proxy fence orders earlier accesses before a copy, and a wait orders a
+// copy before later accesses. Nothing else orders a copy.
 #pragma once
 
 #include <cstdint>
@@ -19,9 +17,9 @@ void end_store_group();
 void wait_until_read(int pending_groups);
 void wait_until_stored();
 
-// This thread's next bulk copies see its earlier accesses, and what acquires have made visible.
+// The fence also covers what acquires have made visible.
 void fence_global_for_bulk();
-// The next bulk copies of the block see this thread's earlier accesses.
+// The fence covers all bulk copies of the block.
 void fence_shared_for_bulk();
 
 }  // namespace emulation

@@ -12,11 +12,10 @@ namespace {
 
 using namespace moe_a2a;
 
-constexpr unsigned char kNan = 0xFF;  // a float of these bytes is NaN, and an index is -1
+constexpr unsigned char kNan = 0xFF;  // 0xFF: a float is NaN, and an index is -1
 
 int64_t whole_pages(int64_t bytes) { return round_up(std::max<int64_t>(bytes, 1), getpagesize()); }
 
-// Reserves addresses without memory.
 char* reserve(int64_t bytes) {
   void* memory = mmap(nullptr, static_cast<size_t>(bytes), PROT_NONE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -27,7 +26,6 @@ char* reserve(int64_t bytes) {
   return static_cast<char*>(memory);
 }
 
-// Adds memory for the first `bytes` of a reserved range.
 void back(char* at, int64_t bytes, unsigned char value) {
   mprotect(at, static_cast<size_t>(whole_pages(bytes)), PROT_READ | PROT_WRITE);
   if (value != 0) std::memset(at, value, static_cast<size_t>(whole_pages(bytes)));

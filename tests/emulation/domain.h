@@ -1,4 +1,3 @@
-// The ranks of an exchange domain on one CPU, with their memory.
 #pragma once
 
 #include <string>
@@ -10,7 +9,7 @@ namespace emulation {
 
 class Domain {
  public:
-  // `half_bytes` is the size of each ring half, enough for every exchange.
+  // `half_bytes` is enough for every exchange.
   Domain(int num_ranks, int64_t half_bytes);
 
   int num_ranks() const { return num_ranks_; }
@@ -18,11 +17,11 @@ class Domain {
   moe_a2a::ErrorRecord& record(int rank) { return records_[rank]; }
   bool is_poisoned(int rank) { return control(rank).poison != 0; }
 
-  // Returns a rank's view of an exchange. Timeouts are in seconds.
+  // Timeouts are in seconds.
   moe_a2a::RankView view(int rank, moe_a2a::Operation operation, uint64_t signature, double timeout,
                          double first_timeout);
 
-  // Describes a write to memory that no exchange may write, or returns "".
+  // Returns "" without damage to memory that no exchange may write.
   std::string damage();
 
  private:

@@ -6,8 +6,7 @@ using namespace moe_a2a;
 
 namespace {
 
-// Returns random experts for all choices of a rank. Sometimes ids are all -1, all equal, or partly
-// -1 or out of range.
+// Sometimes all ids are -1 or equal, or some are -1 or out of range.
 std::vector<int32_t> make_ids(const Shape& shape, Random& random) {
   enum { kSomeMissing, kSomeInvalid, kAllTheSame, kNone, kPlain };
   const int kind = random.below(6);
@@ -23,7 +22,7 @@ std::vector<int32_t> make_ids(const Shape& shape, Random& random) {
   return ids;
 }
 
-// Returns a random value in place of an index. It may be outside of the index's range.
+// The value may be outside of the index's range.
 int32_t corrupt(int32_t index, const Shape& shape, Random& random) {
   switch (random.below(6)) {
     case 0: return static_cast<int32_t>(random.next());
@@ -43,7 +42,7 @@ Routing::Routing(const Making& making, Random& random, int max_tokens, int max_t
   shape.num_ranks = making.num_ranks;
   shape.top_k = 1 + random.below(std::min(max_top_k, random.one_in(5) ? kMaxTopK : 4));
   shape.num_tokens = 1 + random.below(shape.top_k > 8 ? std::min(5, max_tokens) : max_tokens);
-  // If there are more tokens than flags, adjacent tokens share a flag.
+  // Adjacent tokens then share a flag.
   if (may_have_parts && shape.top_k <= 4 && random.one_in(5) && making.max_tokens > kMaxChunks) {
     shape.num_tokens += kMaxChunks;
   }
@@ -66,8 +65,7 @@ Routing::Routing(const Making& making, Random& random, int max_tokens, int max_t
   plans = plans_of(shape, ids);
 }
 
-// Changes the routing until splits_sources() is true for it. The order in which choices are dropped
-// (choice index, token, source) then decides which rows exist.
+// The order in which choices are dropped (choice index, token, source) decides which rows exist.
 void Routing::move_to_threshold(Random& random, int max_tokens) {
   shape.parts = 1;
   do {
@@ -76,7 +74,7 @@ void Routing::move_to_threshold(Random& random, int max_tokens) {
     shape.alignment = random.one_in(2) ? 1 : random.between(2, 4);
     shape.may_drop = true;
     shape.capacity = random.between(1, shape.num_ranks * shape.num_choices());
-    const int popular = random.below(shape.num_ranks);  // the rank with the most rows
+    const int popular = random.below(shape.num_ranks);
     for (auto& of_source : ids) {
       of_source.clear();
       for (int i = 0; i < shape.num_choices(); ++i) {

@@ -1,4 +1,4 @@
-// One exchange between all ranks: its operands, its launch on each rank, and its expected results.
+// One exchange between all ranks, with its expected results.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -27,20 +27,19 @@ namespace emulation {
 struct Making {
   int num_ranks = 2;
   int max_local_experts = 4;
-  int max_groups = 12;        // largest number of groups of 128 numbers in an encoded row
-  int max_tokens = 1 << 20;   // upper limit for the tokens of a rank
-  bool at_threshold = false;  // make routings for which splits_sources() is true (oracle.h)
-  int crowded_rank = -1;      // give each token of this rank a slot at each rank
-  int corrupt_one_in = 0;     // N: corrupt about one of N indices of the routing; 0: none
+  int max_groups = 12;        // of an encoded row, 128 numbers each
+  int max_tokens = 1 << 20;   // of a rank
+  bool at_threshold = false;  // splits_sources() is true (oracle.h)
+  int crowded_rank = -1;      // its tokens have slots at every rank
+  int corrupt_one_in = 0;     // about one of N indices is corrupted; 0: none
 };
 
-// One launch for all ranks, which share a device. The threads of the ranks make it together.
 class JointLaunch {
  public:
   explicit JointLaunch(int num_ranks) : params_(static_cast<size_t>(num_ranks)) {}
 
-  // Waits until all ranks have called join(). The last rank then calls launch(params, stream) with
-  // the parameters of ranks 0 and 1. On every rank, join() returns the result of launch().
+  // The last rank calls launch(params, stream) with the parameters of ranks 0 and 1. Every rank
+  // gets the result.
   template <typename Params, typename Launch>
   cudaError_t join(int rank, const Params& params, Launch&& launch) {
     std::unique_lock<std::mutex> lock(mutex_);
@@ -61,22 +60,20 @@ class JointLaunch {
  private:
   std::mutex mutex_;
   std::condition_variable all_have_come_;
-  std::vector<const void*> params_;  // indexed by rank
+  std::vector<const void*> params_;
   size_t arrived_ = 0;
   int launches_ = 0;
   cudaError_t error_ = cudaSuccess;
 };
 
-// Parameters of a launch on a rank.
 struct LaunchOn {
   int rank;
   moe_a2a::RankView view;
   int num_sms;
-  Random& random;  // yields equal numbers on ranks that share a device
+  Random& random;  // equal on ranks that share a device
   const moe_a2a::Kernels& kernels;
   JointLaunch* joint;  // null unless ranks share a device
 
-  // Calls launch(params, stream). If ranks share a device, there is one call for all ranks.
   template <typename Params, typename Launch>
   cudaError_t run(const Params& params, Launch&& launch) const {
     if (joint != nullptr) return joint->join(rank, params, launch);
@@ -89,12 +86,11 @@ class Exchange {
   virtual ~Exchange() = default;
 
   virtual moe_a2a::Operation operation() const = 0;
-  virtual int64_t zone_bytes() const = 0;  // of a landing zone, for the rows of one source rank
+  virtual int64_t zone_bytes() const = 0;  // for one source rank
   virtual cudaError_t launch(const LaunchOn& on) = 0;
-  // Returns the first error in the results of a rank, or "".
+  // Returns the first error, or "".
   virtual std::string wrong(int rank) const = 0;
 
-  // Returns true if each byte of a rank's results has the value of a failed exchange.
   bool is_failure(int rank) const {
     for (const Output& output : outputs_[rank]) {
       for (size_t i = 0; i < output.array->bytes(); ++i) {
@@ -103,7 +99,6 @@ class Exchange {
     }
     return true;
   }
-  // Returns true if the memory around the results of a rank is unchanged.
   bool is_intact_around(int rank) const {
     for (const Output& output : outputs_[rank]) {
       if (!output.array->is_intact_around()) return false;
@@ -111,7 +106,7 @@ class Exchange {
     return true;
   }
 
-  uint64_t signature = 0, run = 0;  // fields of RankView
+  uint64_t signature = 0, run = 0;
   std::string name;
 
  protected:
@@ -127,9 +122,9 @@ class Exchange {
  private:
   struct Output {
     Array array;
-    unsigned char fill;  // the value of each byte after a failure
+    unsigned char fill;  // of each byte after a failure
   };
-  std::vector<std::vector<Output>> outputs_;  // indexed by rank
+  std::vector<std::vector<Output>> outputs_;
 };
 
 using ExchangePtr = std::unique_ptr<Exchange>;
@@ -145,13 +140,12 @@ ExchangePtr make_combine(const Making& making, Random& random);
 
 constexpr unsigned char kNanByte = 0xFF;
 
-// The type of arrays that kernels only move is kByte. Arrays of numbers have a data_type().
+// For arrays that kernels only move.
 inline const moe_a2a::DataType kByte = {"U8", 1, kNanByte};
 const moe_a2a::DataType& data_type(moe_a2a::ElementType type);
 
 std::string name_of(moe_a2a::TokenFormat format);
 
-// Operands or results of a call on one rank.
 struct Bound {
   moe_a2a::Arrays arrays;
   std::vector<std::shared_ptr<const std::vector<int64_t>>> dimensions;  // `arrays` points to these
@@ -175,7 +169,7 @@ struct Arguments {
 template <typename Call>
 typename Call::Params params_of(const Call& call, const moe_a2a::RankView& view, bool is_colocated,
                                 int num_sms, const Arguments& a) {
-  // Hide the addresses from Describe(). An address that is missing in `bindings` then stays null.
+  // An address that is missing in `bindings` stays null.
   moe_a2a::Arrays args = a.args.arrays, results = a.results.arrays;
   std::vector<char*> addresses;
   for (moe_a2a::Arrays* arrays : {&args, &results}) {
@@ -194,13 +188,12 @@ typename Call::Params params_of(const Call& call, const moe_a2a::RankView& view,
     std::abort();
   }
   moe_a2a::CopyParams(described, bindings, [&](size_t array) { return addresses[array]; }, &p);
-  // Replace the computed signature. Option --heads needs two signatures that differ in the bits of
-  // heads and not in the bits of flags.
+  // Option --heads needs two signatures that differ in the bits of heads and not in the bits of
+  // flags.
   const_cast<moe_a2a::RankView&>(view_of(p)).signature = view.signature;
   return p;
 }
 
-// Returns the bytes of one source's landing zone.
 template <typename Call>
 int64_t zone_bytes_of(const Call& call, int num_ranks, const Arguments& a) {
   moe_a2a::RankView view = {};
@@ -208,7 +201,7 @@ int64_t zone_bytes_of(const Call& call, int num_ranks, const Arguments& a) {
   return Call::ZoneBytes(params_of(call, view, false, 1, a));
 }
 
-// Launches a call after vary(params, num_blocks), which may change the parameters.
+// vary(params, num_blocks) may change the parameters.
 template <typename Call, typename Vary>
 cudaError_t launch_call(const Call& call, const LaunchOn& on, const Arguments& a, Vary&& vary) {
   auto p = params_of(call, on.view, on.joint != nullptr, on.num_sms, a);
@@ -219,21 +212,18 @@ cudaError_t launch_call(const Call& call, const LaunchOn& on, const Arguments& a
   });
 }
 
-// A routing: the ids of all ranks, and the arrays computed from them.
 struct Routing {
   Shape shape;
   Ids ids;
   std::vector<Plan> plans;
 
-  // `max_tokens` and `max_top_k` are upper limits of the random sizes.
   Routing(const Making& making, Random& random, int max_tokens, int max_top_k, bool may_have_parts);
 
  private:
   void move_to_threshold(Random& random, int max_tokens);
 };
 
-// The arrays of a routing on one rank that kernels read. If Making::corrupt_one_in is not 0, some
-// indices are corrupted.
+// Some indices are corrupted if Making::corrupt_one_in is not 0.
 class RoutingArrays {
  public:
   RoutingArrays(const Making& making, Random& random, const Routing& routing, int rank);
@@ -243,14 +233,12 @@ class RoutingArrays {
  private:
   std::vector<Array> arrays_;
 };
-// Adds the arrays of a routing with null data, for callers that only need the sizes.
+// Data is null, for callers that only need sizes.
 void add_routing_sizes(Bound& args, const Shape& shape);
 
-// The results of a route on one rank.
 class PlanOutputs {
  public:
   void add(Array array) { arrays_.push_back(std::move(array)); }
-  // Adds the arrays to the results of a route of `batch` routings.
   void add_to(Bound& results, const Shape& shape, int64_t batch) const;
   std::string wrong(const Plan& expected) const;
 
@@ -258,7 +246,6 @@ class PlanOutputs {
   std::vector<Array> arrays_;
 };
 
-// Sometimes chooses random roles for the blocks of a launch.
 void vary_roles(Random& random, int num_blocks, moe_a2a::Roles& roles);
 
 }  // namespace emulation

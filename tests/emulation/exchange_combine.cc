@@ -1,5 +1,3 @@
-// Tests combine, which sums rows with or without weights and addends, in every wire dtype and
-// format. It can also move choice arrays.
 #include "device/signal.cuh"
 #include "exchange.h"
 
@@ -71,8 +69,8 @@ class Combine : public Exchange {
   }
 
  private:
-  // The kind of combine. kWeighted has one pair of rows and weights, and kPairs has two pairs. kFp8
-  // and kFp4 send partial sums in an 8-bit or 4-bit format.
+  // kWeighted has one pair of rows and weights, and kPairs has two. kFp8 and kFp4 send partial sums
+  // in a format.
   enum class Form { kPlain, kWeighted, kPairs, kFp8, kFp4 };
 
   struct Rank {
@@ -81,7 +79,7 @@ class Combine : public Exchange {
     Array choices_in, choices_out;
   };
 
-  // Returns the largest top_k for which every partial sum is exact in its wire dtype or format.
+  // Every partial sum is exact in its wire dtype or format up to this top_k.
   int max_top_k() const {
     return form_ == Form::kFp4 ? 1 : form_ == Form::kFp8 || form_ == Form::kPairs ? 4 : kMaxTopK;
   }
@@ -113,11 +111,11 @@ class Combine : public Exchange {
     for (int i = 0; i < std::max(num_summed_, num_pairs_); ++i) {
       Array rows = make_array(capacity * elements * item);
       for (size_t e = 0; e < capacity * elements; ++e) {
-        // Rows without a token are NaN. A kernel that adds them returns a wrong sum.
+        // Rows without a token are NaN, and kernels must not add them.
         const bool is_used = plan.row_rank(static_cast<int>(e / elements)) >= 0;
         float v = small_integer(random);
-        // MxFp8 saturates if the largest number of a group is more than 1.75 times a power of two,
-        // as 15 = 1.875 * 8 is. Sums of four numbers up to 3 are at most 12.
+        // MxFp8 saturates if the largest number of a group is more than 1.75 times a power of two.
+        // Sums of four numbers up to 3 are at most 12.
         if (form_ == Form::kFp8) v = std::fmin(std::fmax(v, -3.f), 3.f);
         if (form_ == Form::kFp4) v = exact_number(random, static_cast<int64_t>(e));
         write_number(rows->data() + e * item, type_, is_used ? v : NAN);
@@ -163,7 +161,6 @@ class Combine : public Exchange {
             1.f};
   }
 
-  // Returns the results, and the operands except the routing.
   Arguments arguments(int rank) const {
     const Rank& own = ranks_[rank];
     const Shape& shape = routing_.shape;
@@ -187,7 +184,7 @@ class Combine : public Exchange {
     return a;
   }
 
-  // Returns the row of a choice, or -1 if it has no row. Sets `at` to the rank that has the row.
+  // Returns -1 without a row, and sets `at` to the rank of the row.
   int row_of(int rank, int token, int k, int* at) const {
     const Shape& shape = routing_.shape;
     *at = routing_.plans[rank].choice_rank(shape, token, k);

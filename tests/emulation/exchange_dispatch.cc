@@ -10,10 +10,9 @@ namespace {
 
 using namespace moe_a2a;
 
-// An array of bytes: the operand that is sent, and the result that is received, on every rank.
 struct Moved {
-  int64_t row_bytes, choice_bytes;  // as in MovedArray
-  std::vector<Array> in, out;       // indexed by rank
+  int64_t row_bytes, choice_bytes;
+  std::vector<Array> in, out;
 
   int64_t out_bytes() const { return choice_bytes > 0 ? choice_bytes : row_bytes; }
 };
@@ -21,10 +20,9 @@ struct Moved {
 struct Leaf {
   int64_t elements;
   std::vector<Array> in;                       // indexed by rank
-  std::vector<Array> decoded, values, scales;  // results by rank; empty if the call has none
+  std::vector<Array> decoded, values, scales;  // by rank, or empty
 };
 
-// The base class of most forms: the arrays that are sent, and their results.
 class Payload : public Exchange {
  public:
   Operation operation() const override { return Operation::kDispatch; }
@@ -38,8 +36,7 @@ class Payload : public Exchange {
 
   const Shape& shape() const { return routing_.shape; }
 
-  // Adds arrays of rows and choice arrays of random sizes. Some arrays are not aligned to 16 bytes,
-  // so kernels use every access width.
+  // Some arrays are not aligned to 16 bytes, so kernels use every access width.
   void add_moved(Random& random, int most) {
     const size_t skew = random.one_in(3) ? random.below(4) : 0;
     for (int count = 1 + random.below(most); count > 0; --count) {
@@ -54,7 +51,7 @@ class Payload : public Exchange {
     }
   }
 
-  // Adds leaves whose numbers are exact in the format, and sometimes a choice array.
+  // Numbers are exact in the format.
   void add_encoded(Random& random) {
     encoding_.format = static_cast<TokenFormat>(1 + random.below(TokenFormats::kCount));
     encoding_.type = static_cast<ElementType>(random.below(Elements::kCount));
@@ -187,7 +184,7 @@ class Payload : public Exchange {
   bool leaves_tail_;
 
  private:
-  // Returns true if the kernel must not write this row of the results.
+  // Such rows must stay unwritten.
   bool is_left(const Plan& plan, int row) const { return leaves_tail_ && plan.is_tail(row); }
 
   static bool is_untouched(const Array& out, int row, int64_t bytes) {
@@ -354,8 +351,8 @@ class RoutedDispatch : public Payload {
   std::vector<PlanOutputs> plans_;
 };
 
-// A weighted dispatch of one array. The destination rank multiplies each row by a weight, computes
-// its inner product with another array's row, or does both.
+// The destination rank multiplies each row by a weight, computes its inner product with another
+// array's row, or does both.
 class WeightedDispatch : public Exchange {
  public:
   WeightedDispatch(const Making& making, Random& random)
@@ -435,7 +432,6 @@ class WeightedDispatch : public Exchange {
     return {{}, ranks_[0].rows != nullptr, ranks_[0].weights != nullptr};
   }
 
-  // Returns the results, and the operands except the routing.
   Arguments arguments(int rank) const {
     const Rank& own = ranks_[rank];
     const int64_t capacity = routing_.shape.capacity, elements = static_cast<int64_t>(elements_);

@@ -1,4 +1,3 @@
-// Tests route, which is two launches, with a batch of routings.
 #include "exchange.h"
 
 namespace emulation {
@@ -16,7 +15,6 @@ class RouteExchange : public Exchange {
     while (shape.local_experts % shape.group_experts != 0) --shape.group_experts;
     batch_[0].shape = shape;
     batch_[0].plans = plans_of(shape, batch_[0].ids);
-    // Each element of the batch has different ids.
     for (int extra = random.one_in(3) ? 1 : 0; extra > 0; --extra) {
       Routing other = batch_[0];
       for (auto& ids : other.ids) {
@@ -25,8 +23,7 @@ class RouteExchange : public Exchange {
       other.plans = plans_of(shape, other.ids);
       batch_.push_back(other);
     }
-    // Use few chunks, because route_assign has a block for each chunk, and ThreadSanitizer supports
-    // only 8128 threads.
+    // route_assign has a block for each chunk, and ThreadSanitizer supports only 8128 threads.
     const int most_chunks = std::max(1, (making.at_threshold ? 16 : 8) / shape.num_ranks);
     tokens_per_chunk_ = static_cast<int>(ceil_div(shape.num_tokens, most_chunks)) +
                         random.below(making.at_threshold ? 3 : 8);
@@ -78,7 +75,6 @@ class RouteExchange : public Exchange {
     return static_cast<int>(ceil_div(batch_[0].shape.num_tokens, tokens_per_chunk_));
   }
 
-  // Returns the expected arrays of all elements of the batch, one after the other.
   Plan expected(int rank) const {
     Plan all;
     for (const Routing& element : batch_) {

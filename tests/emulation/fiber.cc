@@ -18,7 +18,7 @@ void __tsan_write_range(void* address, unsigned long bytes);
     "The emulator switches stacks by x86-64 instructions. Add the few lines for this processor to fiber.cc."
 #endif
 
-// Pushes the callee-saved registers onto the old stack, and pops them from the new stack.
+// Pushes the callee-saved registers onto the old stack, and pops them from the new one.
 extern "C" void moe_a2a_switch_stack(void** save, void* load);
 asm(R"(.text
 .globl moe_a2a_switch_stack
@@ -45,7 +45,7 @@ moe_a2a_switch_stack:
 namespace emulation {
 namespace {
 constexpr int kSavedRegisters = 6;
-constexpr unsigned kNoOrder = 1;  // a flag of __tsan_switch_to_fiber: the switch orders no memory
+constexpr unsigned kNoOrder = 1;  // of __tsan_switch_to_fiber: the switch orders no memory
 }  // namespace
 
 void Fiber::start(char* stack, size_t stack_bytes, void (*entry)()) {

@@ -1,6 +1,5 @@
-// Arrays with guards: code must not access the page after an array, or change the bytes before it.
-// The distance between the same array of rank r and of rank r + 1 is equal for all r and all
-// arrays, as on a device that the ranks share.
+// Code must not access the page after an array, or change the bytes before it. Arrays of rank r and
+// rank r + 1 have the same distance for all r, as on a device that the ranks share.
 #pragma once
 
 #include <sys/mman.h>
@@ -18,15 +17,15 @@
 
 namespace emulation {
 
-// While an object of this class exists, arrays that the thread makes are in the memory of `rank`.
-// All ranks must make arrays of the same sizes in the same order.
+// Arrays that the thread makes meanwhile are in the memory of `rank`. All ranks must make arrays of
+// the same sizes in the same order.
 class InMemoryOf {
  public:
   explicit InMemoryOf(int rank) : previous_(current()) { current() = rank; }
   InMemoryOf(const InMemoryOf&) = delete;
   ~InMemoryOf() { current() = previous_; }
 
-  // Reserves addresses for the rank of the current object. Returns null without an object.
+  // Returns null without an InMemoryOf object.
   static char* reserve(size_t bytes) {
     using moe_a2a::kMaxRanks;
     constexpr size_t kBytesOfRank = size_t{1} << 30;
@@ -76,14 +75,12 @@ class GuardedArray {
   T* as() const {
     return reinterpret_cast<T*>(data_);
   }
-  // Returns true if these bytes have their initial value.
   static bool is_untouched(const char* first, const char* last) {
     for (const char* p = first; p < last; ++p) {
       if (static_cast<unsigned char>(*p) != kUntouched) return false;
     }
     return true;
   }
-  // Returns true if the bytes before the array, and from its end to the next page, are unchanged.
   bool is_intact_around() const {
     return is_untouched(data_ - kFront, data_) && is_untouched(data_ + bytes_, map_ + usable_);
   }

@@ -30,15 +30,13 @@ std::map<const void*, LoadedKernel>& loaded_kernels() {
 int residency = 1 << 20;
 std::atomic<uint64_t> next_seed{1};
 
-// Returns the number of blocks that now run on the device of a rank. Accesses to it are relaxed.
-// ThreadSanitizer would otherwise see an order between blocks that a GPU does not have.
+// Accesses are relaxed. ThreadSanitizer would otherwise see an order between blocks that a GPU does
+// not have.
 std::atomic<int>& running_on(int rank) {
   static std::atomic<int> running[1 + moe_a2a::kMaxRanks];
   return running[rank == kAllRanks ? 0 : 1 + rank];
 }
 
-// Waits until a device has room for one more block, and counts that block. kAllRanks is the device
-// that all ranks share.
 void take_room(int rank) {
   std::atomic<int>& running = running_on(rank);
   int before = running.load(std::memory_order_relaxed);

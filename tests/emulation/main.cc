@@ -1,7 +1,5 @@
-// Runs a random sequence of exchanges on emulated ranks, and compares every result with the oracle.
-//
-// Prints one line for each error, and then a summary. The exit status is 0 without errors, 1 with
-// errors, and 2 if an option is wrong.
+// Compares random exchanges on emulated ranks with the oracle. The exit status is 0 without errors,
+// 1 with errors, and 2 if an option is wrong.
 #include <unistd.h>
 
 #include <atomic>
@@ -86,7 +84,7 @@ struct Options {
 std::atomic<int> num_wrong{0};
 
 void report(const char* format, ...) {
-  if (num_wrong++ > 10) return;  // print only the first errors
+  if (num_wrong++ > 10) return;
   va_list arguments;
   va_start(arguments, format);
   std::printf("wrong: ");
@@ -121,11 +119,10 @@ std::vector<ExchangePtr> make_sequence(const Options& options, const Making& mak
   return sequence;
 }
 
-// The allowed outcomes of a sequence.
 struct Expectation {
-  bool may_fail = false;    // ranks may fail; failed ranks must have the results of a failure
-  bool must_fail = false;   // at least one rank must report a failure
-  bool has_results = true;  // results are compared with the oracle
+  bool may_fail = false;   // failed ranks have the results of a failure
+  bool must_fail = false;  // of some rank
+  bool has_results = true;
 };
 
 class Sequence {
@@ -138,7 +135,7 @@ class Sequence {
     const bool stalls = options.has("stall");
     const bool differs = mismatched_rank_ >= 0 || options.has("heads") || options.has("other");
     for (size_t i = 0; i < exchanges_.size(); ++i) joint_launches_.emplace_back(making.num_ranks);
-    // Only the first exchange has first_timeout(). With more steps, the limit is timeout().
+    // Only the first exchange has first_timeout().
     const double patience = options.whole("steps", 4) > 1 ? timeout() : first_timeout();
     expect_.must_fail =
         differs || options.has("crowded") || (stalls && options.number("delay", 0) > patience);
@@ -198,10 +195,9 @@ class Sequence {
   double first_timeout() const { return options_.number("first-timeout", timeout()); }
   uint64_t seed() const { return static_cast<uint64_t>(options_.whole("seed", 1)); }
 
-  // Reads the error records while the ranks run, as the host does. A record whose kind is not 0
-  // must be complete.
+  // The host reads records while ranks run. A record whose kind is not 0 must be complete.
   void watch_records(const std::atomic<bool>& is_over) {
-    // ThreadSanitizer would report a race with the volatile store by which kernels set the kind.
+    // Kernels set the kind by a volatile store, which ThreadSanitizer reports as a race.
     if (kHasSanitizer) return;
     std::map<int, std::string> seen;  // indexed by rank
     while (!is_over) {
@@ -228,7 +224,7 @@ class Sequence {
           run_step(rank, i);
         } else {
           launches.emplace_back([this, rank, i, first] {
-            // The rank's second launch may begin before its first launch, or while that runs.
+            // The rank's second launch may begin before or during its first.
             if (i > first) usleep(static_cast<useconds_t>((seed() * 7 + i) % 5 * 100));
             run_step(rank, i);
           });
@@ -241,7 +237,7 @@ class Sequence {
   void run_step(int rank, size_t step) {
     const bool is_other = rank == mismatched_rank_ && step >= exchanges_.size() / 2;
     Exchange& exchange = *(is_other ? others_ : exchanges_)[step];
-    // Equal seeds for ranks on one device: their parameters may only differ in addresses and rank.
+    // Parameters of ranks on one device may only differ in addresses and rank.
     Random random(seed() * 131 + (kColocated ? 0 : static_cast<uint64_t>(rank) * 17) + step);
     const bool is_late = step >= exchanges_.size() / 2;
     const bool has_other_head = is_late && options_.whole("heads", -1) == rank;
@@ -260,8 +256,7 @@ class Sequence {
     if (error != cudaSuccess) where("the launch failed");
     if (!exchange.is_intact_around(rank)) where("memory around a result was written");
     if (!expect_.has_results) return;
-    // If one rank makes a different call, no rank may succeed, even one that receives nothing from
-    // that rank.
+    // No rank may succeed if one makes a different call, even a rank that receives nothing from it.
     const bool must_fail = (is_late && options_.has("heads")) || options_.has("other");
     if (must_fail && !exchange.is_failure(rank)) where("it has succeeded");
     if (expect_.may_fail && domain_->is_poisoned(rank) && exchange.is_failure(rank)) return;

@@ -1,9 +1,4 @@
-"""List the mutations of the device code. With each mutation, a run of the emulator must fail.
-
-A ``Place`` leaves out a call that orders memory or waits. A ``Swap`` swaps two neighbouring stores.
-A ``Rule`` breaks a rule of the protocol. This module searches the sources for calls and stores, so
-a new barrier is in the list at once. ``JUSTIFIED`` lists mutations that no run can detect.
-"""
+"""List the mutations of the device code. A run of the emulator must fail with each of them."""
 
 import dataclasses
 import pathlib
@@ -13,16 +8,15 @@ from . import swaps
 
 CUDA = pathlib.Path(__file__).resolve().parents[2] / "cuda"
 
-# These calls order memory or wait. device/ptx.cuh defines most of them.
+# Most are defined in device/ptx.cuh.
 _CALL = re.compile(
     r"\b(__syncwarp|__syncthreads(?:_or|_and)?|(?:\w+\.)?sync|load_acquire_sys|store_release_sys|arrive"
     r"|fence_\w+|wait_until_read<[^>]*>|wait_until_loaded|wait_until_stored)\("
 )
-# Matches the begin of a function's definition.
 _DEFINITION = re.compile(r"__(?:device|global)__.*?\b(\w+)\(|^    (\w+_kernel)\(")
 
 
-# For each file and function: letters of operations (--ops of main.cc) that execute its code.
+# Operations (--ops of main.cc) that execute a function's code, by file and function.
 _LETTERS = {
     "combine.cu": "c",
     "dispatch.cu": "d",
@@ -44,15 +38,14 @@ _LETTERS_OF_FUNCTION = {
     "change_teams": "dcf",
     "send_chunks": "dc",
 }
-# The options with which a run executes the code of a function.
 _OPTIONS_OF_FUNCTION = {
-    "prefix_sum": ["--experts", 150],  # more values than a block has threads
+    "prefix_sum": ["--experts", 150],  # more than a block's threads
     "all": ["--stall", 1, "--phase", 5, "--delay", 1, "--timeout", 0.3],  # with late credits
-    "send_items": ["--timeout", 1],  # without the code, heads do not come
+    "send_items": ["--timeout", 1],  # heads do not come
     "fail": ["--stall", 1, "--phase", 3, "--delay", 0.6, "--timeout", 0.2],
 }
-# Function `write_own_params` is only in kernels for ranks on one GPU. `fail` only runs after a
-# failure. Several blocks then overwrite the outputs, which ThreadSanitizer reports as a race.
+# `write_own_params` is only in kernels for ranks on one GPU. Several blocks overwrite the outputs
+# in `fail`, which ThreadSanitizer reports as a race.
 _VARIANTS = {"write_own_params": "colocated", "fail": "plain"}
 
 
@@ -62,13 +55,13 @@ def _letters(file, function):
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A call in the device code that the emulator can leave out."""
+    """A call to leave out."""
 
     file: str
     line: int
     function: str
     call: str
-    nth: int  # 0 for the first call of this name in the function
+    nth: int  # among calls in the function
 
     @property
     def name(self):
@@ -113,7 +106,7 @@ class Swap:
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """A rule of the protocol that a test build can break: ``Mutation`` in device/signal.cuh."""
+    """Of ``Mutation`` in device/signal.cuh."""
 
     name: str
     number: int
@@ -127,7 +120,7 @@ class Rule:
 
 
 _MISMATCH = ("--mismatch", 1, "--timeout", 2)
-# Rank 1 is late. A peer that does not wait for rank 1's head ends without an error.
+# A peer that does not wait for the head of rank 1, which is late, ends without an error.
 _OTHER_HEADS = ("--heads", 1, "--stall", 1, "--phase", 3, "--delay", 0.05)
 RULES = [
     Rule("kIgnoreCredit", 1, "rdc", more=("--depth", 1)),
@@ -146,10 +139,9 @@ _ATOMIC = "it orders two words that are loaded as atomics: no race, and x86 keep
 _OVERLAP = "it matters only if launches overlap, which they do not in these sequences"
 _FLAG_FOLLOWS = "the flag follows both, and nothing reads them before the flag"
 _STATE = "only the rank's next launch reads this state, after the end of this launch"
-# At least one of the first MAX_SEEDS sequences must detect a mutation. Most need one or two.
+# At least one seed must detect a mutation. Most need one or two.
 MAX_SEEDS = 48
-# The first seed to try for each mutation that seed 1 does not detect. This saves time, because a
-# sequence takes seconds.
+# Saves time for mutations that seed 1 does not detect.
 _FIRST_SEED = {
     "encode.cuh next: __syncwarp #2": 7,
     "encode.cuh store: __syncwarp #3": 7,
@@ -169,7 +161,7 @@ _FIRST_SEED = {
     "signal.cuh fail: record->kind before record->timeout_ns": 5,
     "kIgnoreSignature": 2,
 }
-# Mutations that no run can detect, with the reason.
+# No run can detect these mutations.
 JUSTIFIED = {
     "ranks.cuh write_own_params: __syncthreads #2": "it orders a store that only kOtherCall makes",
     "signal.cuh is_poisoned: load_acquire_sys": _MESSAGE,
@@ -198,7 +190,7 @@ JUSTIFIED = {
 
 
 def seeds_of(mutation):
-    """Return the seeds for a mutation, in the order of the tries."""
+    """Return the seeds in the order of the tries."""
     first = _FIRST_SEED.get(mutation.name, 1)
     return [first, *(seed for seed in range(1, MAX_SEEDS + 1) if seed != first)]
 
@@ -208,7 +200,7 @@ def all_mutations():
 
 
 def places():
-    """Return a `Place` for each such call in cuda/device and cuda/kernels, by file and line."""
+    """By file and line."""
     found = []
     for path in sorted([*CUDA.glob("device/*.cuh"), *CUDA.glob("kernels/*.cu")]):
         if path.name != "ptx.cuh":

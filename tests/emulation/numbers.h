@@ -1,4 +1,3 @@
-// Reads and writes numbers of the three element types and of the token formats, for the oracle.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -34,20 +33,18 @@ inline float read_number(const char* at, moe_a2a::ElementType type) {
   return v;
 }
 
-// Returns an integer from -4 to 4. Sums of such integers are exact in every type, in any order.
+// Sums are exact in every type and any order.
 inline float small_integer(Random& random) { return static_cast<float>(random.between(-4, 4)); }
 
-// The absolute values of float4_e2m1fn, by code.
+// Of float4_e2m1fn, by code.
 constexpr float kFloat4[] = {0.f, 0.5f, 1.f, 1.5f, 2.f, 3.f, 4.f, 6.f};
 
-// Returns a number that is exact in every format. Of 16 consecutive elements, at least one is 6 or
-// -6, the largest float4_e2m1fn, so the scale of a group is a power of two.
+// Of 16 consecutive elements, at least one is 6 or -6, so the scale of a group is a power of two.
 inline float exact_number(Random& random, int64_t element) {
   const float magnitude = element % 16 == 5 ? 6.f : kFloat4[random.below(8)];
   return random.one_in(2) ? -magnitude : magnitude;
 }
 
-// Decodes element `i` of an encoded row.
 inline float decode(moe_a2a::TokenFormat format, const char* values, const char* scales, int64_t i,
                     float global_scale) {
   using moe_a2a::TokenFormat;

@@ -5,9 +5,8 @@
 namespace emulation {
 namespace {
 
-constexpr int32_t kTail = -2;  // the slot of a row after the last group
+constexpr int32_t kTail = -2;  // after the last group
 
-// Indices of kPlanArrays.
 enum {
   kTokenSlot,
   kSlotToken,
@@ -22,7 +21,7 @@ enum {
   kNumDropped
 };
 
-// Gives the tokens of one rank slots at their destination ranks, in the order of tokens.
+// Tokens of one rank get slots in their order.
 void assign_slots(const Shape& s, const std::vector<int32_t>& ids, Plan& plan) {
   std::vector<int> next(static_cast<size_t>(s.num_ranks));
   const int per_part = s.num_tokens / s.parts;
@@ -41,9 +40,8 @@ void assign_slots(const Shape& s, const std::vector<int32_t>& ids, Plan& plan) {
   }
 }
 
-// Returns kept[source][choice]: true if the choice has a row on `rank`. Choices get rows in the
-// order of choice index, token and source. Each group of experts gets `alignment` rows of the
-// capacity at a time. The first choice that does not fit and all later choices are dropped.
+// Returns kept[source][choice]. Choices get rows in the order of choice index, token and source.
+// The first choice that does not fit and all later ones are dropped.
 std::vector<std::vector<bool>> kept_choices(const Shape& s, const Ids& ids, int rank) {
   std::vector<std::vector<bool>> kept(static_cast<size_t>(s.num_ranks));
   for (auto& of_source : kept) of_source.resize(static_cast<size_t>(s.num_choices()));
@@ -68,8 +66,7 @@ std::vector<std::vector<bool>> kept_choices(const Shape& s, const Ids& ids, int 
   return kept;
 }
 
-// Gives choices the rows of one rank in the order of expert, source, token and choice. Call
-// assign_slots() for all ranks before this function.
+// The order is expert, source, token, choice. Call assign_slots() for all ranks first.
 void assign_rows(const Shape& s, const Ids& ids, int rank, std::vector<Plan>& plans) {
   auto& arrays = plans[rank].arrays;
   const auto kept = kept_choices(s, ids, rank);

@@ -1,4 +1,4 @@
-// Computes the slots and rows of all ranks from the ids of all ranks, with plain loops.
+// Computes slots and rows with plain loops.
 #pragma once
 
 #include <cstdint>
@@ -12,13 +12,12 @@ struct Shape {
   int num_ranks, num_tokens, top_k, local_experts, capacity, alignment;
   int group_experts = 1;  // how many consecutive experts form one group
   bool may_drop = true;   // false: the capacity is large enough for any routing
-  int parts = 1;          // tokens are split into equal parts with separate slots, as under vmap
+  int parts = 1;          // of tokens, with separate slots, as under vmap
 
   int num_choices() const { return num_tokens * top_k; }
   int num_experts() const { return num_ranks * local_experts; }
 };
 
-// The arrays of one rank's routing.
 struct Plan {
   std::vector<int32_t> arrays[moe_a2a::kNumPlanArrays];  // in the order of kPlanArrays
 
@@ -41,8 +40,8 @@ using Ids = std::vector<std::vector<int32_t>>;  // indexed by rank
 
 std::vector<Plan> plans_of(const Shape& shape, const Ids& ids);
 
-// Returns true if some rank keeps a choice of one source rank, and drops the choice of another
-// source rank with the same token index and choice index.
+// True if a rank keeps a choice of one source, and drops another source's with equal token and
+// choice indices.
 bool splits_sources(const Shape& shape, const Ids& ids);
 
 }  // namespace emulation

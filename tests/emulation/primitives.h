@@ -1,5 +1,3 @@
-// The emulator's implementation of cuda/device/ptx.cuh.
-//
 // A run can leave out one call that orders memory or waits (site.h). A release or an acquire then
 // becomes relaxed, and a fence or a wait does nothing.
 #pragma once
@@ -41,7 +39,7 @@ inline void store_release_sys(uint64_t* address, uint64_t value, Site site = Sit
   emulation::pause_sometimes();
 }
 
-// If it is the thread's first store after a fence, the store is a release.
+// The thread's first store after a fence is a release.
 inline void store_relaxed_sys(uint64_t* address, uint64_t value) {
   emulation::pause_sometimes();
   __atomic_store_n(address, value, emulation::take_fence() ? __ATOMIC_RELEASE : __ATOMIC_RELAXED);

@@ -1,4 +1,3 @@
-// Random numbers from a seed.
 #pragma once
 
 #include <cstdint>

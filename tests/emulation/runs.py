@@ -1,5 +1,3 @@
-"""Build the emulator, and run random sequences of operations in it."""
-
 import dataclasses
 import fcntl
 import os
@@ -14,15 +12,12 @@ from . import swaps
 HERE = pathlib.Path(__file__).resolve().parent
 OUT = HERE.parents[1] / "build" / "emulation"
 
-# Folders of OUT. The Makefile describes each variant.
+# The Makefile describes them.
 VARIANTS = ("plain", "tsan", "colocated", "colocated_tsan")
 
 
 def build(target):
-    """Build a target of the Makefile, such as ``plain/emulate``, if a source has changed.
-
-    A lock lets only one process build at a time.
-    """
+    """A lock lets only one process build at a time."""
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None or shutil.which("make") is None:
         raise RuntimeError(
@@ -33,8 +28,8 @@ def build(target):
         fcntl.flock(lock, fcntl.LOCK_EX)
         swaps.write_sources(OUT / "swapped")
         command = ["make", "-s", "-j2", f"CXX={compiler}", f"OUT={OUT}", f"{OUT}/{target}"]
-        # With CCACHE_BASEDIR, ccache would write targets to the .d files that make does not know.
-        # Make would then not compile again after a change of a header.
+        # With CCACHE_BASEDIR, ccache would write .d files with unknown targets, and changed headers
+        # would compile nothing.
         environment = {k: v for k, v in os.environ.items() if k != "CCACHE_BASEDIR"}
         made = subprocess.run(command, cwd=HERE, capture_output=True, text=True, env=environment)
     if made.returncode != 0:
@@ -48,9 +43,9 @@ HOST_CHECKS = (
 
 
 def check_host(sanitizer, check, seconds):
-    """Run a check of the host code under a sanitizer. Return its error, or ""."""
+    """Return an error, or ""."""
     command = [OUT / f"host_{sanitizer}" / "checks", check, str(seconds)]
-    # Leak detection is off, because some memory is kept on purpose until the process ends.
+    # Some memory is kept until the process ends.
     environment = os.environ | {"ASAN_OPTIONS": "detect_leaks=0", "TSAN_OPTIONS": "exitcode=66"}
     done = subprocess.run(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -60,7 +55,7 @@ def check_host(sanitizer, check, seconds):
     return done.stdout or "no output" if done.returncode != 0 or has_report else ""
 
 
-# Signs of an error. A run has a sign if its output matches the pattern.
+# Patterns of output with an error.
 _SIGNS = {
     "race": r"ThreadSanitizer: data race",
     "wrong result": r"^wrong: step",
@@ -83,16 +78,13 @@ class Outcome:
 
     @property
     def is_noticed(self):
-        """Return True if the run shows an error. Ignore hangs, because the machine may be slow."""
+        """Hangs do not count, because the machine may be slow."""
         return bool(self.signs - {"hangs"})
 
 
 def run(variant, seed, *options, program="emulate", seconds=300, ends_at_report=False):
-    """Run one sequence. If it takes longer than `seconds`, its outcome has the sign "hangs".
-
-    With `ends_at_report`, ThreadSanitizer's first report ends the run. With many reports, a run
-    would be 100 times slower.
-    """
+    """A run of more than `seconds` has the sign "hangs". ThreadSanitizer's first report ends it
+    with `ends_at_report`, because many reports take 100 times longer."""
     command = [OUT / variant / program, "--seed", str(seed), *map(str, options)]
     sanitizer = "exitcode=66 history_size=1 report_signal_unsafe=0 "
     sanitizer += f"halt_on_error={int(ends_at_report)}"
@@ -115,11 +107,11 @@ def run(variant, seed, *options, program="emulate", seconds=300, ends_at_report=
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """Sequences without a mutation, which must pass. A sequence's options depend on its seed."""
+    """Sequences without a mutation, which must pass."""
 
     variant: str
-    options: Callable[[int], list]  # seed -> options on the command line
-    is_slow: bool = False  # run only a tenth of the seeds
+    options: Callable[[int], list]  # seed -> options
+    is_slow: bool = False  # a tenth of the seeds
 
     def seeds(self, first, count):
         return range(first, first + (max(1, count // 10) if self.is_slow else count))
@@ -212,11 +204,11 @@ KINDS = {
     "races of ranks on one GPU": Kind(
         "colocated_tsan", lambda s: ["--ranks", _sometimes(s, 2, 3), "--steps", 6]
     ),
-    "limited residency of ranks on one GPU": Kind(  # at least one block of each rank is resident
+    "limited residency of ranks on one GPU": Kind(  # one block of each rank
         "colocated",
         lambda s: ["--ranks", 3, "--steps", 8, "--sms", 8, "--resident", _sometimes(s, 3, 4, 5)],
     ),
-    # Only phase 3, because ranks that share a GPU do not wait for a rank that reads slowly.
+    # Ranks that share a GPU do not wait for a rank that reads slowly.
     "a rank on one GPU that stalls": Kind(
         "colocated",
         lambda s: ["--ranks", 3, "--stall", s % 3, "--phase", 3, "--delay", 0.6, "--timeout", 0.2],
@@ -233,10 +225,7 @@ def run_kind(name, seed):
 
 
 def mutate(mutation, seed):
-    """Run a sequence that executes the mutated code, with the mutation.
-
-    The time limit is short, because a different seed detects the mutation sooner than a hang.
-    """
+    """The time limit is short, because a different seed detects the mutation sooner than a hang."""
     options = ["--ranks", 2 + seed % 2, "--steps", 4, "--timeout", 10, "--ops", mutation.letters]
     if seed % 3 == 0:
         options += ["--depth", 1]

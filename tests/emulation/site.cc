@@ -15,11 +15,10 @@ struct Place {
   bool is(const Site& site) const;
 };
 
-// The place to leave out, and the place of the stores to swap. Both are set before any kernel runs.
+// Both are set before any kernel runs.
 Place left_out, swapped;
 
-// A hash table of the places that the run has reached. Threads add places without a lock, and never
-// remove one.
+// Threads add places without a lock, and never remove one.
 constexpr int kTableSize = 4096;
 Site* table[kTableSize];
 

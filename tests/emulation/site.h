@@ -1,5 +1,4 @@
-// Calls in the device code that order memory or wait, by their places. A run can leave out the call
-// at one place, and a test must detect this.
+// A run can leave out one call that orders memory or waits, and a test must detect this.
 #pragma once
 
 namespace emulation {
@@ -8,24 +7,22 @@ struct Site {
   const char* file;
   int line;
 
-  // As the default argument of a function, here() is the place that calls the function.
+  // As a default argument, here() is the caller's place.
   static constexpr Site here(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
     return {file, line};
   }
 };
 
-// Records that the run has reached this place. Returns true if the run leaves its call out.
+// Records that the run has reached this place.
 bool is_left_out(const Site& site);
 
-// Leaves out the calls at `file:line`, where `file` has no folder.
+// `place` is `file:line`, without a folder.
 void leave_out(const char* place);
 
-// swap() makes the run swap the two stores at `file:line` (swaps.py). are_swapped() then returns
-// true for this place.
+// swap() makes the run swap the stores at `file:line` (swaps.py).
 bool are_swapped(const Site& site);
 void swap(const char* place);
 
-// Prints every place that the run has reached, one per line.
 void print_sites();
 
 }  // namespace emulation

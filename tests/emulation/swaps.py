@@ -1,11 +1,7 @@
 """List the neighbouring stores of the device code, and write sources in which a run can swap them.
-
-In this module, a *store* is a statement whose result is read by other ranks, the host or later
-launches. A *word* is a flag, a head, a credit, the kind of a record, or the state of a launch. A
-reader that sees a word relies on earlier stores, so at least one store of a pair stores a word.
-
-A small parser of statements is enough, because clang-format has formatted the sources.
-"""
+A *store* is a statement whose result other ranks, the host or later launches read. A *word* is a
+flag, a head, a credit, the kind of a record, or the state of a launch. At least one store of a pair
+stores a word, because readers of a word rely on earlier stores."""
 
 import dataclasses
 import pathlib
@@ -16,9 +12,9 @@ CUDA = pathlib.Path(__file__).resolve().parents[2] / "cuda"
 _CALL = re.compile(r"\b((?:store|raise|send|write)(?:_\w+)?)(?:<\w+(?:, \w+)*>)?\(")
 _FIELD = re.compile(r"\b(own\.\w+(?= = )|record->\w+(?=\)? = )|head->\w+)")
 _IS_WORD = re.compile(r"\b(?:store|raise)_\w+(?:<\w+>)?\(|\*const_cast<volatile|\bown\.\w+ = ")
-# These statements may be between two neighbouring stores.
+# Allowed between two neighbouring stores.
 _BETWEEN = re.compile(r"(delay_for_test|fence_\w+|wait_until_stored|__threadfence\w*)\(")
-# Statements that end a run of stores: declarations, jumps, preprocessor lines, and broken rules.
+# These statements end a run of stores.
 _OTHER = re.compile(r"(const|auto|static|return|break|continue|using)\b|if \(breaks\(|#")
 _BLOCK = re.compile(r"(?:\)|\]|\belse|\bconst) \{")
 _FUNCTION = re.compile(r"__(?:device|global)__[^;{]*?\b(\w+)\(|^    (\w+_kernel)\(", re.MULTILINE)
@@ -27,7 +23,7 @@ _FUNCTION = re.compile(r"__(?:device|global)__[^;{]*?\b(\w+)\(|^    (\w+_kernel)
 @dataclasses.dataclass(frozen=True)
 class Pair:
     file: str
-    line: int  # line of the first store
+    line: int  # of the first store
     function: str
     first: str
     second: str
@@ -46,10 +42,7 @@ def pairs():
 
 
 def write_sources(folder):
-    """Write the device code and the kernels into `folder`, in a form that can swap two stores.
-
-    Do not write unchanged files, so that make does not compile them again.
-    """
+    """Do not write unchanged files, so that make does not compile them again."""
     sources = _sources()
     for path in [*CUDA.glob("device/*"), *CUDA.glob("kernels/*")]:
         text = _Source(path).rewritten() if path in sources else path.read_text()
@@ -72,10 +65,7 @@ def _name(store):
 
 
 class _Source:
-    """A source without its comments, and its runs of neighbouring stores.
-
-    A run is a list of at least two stores. A store is a pair (begin, end) of indices in `code`.
-    """
+    """A source without comments. A run has at least two stores, each (begin, end) in `code`."""
 
     def __init__(self, path):
         def blank(comment):
@@ -90,11 +80,11 @@ class _Source:
         return self.code.count("\n", 0, place) + 1
 
     def function(self, place):
-        """Return the name of the last function whose definition begins before `place`."""
+        """Return the last function that begins before `place`."""
         return next(filter(None, _FUNCTION.findall(self.code, 0, place)[-1]))
 
     def rewritten(self, begin=0, end=None):
-        """Return a range of the code, with an `if` around each pair of stores that can swap it."""
+        """Return code with an `if` around each pair of stores."""
         end = len(self.code) if end is None else end
         text = ""
         for run in self.runs:
@@ -104,7 +94,7 @@ class _Source:
         return text + self._copied(begin, end)
 
     def _copied(self, begin, end):
-        """Return a range of the code unchanged, after a #line directive."""
+        """Return code after a #line directive."""
         return f'\n#line {self.line(begin)} "{self.name}"\n{self.code[begin:end]}'
 
     def _with_choices(self, run):
@@ -120,7 +110,7 @@ class _Source:
         )
 
     def _runs(self, begin):
-        """Return the runs of stores in the C++ block that begins at `begin`."""
+        """Return the runs of the C++ block at `begin`."""
         runs, run = [], []
         for span in self._statements(begin):
             statement = self.code[slice(*span)]
@@ -136,20 +126,19 @@ class _Source:
         return [run for run in [*runs, run] if len(run) > 1]
 
     def _statements(self, place):
-        """Yield the begin and the end of each statement up to the end of the block."""
+        """Yield begin and end of each statement in the block."""
         while self.code[place := self._next(place)] != "}":
             end = self._end(place)
             yield place, end
             place = end
 
     def _next(self, place):
-        """Return the index of the first character from `place` on that is not white space."""
+        """Return the next index without white space."""
         while self.code[place].isspace():
             place += 1
         return place
 
     def _end(self, place):
-        """Return the end of the statement that begins at `place`."""
         code = self.code
         if code[place] == "#":
             return code.index("\n", place)
@@ -165,7 +154,6 @@ class _Source:
         return place + 1
 
     def _closed(self, place):
-        """Return the end of the bracketed range that begins at `place`."""
         depth = 0
         while True:
             depth += (self.code[place] in "({[") - (self.code[place] in ")}]")

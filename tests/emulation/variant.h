@@ -1,12 +1,11 @@
-// Constants that differ between the variants of the emulator.
 #pragma once
 
 #include "kernels/launch.h"
 
 namespace emulation {
 
-extern const bool kColocated;     // true if all ranks share a device
-extern const bool kHasSanitizer;  // true under ThreadSanitizer
+extern const bool kColocated;
+extern const bool kHasSanitizer;
 const moe_a2a::Kernels& variant_kernels();
 
 }  // namespace emulation

@@ -240,7 +240,8 @@ def bound_of(run):
 
 
 def judge(run, replies, start, *patterns, must_fail=False):
-    """Return the outcome; every error must name a process or match `patterns`."""
+    """Return the outcome. Every error must name a process or match `patterns`, and one of the other
+    processes must name the victim, unless the victim has an error."""
     errors = {index: reply.error for index, reply in replies.items() if reply.error}
     victim = rf"process {run.victim}\b"
     for index, error in errors.items():

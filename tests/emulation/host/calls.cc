@@ -1,9 +1,6 @@
 // The package's calls as custom-call targets of XLA on CPU, over the fake driver. No kernel runs.
-// Tests use them for errors while a program is loaded or initialized, and errors about arrays.
-// After a failure, `call_report` returns NaN, as a kernel would.
-//
-// XLA on CPU passes no stream and no ordinal, and has no stage between loading and execution. The
-// handlers in this file are therefore different from those of the package, but use its CallState.
+// `call_report` returns NaN after a failure, as a kernel would. XLA on CPU passes no stream and no
+// ordinal, so these handlers differ from the package's, but use its CallState.
 #include <cuda_runtime_api.h>
 
 #include <atomic>
@@ -48,7 +45,7 @@ ffi::Error Report(CallState* state, ffi::Dictionary attributes,
   return ffi::Error::Success();
 }
 
-// Writes the error record that a kernel writes after a timeout.
+// Writes the record of a timeout.
 ffi::Error Fail(ffi::Dictionary attributes, ffi::Result<ffi::BufferR0<ffi::F32>>) {
   RankView view = {};
   if (Problem p = WorkspaceOf(attributes).View(kOrdinal, &view); !p.empty()) return ToError(p);
@@ -66,7 +63,6 @@ auto Scalar() { return ffi::Ffi::Bind().Attrs().Ret<ffi::BufferR0<ffi::F32>>(); 
 
 }  // namespace
 
-// Counts all allocations of this library.
 void* operator new(size_t bytes) {
   ++allocations;
   if (void* memory = std::malloc(bytes)) return memory;

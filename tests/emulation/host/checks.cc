@@ -121,7 +121,7 @@ void use_at_random(const std::vector<Topology>& topologies, const Endpoint& self
         require_no(workspace.ReadCounters(&values));
         break;
       }
-      case 7: {  // a request as another process sends it to Workspace::Serve()
+      case 7: {  // sent by another process to Workspace::Serve()
         const Request request = {kProtocolVersion,
                                  static_cast<int64_t>(random() % 2),
                                  4,
@@ -168,7 +168,7 @@ void check_threads(int seconds) {
 
 // ---- processes
 
-// A channel for messages of 64 bytes between two processes.
+// Messages have 64 bytes.
 class Channel {
  public:
   Channel() { require(pipe(there_) == 0 && pipe(back_) == 0, "no pipe"); }
@@ -181,7 +181,7 @@ class Channel {
     text.resize(kBytes, ' ');
     if (write(there_[1], text.data(), kBytes) != kBytes) _exit(9);
   }
-  // Returns the next message, or "" if the other process has ended.
+  // Returns "" if the other process has ended.
   std::string hear() const {
     std::string text(kBytes, '\0');
     for (ssize_t got = 0; got < kBytes;) {
@@ -229,7 +229,7 @@ void check_processes(int seconds) {
     usleep(static_cast<useconds_t>(own_random() % 3000));
     require_no(
         workspace.Reserve(bytes + (static_cast<int64_t>(own_random() % 3) << 16), kTimeoutNs));
-    channel.say("here");  // wait for the other process, as ranks of an exchange wait
+    channel.say("here");  // as ranks of an exchange wait
     channel.hear();
     RankView view = {};
     require_no(workspace.View(2 * self, &view));
@@ -241,7 +241,7 @@ void check_processes(int seconds) {
   }
   channel.say("closed");
   channel.hear();
-  if (self == 0) {  // the other process has no free memory, and its answer says so
+  if (self == 0) {  // the other process answers that it has no free memory
     Workspace& workspace = Workspace::Get(topologies[0], WorkspaceKind::kWhole);
     const Problem problem = workspace.Reserve(1 << 20, kTimeoutNs);
     require(problem.lacks_memory && problem.find("process 1") != std::string::npos,
@@ -290,8 +290,7 @@ void send_bytes(const Endpoint& to, const std::string& bytes, bool reads_answer)
   close(connection);
 }
 
-// Returns the bytes of a request: a secret, a number of words, and the words. Each item is correct,
-// nearly correct, or random.
+// Each item (secret, number of words, words) is correct, nearly correct, or random.
 std::string random_request(const Endpoint& to, Random& random) {
   const auto odd_word = [&]() -> int64_t {
     const int64_t words[] = {0,
@@ -360,7 +359,7 @@ void check_memory(int) {
   for (int i = 0; i < 2; ++i) AddDevice(i, {0, i});
   Workspace& workspace = Workspace::Get(topology_of({0, 1}), WorkspaceKind::kWhole);
   fake_driver::room[1] = int64_t{64} << 20;
-  // Only device 0 has enough memory. Reserve() must fail, and free what it got on device 0.
+  // Reserve() must free what it got on device 0, which alone has enough memory.
   const Problem full = workspace.Reserve(int64_t{8} << 30, kTimeoutNs);
   require(!full.empty(), "8 GiB fit into 64 MiB");
   require_nothing_left();
@@ -371,8 +370,8 @@ void check_memory(int) {
               full.find(std::to_string(fake_driver::room[1])) != std::string::npos,
           "the message must name the requested and the free memory: " + full);
   fake_driver::room[1] = int64_t{1} << 60;
-  // In each round, a different call of the driver fails. Reserve() must then return an error and
-  // leave no memory allocated, and the next Reserve() must succeed.
+  // A different call of the driver fails in each round. Reserve() must leave no memory, and succeed
+  // when called again.
   int failures = 0;
   for (int failing = 0;; ++failing) {
     fake_driver::calls_until_failure = failing;
@@ -389,14 +388,14 @@ void check_memory(int) {
     require_no(workspace.Close(kTimeoutNs));
     require(fake_driver::used[0] == 0 && fake_driver::used[1] == 0, "memory is left");
   }
-  // When a workspace grows, it must only allocate the additional memory.
-  constexpr int64_t kHalf = 64 << 20;  // more than before
+  // Growth must only allocate the additional memory.
+  constexpr int64_t kHalf = 64 << 20;
   require_no(workspace.Reserve(kHalf / 2, kTimeoutNs));
   require_no(workspace.Reserve(kHalf, kTimeoutNs));
   require(fake_driver::used[0] == kHeaderBytes + kRingDepth * kHalf, "it has grown by more");
   require_no(workspace.Close(kTimeoutNs));
   require_nothing_left();
-  // The memory of another process first arrives with a gap, and then the memory in the gap.
+  // The memory arrives first with a gap, and then in the gap.
   PeerSlab slab({0});
   require_no(slab.Open());
   constexpr int64_t kPage = int64_t{2} << 20;
@@ -430,12 +429,12 @@ void check_failures(int) {
   for (int i = 0; i < 2; ++i) AddDevice(i, {0, i});
   for (const WorkspaceKind kind : {WorkspaceKind::kWhole, WorkspaceKind::kSplit}) {
     Workspace& workspace = Workspace::Get(topology_of({0, 1}), kind);
-    require_no(workspace.Wait(kTimeoutNs));  // the workspace is closed, so there is no wait
+    require_no(workspace.Wait(kTimeoutNs));  // a closed workspace has no wait
     require_no(workspace.Reserve(1 << 20, kTimeoutNs));
     std::string failure;
     require_no(workspace.ReadFailure(&failure));
     require(failure.empty(), failure);
-    // Rank 0 has poisoned rank 1. Rank 1 has no error record, because no kernel of rank 1 runs.
+    // Rank 0 has poisoned rank 1, which has no error record, because no kernel runs there.
     RankView view = {};
     require_no(workspace.View(1, &view));
     Control& control = reinterpret_cast<Header*>(view.slab[1])->control;
@@ -444,7 +443,7 @@ void check_failures(int) {
     require_no(workspace.ReadFailure(&failure));
     require(says(failure, "rank 1 between") && says(failure, "rank 0 has reported \"timeout\""),
             "the poison was not read: " + failure);
-    // If there is also an error record, its text is returned, and not that of the poison.
+    // The text of an error record replaces that of the poison.
     view.error->operation = static_cast<uint32_t>(Operation::kCombine);
     view.error->kind = static_cast<uint32_t>(ErrorKind::kOverlap);
     require_no(workspace.ReadFailure(&failure));
@@ -559,5 +558,5 @@ int main(int argc, char** argv) {
   }
   check->second(seconds);
   std::fflush(stdout);
-  _exit(0);  // the thread that answers requests would never end
+  _exit(0);  // the answering thread would never end
 }

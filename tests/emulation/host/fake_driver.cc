@@ -28,7 +28,7 @@ std::atomic<long> calls_until_failure{-1};
 namespace {
 
 struct Allocation {
-  int device;  // negative if another process owns the memory
+  int device;  // negative: of another process
   int64_t bytes;
 };
 std::mutex mutex;
@@ -37,7 +37,6 @@ std::map<CUmemGenericAllocationHandle, Allocation>& allocations() {
   return *all;
 }
 
-// Returns true if the current call must fail.
 bool fails() { return calls_until_failure >= 0 && calls_until_failure-- == 0; }
 
 CUresult driver_result() { return fails() ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_SUCCESS; }
@@ -56,7 +55,6 @@ void keep(CUmemGenericAllocationHandle handle, const Allocation& allocation) {
   allocations()[handle] = allocation;
 }
 
-// Makes a stream or an event, which only needs a distinct address.
 template <typename T>
 cudaError_t make(T* made) {
   static std::atomic<uintptr_t> next{1};

@@ -1,4 +1,4 @@
-// A grouped GEMM without kernels, for programs that are lowered but never run.
+// For programs that are lowered but never run.
 #include "gemm/grouped_gemm.h"
 
 #include "gemm/act_encode.h"

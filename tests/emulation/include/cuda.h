@@ -1,4 +1,4 @@
-// The part of the CUDA driver's header that gemm/form.h needs.
+// For gemm/form.h.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,3 @@
-// float16 in software: the conversions that the kernels use.
 #pragma once
 
 #include <cmath>
@@ -23,7 +22,7 @@ inline float __half2float(__half v) {
                               : std::ldexp(static_cast<float>(1024 + fraction), exponent - 25);
   return sign ? -magnitude : magnitude;
 }
-// Rounds to nearest, ties to even.
+// Ties to even.
 inline __half __float2half_rn(float v) {
   const uint32_t bits = __float_as_uint(v);
   const auto sign = static_cast<uint16_t>(bits >> 16 & 0x8000);
@@ -35,7 +34,7 @@ inline __half __float2half_rn(float v) {
   std::frexp(magnitude, &exponent);
   const int scale = std::max(exponent - 11, -24);  // exponent of the last bit
   const auto units = static_cast<uint32_t>(std::nearbyint(std::ldexp(magnitude, -scale)));
-  // A carry out of the fraction increments the exponent, because the bits are adjacent.
+  // A carry out of the fraction increments the exponent.
   const uint32_t encoded = (static_cast<uint32_t>(scale + 24) << 10) + units;
   return {static_cast<uint16_t>(sign | encoded)};
 }

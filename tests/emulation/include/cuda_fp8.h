@@ -1,4 +1,3 @@
-// float8_e4m3fn in software: the conversions that the kernels use.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -17,7 +16,7 @@ inline float from_e4m3(uint8_t code) {
   return code & 0x80 ? -magnitude : magnitude;
 }
 
-// Rounds to nearest, ties to even. A number that is too large becomes the largest finite number.
+// Ties to even. Large numbers become the largest finite number.
 inline uint8_t to_e4m3(float v) {
   const auto sign = static_cast<uint8_t>(__float_as_uint(v) >> 31 << 7);
   if (std::isnan(v)) return sign | 0x7F;

@@ -1,5 +1,5 @@
-// CUDA's language on a CPU: the names that nvcc knows without an #include. Every source of the
-// emulator is compiled with `-include cuda_runtime.h`.
+// The names that nvcc knows without an #include. Every source of the emulator is compiled with
+// `-include cuda_runtime.h`.
 #pragma once
 
 #include <algorithm>
@@ -43,8 +43,7 @@ struct alignas(8) float2 {
 };
 inline float2 make_float2(float x, float y) { return {x, y}; }
 
-// ---- Barriers. `site` is the place of the call in the source. If the run leaves it out, the
-// barrier does nothing.
+// ---- Barriers. Without its `site`, a barrier does nothing.
 
 inline void __syncwarp(emulation::Site site = emulation::Site::here()) {
   if (!emulation::is_left_out(site)) emulation::sync_warp();
@@ -52,7 +51,7 @@ inline void __syncwarp(emulation::Site site = emulation::Site::here()) {
 inline void __syncthreads(emulation::Site site = emulation::Site::here()) {
   if (!emulation::is_left_out(site)) emulation::sync_named(0, emulation::block_threads());
 }
-// If a run leaves out this barrier, the vote is still correct, but orders no memory.
+// Without this barrier, the vote is correct, but orders no memory.
 inline int __syncthreads_or(int vote, emulation::Site site = emulation::Site::here()) {
   return emulation::vote_of_block(vote != 0, /*is_and=*/false, !emulation::is_left_out(site));
 }
@@ -122,7 +121,7 @@ inline unsigned long long atomicCAS(unsigned long long* address, unsigned long l
   return expected;
 }
 namespace emulation {
-// Increments the counter, and wraps from `last` to 0.
+// Wraps from `last` to 0.
 inline unsigned count_up(unsigned* address, unsigned last, bool is_ordered) {
   const int order = is_ordered ? __ATOMIC_ACQ_REL : __ATOMIC_RELAXED;
   unsigned before = __atomic_load_n(address, __ATOMIC_RELAXED);
@@ -146,7 +145,6 @@ inline unsigned __float_as_uint(float v) { return from_bits<unsigned>(bits_of(v)
 inline float __uint_as_float(unsigned v) { return from_bits<float>(v); }
 inline float __frcp_rn(float v) { return 1.f / v; }
 inline float __fmul_rn(float a, float b) { return a * b; }
-// Returns the maximum of each 16-bit half.
 inline unsigned __vmaxu2(unsigned a, unsigned b) {
   return std::max(a & 0xFFFF, b & 0xFFFF) | std::max(a >> 16, b >> 16) << 16;
 }

@@ -1,5 +1,5 @@
-// The part of the CUDA runtime that the sources use. launch.cc implements it for kernels, and
-// host/fake_driver.cc for the host code.
+// launch.cc implements this part of the runtime for kernels, and host/fake_driver.cc for the host
+// code.
 #pragma once
 
 #include <cstddef>
@@ -28,7 +28,6 @@ extern "C" cudaError_t cudaLaunchKernel(const void* kernel, dim3 blocks, dim3 th
 
 namespace emulation {
 
-// Calls a kernel whose parameters lie at `arguments`.
 using CallKernel = void (*)(const void* kernel, void** arguments);
 
 void load_kernel(const void* kernel, CallKernel call, size_t dynamic_shared_bytes);
@@ -48,7 +47,7 @@ void load_kernel(void (*kernel)(Params...), size_t bytes) {
   load_kernel(reinterpret_cast<const void*>(kernel), call_all<Params...>, bytes);
 }
 
-constexpr size_t kStaticLimit = 48 << 10;  // dynamic shared memory that needs no attribute
+constexpr size_t kStaticLimit = 48 << 10;  // more needs an attribute
 
 }  // namespace emulation
 

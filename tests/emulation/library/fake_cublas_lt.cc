@@ -1,5 +1,5 @@
-// A fake cuBLASLt that computes grouped products of bfloat16 on the CPU. It accepts only the
-// arguments that cuBLASLt documents for grouped products.
+// Computes grouped products of bfloat16. Accepts only the arguments that cuBLASLt documents for
+// them.
 #include "fake_cublas_lt.h"
 
 #include <cstdint>
@@ -18,7 +18,7 @@ using moe_a2a::CublasLt;
 constexpr int kInvalid = 7, kUnsupported = 15;
 constexpr uint64_t kAlgorithm = 0x1234;
 
-// The fake stores this struct in the opaque objects that the caller allocates.
+// Stored in the caller's opaque objects.
 struct Object {
   int64_t values[16];
   int type, groups;

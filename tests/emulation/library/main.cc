@@ -1,5 +1,4 @@
-// Checks grouped products over a fake cuBLASLt, which is in the folder of this program. Usage:
-// library --seed N.
+// Checks grouped products over a fake cuBLASLt in the program's folder. Usage: library --seed N.
 #include <dlfcn.h>
 
 #include <cstdio>
@@ -36,7 +35,6 @@ Numbers numbers(size_t count) {
   return made;
 }
 
-// A product of random sizes. Groups may have no rows, spare weights, or no weights (-1).
 struct Product {
   GroupedProduct product = static_cast<GroupedProduct>(random_int(0, 3));
   int k = 8 * random_int(1, 3), n = 8 * random_int(1, 3), num_weights = random_int(1, 5);
@@ -132,7 +130,7 @@ int main(int argc, char** argv) {
   auto& counts = *static_cast<FakeCounts*>(dlsym(fake, "fake_counts"));
   require(CublasLtVersion() == 130405, "the version is not the library's");
 
-  // In round N, call N of the library fails. The loop ends with the first round without a failure.
+  // Call N fails in round N, until a round has no failure.
   for (long call = 0, has_failed = 1; has_failed; ++call) {
     Product product;
     counts.calls_until_failure = call;

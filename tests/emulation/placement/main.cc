@@ -1,4 +1,4 @@
-// Runs fill_slots. Reads int32 B, R, L, S, most, min_rows and the operands. Writes the results.
+// Reads int32 B, R, L, S, most, min_rows and the operands. Writes the results.
 #include <cstdio>
 #include <vector>
 

@@ -1,5 +1,5 @@
-// Runs choose. Reads nine int32 (T, E, K, has_mask, three numbers of groups, renormalizes,
-// applies_log_sigmoid), the float32 scale, and the operands. Writes the results.
+// Reads nine int32 (T, E, K, has_mask, three numbers of groups, renormalizes, applies_log_sigmoid),
+// the float32 scale, and the operands. Writes the results.
 #include <cstdio>
 #include <vector>
 

@@ -1,5 +1,5 @@
 // Checks with random groups that the schedule of the grouped GEMM (gemm/schedule.cuh) visits each
-// tile once. Prints the first error. Without an error, the exit status is 0. Usage: walk --seed N.
+// tile once. Usage: walk --seed N.
 #include <cstdio>
 #include <cstdlib>
 #include <set>
@@ -20,7 +20,7 @@ using namespace moe_a2a::gemm;
 struct ListParams {
   GemmParams gemm;
   Work* found;
-  int stride;  // the number of blocks; each lists every stride-th position
+  int stride;  // each block lists every stride-th position
 };
 
 template <typename F>
@@ -33,7 +33,7 @@ void list_tiles(const ListParams* p) {
   }
 }
 
-// Lists the tiles of a product with random groups. Returns the first error in the list, or null.
+// Returns the first error in the list, or null.
 template <typename F>
 const char* check(Random& random) {
   const int num_groups = 1 + random.below(random.one_in(4) ? 70 : 8);

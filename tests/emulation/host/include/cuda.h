@@ -1,4 +1,4 @@
-// The part of the CUDA driver's API that the host code uses. fake_driver.cc implements it.
+// The part of the driver's API that fake_driver.cc implements.
 #pragma once
 
 #include <cstddef>
