@@ -374,7 +374,7 @@ def counted(jitted, exchanges, split):
     @functools.wraps(jitted)
     def run(*args, **kwargs):
         if is_traced(args, kwargs):
-            return jitted(*args, **kwargs)  # the enclosing program counts
+            return jitted(*args, **kwargs)  # declared where the program runs
         with stated(exchanges, split):
             return jax.block_until_ready(jitted(*args, **kwargs))
 

@@ -314,7 +314,7 @@ def test_all_tuned_numbers_are_numbers_that_python_reads():
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 @pytest.mark.parametrize(("architecture", "few"), ((90, 128), (100, 148), (103, 148)))
 def test_a_struct_in_one_line_is_the_tuning_of_newer_architectures(tmp_path, architecture, few):
-    """An architecture that is added as tuning.h describes compiles with a candidate number."""
+    """If an architecture is added as tuning.h describes, a candidate number compiles."""
     text = tune.TUNING_H.read_text()
     (line,) = re.findall(r"^//   (using Measured = .*;)$", text, re.MULTILINE)
     struct = "struct Sm100 : Sm90 { static constexpr int kFewSms = 148; };\n"

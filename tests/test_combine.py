@@ -141,8 +141,8 @@ def test_every_partial_sum_is_rounded_to_the_wire_dtype_even_the_own_one():
     out = combine_program(layout, ranks)(ids, y)
     np.testing.assert_array_equal(out.astype(np.float32), np.ones((ranks, ranks, 1), np.float32))
 
-    # With the next rank's third row, -1, the sum is 0 if the first partial sum was rounded, else
-    # 2^-9.
+    # Then the next rank's third row, -1, is added. The sum is 0 if the first partial sum was
+    # rounded, and 2^-9 otherwise.
     if ranks == 1:
         return
     for token in range(ranks):

@@ -86,7 +86,7 @@ def test_every_dtype_and_wire_dtype_rounds_once(dtype, wire_dtype, trailing):
 
 @pytest.mark.parametrize("name, dtype", list(zip(FORMATS, cases.SUMMED_DTYPES)))
 def test_partial_sums_may_travel_in_a_format(name, dtype):
-    """Partial sums in a format that can represent all rows give the oracle's results."""
+    """If a format represents all rows exactly, partial sums in this format equal the oracle's."""
     fmt = FORMATS[name]
     layout = cases.Layout("format", tokens=9, top_k=2, local_experts=2, capacity=14)
     trailing = (3 * fmt.group_size,)

@@ -547,7 +547,7 @@ def test_hidden_may_be_sharded_by_an_explicit_axis():
 
 
 def dispatch(*x, **options):
-    """Return the shapes of a dispatch of zeros of shape x on each of two ranks."""
+    """Dispatch zeros of shape x from each of two ranks, and return the shapes of the results."""
     route_args = dict(group=harness.emulated_group(2), num_experts=2)
     ids = jnp.zeros((2, 1), jnp.int32)
     on_rank = lambda x: ma.dispatch(x, ids, **harness.exchanging(route_args, options)).rows

@@ -1,4 +1,4 @@
-"""Test that a layer's parameters are pytrees with readable paths, and have the sizes in a static
+"""Test that a layer's parameters are pytrees with readable paths and the sizes of a static
 config."""
 
 import dataclasses

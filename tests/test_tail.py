@@ -319,7 +319,7 @@ def test_nothing_unwritten_reaches_a_gradient_through_frozen_weights(
     ):
         for name in names:
             monkeypatch.setattr(module, name, unwriting(getattr(module, name)))
-    # No row uses the weights of local expert 2 of rank 0 and of the empty slot.
+    # No row uses the weights of rank 0's local expert 2, or those of the empty slot.
     poisoned = jax.tree.map(lambda x: x.at[0, 2:].set(jnp.nan), experts)
     found = jax.jit(lambda *args: gradients(*args))(floats, poisoned)
     for one, right in zip(*map(jax.tree.leaves, (found, expected)), strict=True):

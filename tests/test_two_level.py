@@ -258,7 +258,7 @@ def test_a_wire_dtype_wider_than_the_rows_is_refused(name):
 
 @of_devices
 def test_a_wire_dtype_may_be_wider_than_what_is_only_moved():
-    """Integers and 8-bit floats are not summed, and replicated tokens are not sent."""
+    """A dispatch sums no integers and no 8-bit floats. No exchange sends replicated tokens."""
     moved = ["int8", "float8_e4m3fn", "float32"]
     trace_exchange("dispatch", moved, group_of(HOSTS), wire_dtype="float32")
     trace_exchange("dispatch", ["bfloat16"], group_of(HOSTS), wire_dtype="float32", replicated=True)

@@ -13,7 +13,8 @@
 // Rows along m: one part and one set of temporary registers. The products of both warp groups end
 // at the same time, so the time until the next products matters. This time is shortest if a tile's
 // number of steps is a multiple of kStages (kWholeTurns). Then stage indices are constant,
-// descriptors are in uniform registers, and a step's wait begins while the previous step is added.
+// descriptors are in uniform registers, and a warp group begins to wait for a step while it adds
+// the products of the previous step.
 //
 // Rows along n: two parts and two sets of temporary registers. A part is added while the next part
 // is multiplied.

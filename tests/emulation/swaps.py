@@ -133,7 +133,7 @@ class _Source:
             place = end
 
     def _next(self, place):
-        """Return the next index without white space."""
+        """Return the index of the next character that is not white space."""
         while self.code[place].isspace():
             place += 1
         return place

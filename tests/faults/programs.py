@@ -184,7 +184,7 @@ def in_the_middle(run, **options):
 
 
 def acts(act, *patterns):
-    """Return a kind of fault: the victim calls its method `act` before a random step."""
+    """Return a kind of fault in which the victim calls its method `act` before a random step."""
 
     def kind(run):
         begin(run)

@@ -114,7 +114,7 @@ MANY_CHUNKS = Shape(tokens=512)
 
 
 class Counts(NamedTuple):
-    """Numbers of errors: an int32 array [4] on a rank, and [ranks] each on the host."""
+    """Numbers of errors: one int32 array [4] on a rank, and four arrays [ranks] on the host."""
 
     wrong: object  # elements that are wrong, but not NaN
     lost: object  # values that are NaN, and tags that are zero
@@ -383,7 +383,7 @@ def restart(group, **exchanges):
 
 
 def counters_of(group):
-    """Return the numbers of exchanges that the counters show, or 0 if closed."""
+    """Return the numbers of exchanges that the counters show: zeros for a closed workspace."""
     return Count(*(num_exchanges(group.topology, kind) for kind in native.WORKSPACE_KINDS))
 
 
@@ -396,7 +396,8 @@ def assert_counted(group=GROUP):
 
 
 class Noted:
-    """A program that adds `exchanges` (None: read from the counters) to `_noted` in each call."""
+    """A program that adds its exchanges to `_noted` in each call. If `exchanges` is None, the
+    counters show their number."""
 
     def __init__(self, program, group, exchanges=None):
         self.program, self.group, self.exchanges = program, group, exchanges

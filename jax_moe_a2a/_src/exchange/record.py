@@ -56,7 +56,7 @@ class Options(NamedTuple):
 
     @property
     def results_per_leaf(self) -> int:
-        """Return the number of results per leaf: 1 for floats, plus 2 for values and scales."""
+        """Return the number of results per leaf: floats (1), values and scales (2), or all (3)."""
         has_floats = self.token_format is None or self.decode
         return has_floats + 2 * self.has_encoded
 

@@ -95,7 +95,7 @@ PRODUCTS_CHECKPOINT_NAME = "moe_a2a_products"
 """Checkpoint name, a str, of the inputs of the activation in ``moe_mlp``: products plus bias.
 
 If a policy of ``jax.checkpoint`` saves only this name and ``ROUTING_CHECKPOINT_NAME``, the backward
-pass repeats the dispatch, because rows are not saved, but no product."""
+pass repeats no product, but it repeats the dispatch, because rows are not saved."""
 
 
 class ExpertOperands(NamedTuple):

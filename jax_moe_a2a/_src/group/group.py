@@ -67,8 +67,8 @@ class Group(GroupValue):
       cuda_graphs: True if XLA may capture the calls in CUDA graphs, False if not, None to let the
         package choose.
       two_level: True to exchange in two levels: a token travels to each host once, and each host
-        sums rows before it sends the sum back. Two levels need a mesh, and as ``axis_name`` an axis
-        of at most 32 hosts and an axis of the ranks of a host. Rows and their order do not change.
+        sums rows before it sends the sum back. Two levels need a mesh, and two axes in
+        ``axis_name``: at most 32 hosts, and the ranks of a host. Rows keep their order.
         None means True if the mesh has devices, the first axis is over 2 to 32 hosts, and the
         second axis is over at least two ranks of each host. Otherwise None means False.
 

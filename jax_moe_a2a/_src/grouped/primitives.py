@@ -174,8 +174,8 @@ def _dot_jvp(primals: Any, tangents: compat.Tangents, **params: object) -> Any:
 
 
 def all_or_none(d: Any) -> Any:
-    """If ``d`` is a tuple of tangents, return it with arrays in place of symbolic zeros, or return
-    one symbolic zero if all are. Return any other ``d`` unchanged."""
+    """If all tangents of a tuple ``d`` are symbolic zeros, return one of them. If some are, return
+    the tuple with arrays in place of them. Return any other ``d`` unchanged."""
     if not isinstance(d, tuple):
         return d
     return d[0] if all(map(is_zero, d)) else tuple(map(ad.instantiate_zeros, d))

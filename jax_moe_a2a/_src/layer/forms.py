@@ -110,7 +110,7 @@ def _composed(
     activate: Callable[[jax.Array, Rows, jax.Array], Any],
 ) -> tuple[jax.Array, Totals]:
     """Apply experts with two products. ``multiply`` is a function like ``_multiply``. ``activate``
-    maps the first product, ``rows`` and ``sizes`` to the rows of the second product."""
+    maps the first product's result, ``rows`` and ``sizes`` to the operand of the second product."""
 
     def dot(rows: Any, w: Any) -> jax.Array:
         return unspecified_dot(floats_of(rows), w, sizes)

@@ -585,7 +585,7 @@ class _Scope:
 
 
 def _check_scope(axes: Axes) -> _Scope:
-    """Return the mesh of a call and the use of its axes, or raise an error."""
+    """Return the mesh of a call and how the call uses its axes, or raise an error."""
     group = axes.experts
     of_group = group.mesh if isinstance(group, Group) else None
     of_devices = of_group if isinstance(of_group, Mesh) else compat.mesh_in_context()

@@ -429,7 +429,7 @@ void check_failures(int) {
   for (int i = 0; i < 2; ++i) AddDevice(i, {0, i});
   for (const WorkspaceKind kind : {WorkspaceKind::kWhole, WorkspaceKind::kSplit}) {
     Workspace& workspace = Workspace::Get(topology_of({0, 1}), kind);
-    require_no(workspace.Wait(kTimeoutNs));  // a closed workspace has no wait
+    require_no(workspace.Wait(kTimeoutNs));  // no problem: the workspace is closed
     require_no(workspace.Reserve(1 << 20, kTimeoutNs));
     std::string failure;
     require_no(workspace.ReadFailure(&failure));
