@@ -40,7 +40,7 @@ MoE = Callable[..., tuple[jax.Array, jax.Array]]
 class Geometry:
     title: str
     of_layers: int
-    """Of the model."""
+    """The number of layers of the whole model."""
     of_vocabulary: int
     hidden: int
     heads: int
@@ -51,12 +51,12 @@ class Geometry:
     intermediate: int
     layers: int
     shared: int = 0
-    """Of the shared expert, or 0."""
+    """The intermediate size of the shared expert, or 0."""
     qk_norm: bool = False
     q_rank: int = 0
-    """Of queries of MLA, or 0."""
+    """The rank of the queries of MLA, or 0."""
     kv_rank: int = 0
-    """Of keys and values of MLA, or 0."""
+    """The rank of the keys and values of MLA, or 0."""
     clamped: bool = False
     """True: biases and the clamped SwiGLU of GPT-OSS."""
     length: int = 4096

@@ -46,7 +46,7 @@ class Plan:
     sweep: str = ""
     """"": the standard settings."""
     tolerance: float = operations.TOLERANCE
-    """Of sums and gradients."""
+    """The largest relative error of sums and gradients."""
     program_us: float = timing.PROGRAM_US
     most_reps: int = timing.MAX_REPS
 
@@ -56,7 +56,7 @@ class TieKey(NamedTuple):
 
     num_tied: int
     num_elements: int
-    """Of the largest array."""
+    """The number of elements of the largest array."""
     num_results: int
 
 

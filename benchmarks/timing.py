@@ -35,7 +35,7 @@ _FUSION = re.compile(r"\bfusion\(")
 
 
 class Timing(NamedTuple):
-    """Of one repetition, in microseconds."""
+    """Times of one repetition, in microseconds."""
 
     median_us: float
     min_us: float

@@ -42,7 +42,7 @@ class Setting:
 
     @property
     def wire_row_bytes(self) -> int:
-        """Of a token or a partial sum."""
+        """Return the bytes that a token or a partial sum has on a link."""
         if not self.format:
             return self.hidden * ITEM_BYTES
         numbers, num_bytes = FORMAT_GROUPS[self.format]
@@ -91,9 +91,9 @@ class Workload:
     pair_capacity: int
     """Rows from rank to rank in a dense all_to_all."""
     leaving_bytes: int
-    """Of the busiest sender in a dispatch."""
+    """The bytes that the busiest sender of a dispatch sends."""
     entering_bytes: int
-    """Of the busiest receiver in a dispatch, or the busiest sender in a combine."""
+    """The bytes of the busiest receiver of a dispatch, or of the busiest sender of a combine."""
     fan_out: float
     """The mean number of ranks with experts of a token."""
     load: float

@@ -2,6 +2,8 @@
 
 import functools
 import logging
+import pathlib
+import re
 
 import harness
 import jax
@@ -237,3 +239,9 @@ def test_the_kernel_is_called_on_this_gpu():
     assert why_not(*fp8_avals()) == ""
     compiled = jax.jit(ma.grouped_dot).lower(*fp8_avals()).compile().as_text()
     assert quantized.TARGET in compiled and "bf16[4,200,256]" not in compiled
+
+
+def test_tiles_of_weight_gradients_have_the_sizes_of_the_kernels():
+    text = (pathlib.Path(__file__).parents[1] / "cuda" / "tuning.h").read_text()
+    (sizes,) = re.findall(r"kWeightGradient = \{(\d+), (\d+),", text)
+    assert tuple(map(int, sizes)) == (lowering.TILE_ROWS, 2 * lowering.TILE_ROWS)

@@ -106,7 +106,7 @@ class Swap:
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """Of ``Mutation`` in device/signal.cuh."""
+    """A rule of the protocol that a test build can break: a ``Mutation`` of device/signal.cuh."""
 
     name: str
     number: int

@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def machine_and_build_are_fit():
-    """Fail if GPUs or test hooks are missing, because nobody would notice skipped tests."""
+    """Fail if GPUs or test hooks are missing, because skipped tests look like success."""
     least = 1 if harness.RANKS_ON_ONE_GPU else 2
     if len(jax.devices("gpu")) < least:
         raise RuntimeError(
