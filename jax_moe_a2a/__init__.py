@@ -72,7 +72,7 @@ from ._src.routing.two_level import TwoLevelRouting as TwoLevelRouting
 from ._src.routing.types import ROUTING_CHECKPOINT_NAME as ROUTING_CHECKPOINT_NAME
 from ._src.routing.types import Routing as Routing
 
-if not _typing.TYPE_CHECKING:  # hidden, because type checkers would then accept any name
+if not _typing.TYPE_CHECKING:  # a type checker that sees __getattr__ would accept any name
 
     def __getattr__(name):
         """Import the package ``integrations`` when a program first uses it."""

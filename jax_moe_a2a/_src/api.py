@@ -108,12 +108,12 @@ def dispatch(
       num_experts: number of experts of all ranks together, as in ``route``.
       exchange: how tokens travel, an ``Exchange``. With a ``token_format``, all arrays of ``x``
         must be quantizable.
-      decode: True to decode rows to the dtype of ``x``. Needs a ``token_format``.
+      decode: True to decode rows to the dtype of ``x``. This requires a ``token_format``.
       tail: what ``rows`` and ``weights`` contain after the last expert's rows and padding.
         ``"zero"`` writes zeros. ``"unspecified"`` leaves any values, including NaN, and saves the
         time to write zeros. Use ``"unspecified"`` if the experts read only the rows that
         ``group_sizes`` includes, as ``grouped_dot`` does. Padding is always zero. Gradients do not
-        depend on the rows after it.
+        depend on the rows after the padding.
 
     Returns:
       A ``Recv`` with rows [C, ...], group_sizes [L] and other fields. C is the capacity, and L is

@@ -18,7 +18,7 @@ from ..checks import check_factor, short
 
 @dataclasses.dataclass(frozen=True)
 class Gated:
-    """A function of one array [..., 2I]: an activation of the gate times up."""
+    """A function of one array [..., 2I], which returns ``activation(gate) * up``."""
 
     activation: Callable[[jax.Array], jax.Array]
 
@@ -146,10 +146,10 @@ KINDS: dict[str, Callable[[jax.Array], jax.Array]] = {
 def clamped_swiglu(limit: float = 7.0, alpha: float = 1.702) -> FusedActivation:
     """Return the gated activation of GPT-OSS for ``moe_mlp``, a function [..., 2I] -> [..., I].
 
-    Gate and up are side by side, as in ``gated``. The function clips gate to at most ``limit``, and
-    up to ``-limit`` to ``limit``. Then it returns ``gate * sigmoid(alpha * gate) * (up + 1)``.
-    In published weights of GPT-OSS, columns of gate and up alternate: gate is ``w[..., 0::2]``, and
-    up is ``w[..., 1::2]``.
+    Gate and up are side by side, as in ``gated``. The function clips gate values above ``limit``,
+    and clips up values to [-limit, limit]. Then it returns ``gate * sigmoid(alpha * gate) * (up +
+    1)``. In published weights of GPT-OSS, columns of gate and up alternate: gate is
+    ``w[..., 0::2]``, and up is ``w[..., 1::2]``.
 
     Args:
       limit: a number above 0.

@@ -1,5 +1,5 @@
-"""Lower experts on NVIDIA GPUs. Some kernels compute a product and, in the epilogue, the
-activation. Otherwise, grouped products and element-wise operations run."""
+"""Lower experts on NVIDIA GPUs. Kernels compute a product and, in the epilogue, the activation. If
+they do not support the operands, grouped products and element-wise operations run."""
 
 from __future__ import annotations
 

@@ -12,16 +12,16 @@ the following primitives. Let ``pre = rows w_in + b_in`` and ``h = weights * act
   d_w_out is the tangent of a total, and is returned as second result.
 - ``act_dot_grad_p`` computes one product, ``ct_h = ct_y w_out^T``. It returns the cotangents
   ``ct_pre = weights * act'(pre) * ct_h`` and ``ct_weights = <ct_h, act(pre)>``, and h. The
-  cotangent of w_out is the outer product of h and ct_y. With operands ``totals``, the kernel adds
-  this cotangent to the total of w_out.
+  cotangent of w_out is the outer product of h and ct_y. If ``experts_p`` has totals,
+  ``add_outer_p`` adds this cotangent to the total of w_out.
 
 Therefore no separate kernel for the activation reads all rows. For the backward pass, rows and pre
 are kept, and y is not. Derivatives of any order exist: second derivatives differentiate the
 compositions below, which consist of grouped products and jnp.
 
 Weights that are trained in FP8 are ``QuantizedExperts`` from ``encode_source``. Their tangents are
-the tangents of the source. ``grouped/straight_through.py`` defines products with them. The
-differences are:
+the tangents of the source. ``grouped/straight_through.py`` defines products with them. With these
+weights, the primitives differ as follows:
 
 - ``act_dot_p`` computes ``h w_out`` from pre, in place of ``dot_act_p`` and ``dot_bias_p``, and
   stores h only in FP8.

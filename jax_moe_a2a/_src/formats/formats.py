@@ -36,10 +36,10 @@ E4M3_MAX_EXPONENT = 8  # 2**8 is the largest E4M3 power of two
 # 2**-117 times 2**-9, the smallest float8_e4m3fn, is still a normal float32.
 MIN_SCALE_EXPONENT = -117
 
-# 6 is the largest float4_e2m1fn. Multiply by 1/6, because XLA may do so for a division by 6.
+# 6 is the largest float4_e2m1fn. XLA may replace x / 6 with x * (1 / 6), so always multiply.
 ONE_SIXTH = np.float32(1 / 6)
-# In this range, the global scale and its inverse are normal float32 numbers. So is the smallest
-# decoded number: the global scale times 2**-10 (smallest value times smallest scale).
+# In this range, the global scale, its inverse and the smallest decoded number are normal float32
+# numbers. The smallest decoded number is the global scale times 2**-10 (smallest value * scale).
 GLOBAL_SCALE_EXPONENTS = (-116, 116)
 
 
@@ -87,9 +87,9 @@ class TokenFormat:
 
     A format is a pytree. If ``global_scale`` is an array, this array is its only leaf.
 
-    If a group contains an infinity or a NaN, all of its elements decode to NaN. A group of zeros
-    has a scale of zero bytes, and decodes to zeros. Rows without a token also consist of zero
-    bytes. ``docs/formats.md`` defines each format and names its sources.
+    If a group contains an infinity or a NaN, all of its elements decode to NaN. If a group contains
+    only zeros, all bytes of its scale are 0, and it decodes to zeros. In rows without a token, all
+    bytes are 0, too. ``docs/formats.md`` defines each format and names its sources.
     """
 
     group_size: ClassVar[int]
@@ -213,7 +213,7 @@ class _PowerOfTwoScales(TokenFormat):
         raise NotImplementedError
 
     def encode_blocks(self, x: jax.Array, axes: int | tuple[int, ...]) -> Quantized:
-        """Quantize with one scale along ``axes``, whose size in the scales is one."""
+        """Quantize with one scale for all elements along ``axes``, which have size 1 in scales."""
         codes, scales = self._encode_groups(*_float32_bits(x), axes)
         return Quantized(self._to_values(codes), scales)
 

@@ -25,10 +25,10 @@ def accumulate_grads(loss: Callable[..., Any], *, has_aux: bool = False) -> Call
     ``lax.scan``, with the totals as the carry. All JAX transformations work on ``add`` and inside
     ``loss``.
 
-    The layer returns a ``Totals``: ``moe`` in ``MoEStatistics``, and ``moe_mlp`` with
-    ``return_totals`` as its second result. If the loss returns this ``Totals`` in its auxiliary
-    result, kernels add the gradients of expert weights directly to the totals, without rounding. If
-    the loss uses the same experts again, pass this ``Totals`` with ``experts.replace(totals=...)``.
+    ``moe`` returns a ``Totals`` in ``MoEStatistics``, and ``moe_mlp`` returns one as second result
+    with ``return_totals``. If the loss returns this ``Totals`` in its auxiliary result, kernels add
+    the gradients of expert weights directly to the totals, without rounding. If the loss uses the
+    same experts twice, the second call needs the first ``Totals``: ``experts.replace(totals=...)``.
 
     Args:
       loss: a function of parameters (a pytree of float arrays) and other arguments. It returns a
@@ -70,13 +70,13 @@ def accumulate_grads(loss: Callable[..., Any], *, has_aux: bool = False) -> Call
             is_totals = lambda x: isinstance(x, Totals)
             found = [x for x in jax.tree.leaves(aux, is_leaf=is_totals) if is_totals(x)]
             aux = jax.tree.map(lambda x: None if is_totals(x) else x, aux, is_leaf=is_totals)
-            # Skip ``Totals`` with other shapes or dtypes, for example if the loss casts weights.
+            # Skip ``Totals`` whose types differ from ``given``, for example if weights were cast.
             whole = (x for x in found if _types(x) == _types(x.of(given[int(x.name)])))
             return (value, {x.name: x for x in whole}), aux
 
         zeros = jax.tree.map(jnp.zeros_like, given)
         (value, returned), transpose, aux = jax.vjp(of, zeros, has_aux=True)
-        # The totals are the cotangents of ``Totals``, because products add gradients to these.
+        # Products add gradients to the cotangents of ``Totals``, so start these with the totals.
         ends = {name: x.of(given[int(name)]) for name, x in returned.items()}
         (found,) = transpose((jnp.ones_like(value), ends))
         sums = jax.tree.map(jnp.add, given, found)
@@ -88,7 +88,7 @@ def accumulate_grads(loss: Callable[..., Any], *, has_aux: bool = False) -> Call
 
 
 def _tied(weights: Any, zeros: Any, name: str) -> Any:
-    """Return the parameters, tied to ``zeros``, which get their gradients."""
+    """Return the parameters, such that ``zeros`` receives the gradients of the parameters."""
     totals = jax.tree.map(total_of, weights, zeros)
     tied = jax.tree.map(lambda w, total: with_total(lax.stop_gradient(w), total), weights, totals)
     if not isinstance(tied, Experts) or isinstance(tied.w_in, QuantizedExperts):

@@ -37,22 +37,22 @@ def load_balancing_loss(
     ``P`` is the mean of the expert's scores, after the scores of each token are divided by their
     sum. This is the loss of Switch Transformer (Fedus et al., arXiv:2101.03961, equations 4 to 6),
     extended to several choices per token as in Megatron. Applied to the sigmoid scores of one
-    sequence, it is the sequence-wise loss of DeepSeek-V3 (arXiv:2412.19437, section 2.1.2). Pass
-    the ids of a router without ``select_bias`` for that loss.
+    sequence, it is the sequence-wise loss of DeepSeek-V3 (arXiv:2412.19437, section 2.1.2). For
+    that loss, pass ids that were chosen without ``select_bias``.
 
-    In transformers, ``load_balancing_loss_func`` of Mixtral, Qwen3-MoE and GPT-OSS divides the
-    choices of all layers by the number of tokens. Its result is therefore ``top_k`` times this
-    loss, if scores and ids have an axis of layers. Switch in transformers returns the mean of this
-    loss over sequences.
+    In transformers, ``load_balancing_loss_func`` of Mixtral, Qwen3-MoE and GPT-OSS computes one
+    loss from the tokens of all layers, and divides the choices by the number of tokens. Its result
+    is ``top_k`` times this loss for scores and ids with an axis of layers. Switch in transformers
+    returns the mean of this loss over sequences.
 
     Tokens without a valid id are ignored. If all scores of a token are 0, the loss uses equal
     scores. ``f`` includes choices that a capacity drops. The loss has three variants:
 
     - A loss for each sequence: ``jax.vmap(load_balancing_loss)(scores, ids).mean()``.
-    - The first choice of each token, as in Switch and GShard (arXiv:2006.16668): ``ids[..., :1]``,
-      because ``TopK`` returns the best expert first.
-    - All micro-batches of a step (Qiu et al., arXiv:2501.11873): pass ``counts`` of the earlier
-      micro-batches. ``f`` then includes their choices, but ``P`` is the mean over this call only.
+    - A loss of each token's first choice, as in Switch and GShard (arXiv:2006.16668): pass
+      ``ids[..., :1]``, because ``TopK`` returns the best expert first.
+    - A loss of all micro-batches of a step (Qiu et al., arXiv:2501.11873): pass ``counts`` of the
+      earlier micro-batches. ``f`` includes their choices, but ``P`` only the tokens of this call.
 
     Args:
       scores: floats [..., E], not negative, such as the ``scores`` of ``TopK``.
@@ -63,9 +63,9 @@ def load_balancing_loss(
           and add ``statistics.load.wanted_per_expert`` after each micro-batch.
       axis_name: names of the mesh axes in scope that divide the tokens, such as ``("data", "ep")``.
         ``f`` and ``P`` then include the tokens of all ranks, and all ranks get the same loss. None
-        means the tokens of this call only. The call sums 2E + 1 numbers with ``lax.psum``. If
-        ``jax.grad`` runs inside ``jax.vmap`` or ``shard_map(check_vma=False)``, the gradient is
-        therefore the gradient of the sum of all ranks' losses.
+        means the tokens of this call only. The call sums 2E + 1 numbers with ``lax.psum``. Inside
+        ``jax.vmap`` and ``shard_map(check_vma=False)``, the transpose of ``psum`` is ``psum``, so
+        ``jax.grad`` returns the gradient of the sum of all ranks' losses.
 
     Returns:
       A scalar, float32 (float64 for float64 scores), differentiable in the scores. It is 0 if no id
@@ -113,7 +113,7 @@ def shares_of(scores: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the scores [..., E], divided by their sum for each token, and booleans [...], True for
     tokens with a valid id. The scores of all other tokens become 0."""
     is_token = ((ids >= 0) & (ids < scores.shape[-1])).any(axis=-1, keepdims=True)
-    # Divide by the largest score first, so that the derivative of the sum cannot overflow.
+    # Divide by the largest score first. The derivative of a division by a tiny sum may overflow.
     largest = lax.stop_gradient(scores.max(axis=-1, keepdims=True))
     has_scores = is_token & (largest != 0)
     ratios = jnp.where(has_scores, scores, 1) / jnp.where(has_scores, largest, 1)
@@ -209,7 +209,7 @@ def sum_of_columns(
         counts = functools.reduce(operator.add, (hit.astype(first.dtype) for hit in of_k))
         columns = jnp.where(column >= start, counts, columns)
     if num_leading > 1:
-        # The barrier keeps two sums. One merged sum would use only a few blocks of a GPU.
+        # Without the barrier, XLA would merge both sums, and use only a few blocks of a GPU.
         columns = lax.optimization_barrier(columns.sum(axis=-2))
     return columns.sum(axis=tuple(range(columns.ndim - 1)))
 
@@ -242,8 +242,8 @@ def update_select_bias(
         the batch, before a capacity drops any. The comparison of integers with their mean is exact.
         The sum of the counts must be below 2**31.
       rate: a number above 0 by which a bias changes in one step. DeepSeek-V3 used 0.001.
-      recenter: True to subtract the mean of the new bias from it. This changes no choice, but the
-          mean otherwise grows or shrinks with each step.
+      recenter: True to subtract the mean of the new bias from it. Otherwise, the mean may drift
+          from step to step. The choices are the same in both cases.
       axis_name: names of mesh axes over which counts are first summed, such as ``"data"``, or None
         if the counts are already sums over all ranks. A second sum over the same ranks does not
         change the result, because the update reads only signs.

@@ -3,10 +3,10 @@
 ``choose_p`` has the operands keys and values, floats [*B, E], and an optional mask, booleans [*B].
 It returns the ids of the experts with the highest keys, int32 [*B, K], their weights [*B, K] and
 their values [*B, K]. In masked tokens, ids are -1, and weights and values are 0. The parameters are
-``k`` (K), ``groups`` and ``weighing``. A kernel for NVIDIA GPUs and ``lax.top_k`` choose equal ids,
-because both add the keys of a group in the same order.
+``k`` (K), ``groups`` and ``weighing``. The kernel for NVIDIA GPUs and the JAX composition choose
+equal ids, because both add the keys of a group in the same order.
 
-The ids have no derivative. Chosen values are linear in the values, and determine the weights.
+The ids have no derivative. Chosen values are linear in ``values``, and determine the weights.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def best(keys: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
 
 
 def at(values: jax.Array, ids: jax.Array) -> jax.Array:
-    """Return the values of the ids [..., K], with 0 for ids outside [0, E). Use a sum, because over
-    Explicit axes a gather needs a sharding, and its transpose is a scatter."""
+    """Return the values of the ids [..., K], with 0 for ids outside [0, E). This is a sum and no
+    gather: a gather needs a sharding over Explicit axes, and its transpose is a scatter."""
     chosen = one_hot(ids, values.shape[-1])
     return jnp.where(chosen, values[..., None, :], 0).sum(axis=-1)
 

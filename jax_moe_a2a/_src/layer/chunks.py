@@ -1,7 +1,7 @@
 """Run a layer on one chunk of tokens after the other, to save memory.
 
 The carry of the loop over chunks is the totals of the weights (``grouped/totals.py``). The carry of
-the backward loop is therefore the float32 sums of the weights' gradients.
+the backward loop is their cotangents, which are the float32 sums of the weights' gradients.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ def dispatch_rows(arguments: DispatchArguments) -> Recv:
 def dispatch_in_fp8(arguments: DispatchArguments) -> Recv:
     """Dispatch the tokens of a layer in ``BlockwiseFp8``, for products with frozen weights.
 
-    The rows of the ``Recv`` are ``RowsInFp8``. The derivatives are the derivatives of a dispatch of
-    floats, so the gradients of rows and weights travel in one exchange.
+    The rows of the ``Recv`` are ``RowsInFp8``. The derivatives are those of one dispatch of floats,
+    for tokens and router weights together, so one exchange returns the gradients of both.
     """
     (x,), weights = arguments.leaves, arguments.choice_arrays
     known = arguments._replace(leaves=[fixed(x)], choice_arrays=list(map(fixed, weights)))

@@ -31,18 +31,18 @@ FETCHED_CHECKPOINT_NAME = "moe_a2a_fetched"
 If a policy of ``jax.checkpoint`` does not save this name, the backward pass fetches the weights
 again."""
 
-# Large arrays are cut into pieces of this many elements or more, but below twice as many. More
-# pieces keep more SMs busy. Routing arrays have an entry for each piece, rank and replica.
+# Large arrays are cut into pieces of this many elements or more, but below twice as many. Smaller
+# pieces keep more SMs busy, but need larger routing arrays: an entry per piece, rank and replica.
 PIECE_ELEMENTS = 2**15
 
 
 def fetch_experts(w: PyTree, placement: Placement, *, group: GroupOrAxes) -> PyTree:
     """Fetch the weights for this rank's spare slots from the home ranks of the experts.
 
-    One exchange copies all arrays bit for bit, and no routing exchange is needed. Call it on every
-    rank, where the group's axes are in scope. The gradient of ``w`` is the sum of the gradients of
-    all replicas in spare slots, computed in float32 (float64 for float64 weights) in the order of
-    ranks, and rounded once to the dtype of ``w``. Integers and floats of 8 bits have no gradient.
+    One exchange copies all arrays bit for bit. Call ``fetch_experts`` on every rank, where the
+    group's axes are in scope. The gradient of ``w`` is the sum of the gradients of all replicas in
+    spare slots, computed in float32 (float64 for float64 weights) in the order of ranks, and
+    rounded once to the dtype of ``w``. Integers, and floats of 8 bits, have no gradient.
 
     Args:
       w: array [E / R, ...], or a pytree of arrays with this first axis: the weights of this rank's
@@ -58,8 +58,8 @@ def fetch_experts(w: PyTree, placement: Placement, *, group: GroupOrAxes) -> PyT
     Raises:
       TypeError: if an argument has the wrong type or dtype, or the arrays of the placement have
         wrong shapes.
-      ValueError: if an argument has the wrong shape, the placement has another number of ranks or
-          not the home form, or the group has two levels.
+      ValueError: if an argument has the wrong shape, the placement is for another number of ranks
+          or not in the home form, or the group has two levels.
 
     Example:
       Two ranks have two experts and a spare slot each. Both spare slots have expert 0:
@@ -156,7 +156,7 @@ def _routing_of_experts(placement: Placement, rank: jax.Array, num_ranks: int) -
 
 
 def _in_pieces(routing: RoutingArrays, num: int) -> RoutingArrays:
-    """Return the routing of pieces: index t becomes ``num`` indices from t * num on."""
+    """Return the routing of pieces: each index t becomes t * num, ..., t * num + num - 1."""
 
     def numbered(x: jax.Array, axis: int) -> jax.Array:
         x = jnp.repeat(x, num, axis)

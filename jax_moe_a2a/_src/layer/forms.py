@@ -55,14 +55,14 @@ unless the weights are trained in FP8."""
 def choose_form(weights: Experts, activation: Activation, tail: Tail) -> Form:
     """Return the form for weights in the shapes of ``flat``. ``tail`` is as in the dispatch."""
     width, intermediate = weights.w_in.shape[-1], weights.w_out.shape[-2]
-    # Use the function in ``KINDS`` in place of a known activation, because some versions of JAX
-    # cannot differentiate the activation that the caller passed.
+    # If the kernels know this activation, use the function in ``KINDS``, because some versions of
+    # JAX cannot differentiate the function that the caller passed.
     known = recognize(activation)
     if known is not None and known.width(intermediate) != width:
         known = None
     in_training = weights.is_trained_in_fp8
-    # Kernels that apply an activation do not write rows after the last group. Such rows may be NaN,
-    # for which jax_debug_nans would raise an error.
+    # Kernels that apply an activation do not write rows after the last group. Under jax_debug_nans,
+    # ``tail`` is "zero", and such rows would raise an error if they contain NaN.
     fused = None if tail != "unspecified" else known
     if known is None:
         why = (
@@ -142,8 +142,8 @@ def _multiply(
 
 
 def _frozen(activate: Callable[..., jax.Array], fused: FusedActivation | None, tail: Tail) -> Form:
-    """Return the form for ``RowsInFp8`` and frozen weights. With ``fused``, one kernel applies this
-    activation and quantizes the result, for the rows of all groups."""
+    """Return the form for ``RowsInFp8`` and frozen weights. If ``fused`` is not None, one kernel
+    applies this activation and quantizes the result."""
 
     def multiply(rows: Any, w: Any, sizes: jax.Array, _: object) -> tuple[jax.Array, None]:
         return dot_of_frozen(rows, w, sizes, tail=tail), None

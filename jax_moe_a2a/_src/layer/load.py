@@ -37,7 +37,7 @@ class ExpertLoad:
     """[..., E]: number of choices of each expert on all ranks, including dropped choices. Update a
     router's bias with this array, because ``rows_per_expert`` does not include dropped rows."""
     invalid_per_rank: jax.Array
-    """[..., R]: number of ids outside [-1, E) of each rank's tokens. They are sent to no expert. If
+    """[..., R]: number of ids outside [-1, E) of each rank's tokens. Such ids choose no expert. If
     all ranks have the same tokens, only rank 0 counts these ids."""
 
     @property
@@ -148,7 +148,7 @@ def expert_load(recv: Recv | AnyRouting, *, placement: Placement | None = None) 
 
 
 def most_choices(axes: tuple[str, ...], ids: jax.Array) -> int:
-    """Return an upper bound of each count: choices, rows or dropped rows of all ranks."""
+    """Return a number that no count of choices, rows or dropped rows, over all ranks, exceeds."""
     return math.prod(map(lax.axis_size, axes)) * ids.shape[0] * (ids.shape[1] + 1)
 
 
@@ -164,7 +164,7 @@ def sum_choices(
 @scopes.load
 def columns_of(routing: AnyRouting) -> jax.Array:
     """Return the index of the counter of each choice, int32 [T, K]: e for expert e, E + r for an
-    invalid id on rank r, and -1 for no counter. One rank counts each choice."""
+    invalid id on rank r, and -1 for no counter. No choice is counted by two ranks."""
     rank, ids, num_experts = own_rank(routing.group), routing.topk_ids, routing.num_experts
     is_valid = (ids >= 0) & (ids < num_experts)
     columns = jnp.where(is_valid, ids, jnp.where(ids == -1, -1, num_experts + rank))

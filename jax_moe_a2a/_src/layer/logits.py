@@ -109,7 +109,7 @@ def _transpose(ct: Any, a: Any, b: Any, *, dtype: jnp.dtype) -> list[Any]:
 
 
 def _batch(args: Any, dims: Any, *, dtype: jnp.dtype) -> tuple[jax.Array, int]:
-    """Batch the product. With one batched operand, merge the batch with its rows or columns."""
+    """Batch the product. If one operand is not batched, merge the batch into the other operand."""
     (a, b), (i, j) = args, dims
     dot = partial(bind, router_dot_p, dtype=dtype)
     if j is None:

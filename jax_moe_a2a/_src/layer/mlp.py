@@ -79,8 +79,8 @@ def moe_mlp(
 
     For the backward pass, the call keeps the rows [C, H] and the results of the first product. If
     no kernel applies the activation (``explain`` says why), the call also keeps the weighted
-    activations [C, I]. The backward pass computes the activation again, and never needs the results
-    of the second product. Policies of ``jax.checkpoint`` can save the names
+    activations [C, I]. In both cases, the backward pass computes the activation again, and never
+    needs the results of the second product. Policies of ``jax.checkpoint`` can save the names
     ``ROWS_CHECKPOINT_NAME``, ``ROUTING_CHECKPOINT_NAME`` and ``PRODUCTS_CHECKPOINT_NAME``. With
     ``QuantizedExperts``, products are in FP8 (docs/fp8.md). To read how many rows were dropped,
     pass a ``Routing`` in place of the ids. Read its ``num_dropped``, or call
@@ -112,7 +112,7 @@ def moe_mlp(
 
     Returns:
       [T, H] with the dtype of ``x``. Dropped choices add 0. With ``return_totals``, a pair of this
-      array and the totals: ``experts.totals`` for the next use of the experts, or None.
+      array and the new ``experts.totals`` for the next use of the experts, or None without totals.
 
     Raises:
       TypeError: if an argument has the wrong type or dtype.
@@ -247,7 +247,7 @@ def mlp_and_routing(
     decode = exchange.token_format is not None and not is_frozen
     arguments = check_dispatch(*arrays, route_arguments, decode=decode, tail="unspecified")
     if decode and given.is_trained_in_fp8 and isinstance(exchange.token_format, BlockwiseFp8):
-        # Keep both: the first product reads FP8 rows, and the gradient of w_in reads decoded rows.
+        # The first product reads the rows in FP8, and the gradient of w_in reads decoded rows.
         kept = arguments.options._replace(keeps_encoded=True)
         arguments = arguments._replace(options=kept)
     options, tail = arguments.route_options, arguments.options.tail

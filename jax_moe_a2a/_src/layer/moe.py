@@ -70,7 +70,7 @@ class MoEStatistics(NamedTuple):
     """Ids [..., K] and weights [..., K] of the tokens, if ``outputs`` has ``"choices"``. For masked
     tokens, ids are -1 and weights are 0."""
     totals: Totals | None = None
-    """``experts.totals`` for the next use of the experts (``accumulate_grads``)."""
+    """The new ``experts.totals`` for the next use of the experts, as in ``accumulate_grads``."""
 
     @property
     def num_dropped(self) -> jax.Array:
@@ -130,11 +130,11 @@ def moe(
 
     - The data axes and the expert axes divide the tokens along the first axis of ``x``, or along
       its first two axes if that needs less padding. If the mesh axes do not divide these sizes,
-      tokens are padded. Padding chooses no expert, and statistics do not include it. If all these
-      axes are Explicit and divide ``x`` already, and no other axis does, ``x`` keeps its placement.
-    - If there are fewer tokens than ranks, all ranks of a group have the same tokens
-      (``replicated`` as in ``route``). If there are also fewer tokens than groups, all devices have
-      the same tokens.
+      tokens are padded. Padding chooses no expert, and statistics do not include it. If ``x`` is
+      already divided over exactly these axes, and all are Explicit, ``x`` keeps its placement.
+    - The ranks with the same index on the data axes are a *domain*. If there are fewer tokens than
+      ranks, all ranks of a domain have the same tokens (``replicated`` as in ``route``). If there
+      are also fewer tokens than domains, all devices have the same tokens.
     - The expert axes divide the experts. The tensor axis divides the I columns of each expert, and
       partial sums are added in the dtype of ``x``. Devices repeat the work along all other mesh
       axes. If such an axis divides ``x``, a ``UserWarning`` says so once. Inside ``jax.jit``, the
@@ -148,9 +148,9 @@ def moe(
         router has E columns.
       experts: the weights of all E experts, with the dtype of ``x`` or in FP8.
       axes: an ``Axes``, or the first argument of ``Axes``, such as ``"ep"``. ``jax.set_mesh``, or a
-        ``Group`` in ``axes``, defines the mesh. Tokens travel in two levels, as in a ``Group`` with
-        ``two_level=True``, if one axis divides the experts and spans 2 to 32 hosts, and if all mesh
-        axes are Auto.
+        ``Group`` in ``axes``, defines the mesh. If one axis divides the experts and spans 2 to 32
+        hosts, and if all mesh axes are Auto, tokens travel in two levels, as in a ``Group`` with
+        ``two_level=True``.
       shared: a shared expert, which is applied to all tokens, or None: ``Experts`` without the axis
         E, with any size I and the dtype of ``x``.
       mask: booleans [...], False for tokens that choose no expert, such as padding; or None. Masked
@@ -330,7 +330,7 @@ def _statistics(
 ) -> tuple[tuple[jax.Array, jax.Array], ExpertLoad]:
     """Return the balance loss (0 without scores), the z-loss (0 without logits), and the load.
 
-    All sums over a rank's tokens are in one array, so that one all-reduce adds them over ranks.
+    If possible, one array contains all sums, so that one all-reduce adds them over ranks.
 
     Args:
       axes: the mesh axes that divide the tokens.
@@ -485,7 +485,7 @@ class _Tokens(NamedTuple):
 
     @property
     def unpadded(self) -> P:
-        """Return ``spec`` without the mesh axes of padded axes, to add and remove padding."""
+        """Return ``spec`` without mesh axes that divide padded axes, to add and remove padding."""
         spec = (*self.spec, *(None,) * (len(self.padding) - len(self.spec)))
         return P(*(None if more else axes for axes, more in zip(spec, self.padding)))
 
@@ -525,8 +525,8 @@ def _with_padding(tokens: _Tokens, array: jax.Array) -> jax.Array:
 
 @scopes.padding
 def _without_padding(tokens: _Tokens, y: jax.Array, *, keeps_last: bool = True) -> jax.Array:
-    """Return ``y`` without padding, placed like the caller's tokens. If ``keeps_last`` is False, no
-    mesh axis divides the last axis."""
+    """Return ``y`` without padding, placed like the caller's tokens. If ``keeps_last`` is False,
+    the last axis of the result is not divided."""
     if any(tokens.padding):
         y = place(y, tokens.unpadded)[tuple(map(slice, tokens.sizes))]
     if tokens.home is None:
@@ -624,7 +624,7 @@ def _check_scope(axes: Axes) -> _Scope:
         raise _no_devices(f"the abstract mesh {dict(here.shape)}", group)
     if not isinstance(group, Group):
         # JAX may run the traced program again on other devices, so the group must not contain
-        # devices. They only determine ``two_level``.
+        # devices. The devices in scope only determine ``two_level``.
         two_level = Group(of_devices, group).two_level
         group = Group(here, group, two_level=two_level)
     levels = group.divided_by_hosts(of_devices)

@@ -40,8 +40,8 @@ def moe_partition_specs(params: Mapping[str, Any], axes: AxesLike) -> dict[str, 
       axes: as in ``moe``. The axes of ``fsdp`` divide the H axis.
 
     Returns:
-      A dict like ``params``, with a ``PartitionSpec`` in place of each array. The specs do not end
-      with None, like the placements that XLA returns over Auto axes.
+      A dict like ``params``, with a ``PartitionSpec`` in place of each array. Like the placements
+      that XLA returns over Auto axes, no spec ends with None.
 
     Raises:
       TypeError: if ``moe`` does not accept the type of ``axes``, or a parameter is not a ``Router``

@@ -116,7 +116,7 @@ def fetch_all(home: Experts, placement: Placement, group: Group) -> Experts:
     return jax.tree.unflatten(treedef, fetch(given, placement, group))
 
 
-# Results of these primitives are fetched weights, which the backward pass must not keep.
+# Results of these primitives are fetched weights, which must not be kept for the backward pass.
 _OF_FETCHED = {DISPATCH.primitive, compat.name_p, lax.reshape_p, lax.slice_p}
 _OF_FETCHED |= {encode_squares_p, lax.bitcast_convert_type_p}
 
@@ -126,7 +126,7 @@ def _keeps_all_but_fetched(primitive: compat.Primitive, *_: object, **__: object
 
 
 def _only(rows: Rows, is_kept: jax.Array) -> Rows:
-    """Return rows that have no token, no gradient and the weight 0 where ``is_kept`` is False."""
+    """Return rows. If ``is_kept`` is False, a row gets no token, no gradient and the weight 0."""
     floats = _with_gradients_of(floats_of(rows.rows), is_kept)
     in_fp8 = isinstance(rows.rows, RowsInFp8)
     return Rows(
@@ -138,8 +138,8 @@ def _only(rows: Rows, is_kept: jax.Array) -> Rows:
 
 @jax.custom_jvp
 def _with_gradients_of(rows: jax.Array, is_kept: jax.Array) -> jax.Array:
-    """Return rows unchanged. The tangents of rows that are not kept are zero, because their
-    gradients may have any values."""
+    """Return rows unchanged. The tangents of rows that are not kept are zero, because products
+    return unspecified gradients for these rows."""
     del is_kept
     return rows
 

@@ -21,7 +21,7 @@ Choose: TypeAlias = TopK | Callable[[jax.Array, jax.Array, Any, Any], RouterChoi
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Router:
-    """A pytree, the router of a layer: it computes the logits of tokens, and chooses experts.
+    """The router of a layer, as a pytree. It computes the logits of tokens, and chooses experts.
 
     Logits are ``tokens @ kernel + bias``, with the precision of float32. The field ``choose`` is
     static. All other fields contain arrays, or a ``PartitionSpec`` in place of each array.

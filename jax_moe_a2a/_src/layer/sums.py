@@ -28,8 +28,8 @@ def sum_counts(axes: tuple[str, ...], counts: jax.Array, most: int) -> jax.Array
     """Return the sums of counts [N] over mesh axes, int32 [N].
 
     The sums are in float32, like sums of losses and gradients, because XLA merges sums of one dtype
-    into one all-reduce. They are exact, because counts are split into groups of a few bits if sums
-    may be large.
+    into one all-reduce. If float32 cannot represent all possible sums, the call splits the counts
+    into groups of a few bits. Therefore the results are exact.
 
     Args:
       counts: int32, or float32 below 2**24; not negative.

@@ -33,7 +33,7 @@ class TopK:
     equal sums, the expert with the lower id comes first. Logits of 0.0 and -0.0 are equal.
 
     Pass a ``TopK`` to a ``Router`` as ``choose``. A ``TopK`` contains no arrays, and does not
-    communicate. The routers of published models:
+    communicate. This table has the routers of published models:
 
     | model | ``TopK`` |
     | --- | --- |
@@ -46,10 +46,10 @@ class TopK:
       scale=2.5)``, with ``select_bias`` |
     | Llama 4 | ``TopK(1, score="sigmoid")``, with ``weigh_input`` of ``Experts`` |
 
-    Tests compare these routers and their gradients with the routers of transformers, without random
-    noise. GPT-OSS applies the softmax only to the logits of the chosen experts, which is equal to
-    the renormalized softmax. DeepSeek-V3 adds 1e-20 to the sum of the chosen scores, and this class
-    does not. The weights differ by at most 1e-6 if a chosen score is above 1e-14.
+    Tests compare these routers and their gradients with the library transformers. A ``TopK`` adds
+    no random noise. GPT-OSS applies the softmax only to the logits of the chosen experts, which is
+    equal to the renormalized softmax. DeepSeek-V3 adds 1e-20 to the sum of the chosen scores, and
+    this class does not. The weights differ by at most 1e-6 if a chosen score is above 1e-14.
 
     Args:
       k: K, the number of experts of each token, 1 to 32 and at most E.
@@ -137,10 +137,10 @@ class TopK:
 
         Returns:
           A ``RouterChoices`` with ids [..., K] (highest first), weights [..., K] and scores [...,
-          E]. The scores of each token are divided by their sum, with logarithms, so that a balance
-          loss includes sigmoids that are too small for float32. For masked tokens, ids are -1, and
-          weights and scores are 0. Weights and scores are differentiable in the logits. Their dtype
-          is float32, or float64 for float64 logits.
+          E]. The scores of each token are divided by their sum. The quotients are computed from
+          logarithms, because float32 cannot represent very small sigmoids. For masked tokens, ids
+          are -1, and weights and scores are 0. Weights and scores are differentiable in the logits.
+          Their dtype is float32, or float64 for float64 logits.
 
         Raises:
           TypeError: if an argument has the wrong type or dtype.
@@ -186,7 +186,7 @@ class TopK:
         scores, probs = self._scores(logits)
         ids = _kept(mask, ids, -1)
         is_choice = (ids >= 0) & (ids < logits.shape[-1])
-        # If a token has no valid id, treat all as valid, because a softmax of no logits is NaN.
+        # If a token has no valid id, treat all its ids as valid: a softmax of no logits is NaN.
         counts = is_choice | ~is_choice.any(axis=-1, keepdims=True)
         values = logits if self._weighing.renormalizes else scores
         weights = self._weighing(at(values, ids), counts)
@@ -201,7 +201,7 @@ class TopK:
         mask: ArrayLike | None = None,
         num_bins: int = 1000,
     ) -> jax.Array:
-        """Return a histogram for each expert: how large its bias must be so that tokens choose it.
+        """Return, for each expert, a histogram of the bias above which a token chooses the expert.
 
         ``quantile_select_bias`` computes the next bias from the histogram, and its documentation
         has the formula. For several micro-batches, add their histograms.
@@ -211,7 +211,7 @@ class TopK:
           select_bias: floats [E], as in a call.
           mask: as in a call. Masked tokens are not counted.
           num_bins: N. The bins have equal width, from ``min(select_bias) - 1`` to
-            ``max(select_bias) + 1``. This range includes all biases, because scores are in [0, 1].
+            ``max(select_bias) + 1``. No token is outside of it, because scores are in [0, 1].
             Use more bins if scores are small, as in a softmax over many experts.
 
         Returns:

@@ -58,7 +58,7 @@ class Totals:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Experts:
-    """The weights of experts, which are networks with two products, as a pytree.
+    """The weights of experts, as a pytree. An expert is a network with two matrix products.
 
     Expert e maps a token to ``activation(x @ w_in[e] + b_in[e]) @ w_out[e] + b_out[e]``. The arrays
     are leaves of the pytree, and ``activation`` is static. A shared expert, which is applied to all
@@ -101,7 +101,7 @@ class Experts:
     products are in FP8 and tokens arrive in FP8, the weights also multiply the row scales."""
     lora_in: LoRA | None = None
     """An adapter of ``w_in``, or None. If there is an adapter of ``w_in`` or ``w_out``, both
-    weights are frozen: their gradients are zeros, without a computation. Biases have gradients."""
+    weights are frozen: their gradients are zeros, and are not computed. Biases have gradients."""
     lora_out: LoRA | None = None
     """An adapter of ``w_out``, or None."""
     totals: Totals | None = None
@@ -116,22 +116,22 @@ class Experts:
     def in_fp8(self) -> Experts:
         """Return experts whose products are in FP8, for training.
 
-        Each call of a layer quantizes the weights once. For the backward pass, it stores one byte
-        per weight. The derivative of quantization is defined as the identity, so the weights have
-        gradients. To quantize only once for several micro-batches, call ``quantize_experts(experts,
-        trainable=True)`` instead. Both return ``padded`` experts.
+        Each call of a layer quantizes the weights once, and keeps the FP8 values, one byte per
+        weight, for the backward pass. The derivative of quantization is defined as the identity, so
+        the weights have gradients. To quantize only once for several micro-batches, call
+        ``quantize_experts(experts, trainable=True)`` instead. Both return ``padded`` experts.
         """
         return self.padded().map_weights(lambda w: QuantizedExperts(source=w))
 
     def padded(self, *, outputs: bool = True) -> Experts:
         """Return the experts with zeros appended, so that H and I are multiples of 128.
 
-        Layers in FP8 accept padded experts for tokens without padding. If the activation maps zeros
-        to zeros, padding does not change results and gradients, and its gradients are zeros.
+        Layers in FP8 accept padded experts with unpadded tokens. If the activation maps zeros to
+        zeros, padding does not change results and gradients, and its gradients are zeros.
 
         Args:
           outputs: False to leave the last axis of ``w_out`` and ``b_out`` unpadded. Only the
-            backward pass sums over this axis.
+            backward pass sums over this axis, so a forward pass alone does not need its padding.
         """
         first, last = self.w_out.ndim - self.w_in.ndim - 2, (-1,) * outputs
         axes = dict(w_in=(first, -1), w_out=(-2, *last), b_in=(-1,), b_out=last)
@@ -210,14 +210,14 @@ def quantize_experts(
         ``scale`` like a ``QArray`` of qwix, is already quantized, and its values and scales do not
         change. Its values are float8_e4m3fn in one of these shapes. Its scales are float32 [L, K /
         128, N / 128 rounded up], or [L, K / 128, 2, I / 128 rounded up].
-      transposed: True to also return values [L, K, N], which the gradient of rows reads.
-      trainable: True to also return these values, and ``w`` as ``source`` for gradients.
+      transposed: True to also return the values as [L, K, N], for the gradient of rows.
+      trainable: True to also return these values, and ``w`` as ``source``, which gets gradients.
 
     Returns:
       ``QuantizedExperts``, or ``Experts`` that contain them, placed like the weights over a mesh.
-      If the shards of an axis do not have multiples of 128, the axis may be gathered. To quantize
-      the experts of several layers, use ``jax.vmap``. If the weights are already stored as [L, N,
-      K], make a ``QuantizedExperts`` from them directly.
+      If the size of a shard is not a multiple of 128, XLA may gather its axis. For several layers,
+      use ``jax.vmap``. If the weights are already stored as [L, N, K], make a ``QuantizedExperts``
+      from them directly.
 
     Raises:
       TypeError: if an array has the wrong dtype, or if ``trainable`` is True for quantized weights.
@@ -233,7 +233,7 @@ def quantize_experts(
 
 
 def flat(experts: Experts) -> Experts:
-    """Return experts without an activation: [..., 2, I] becomes [..., 2I]."""
+    """Return experts without an activation, with gate and up side by side: [..., 2I]."""
     lead = len(experts.w_out.shape) - 2
 
     def merged(array: Any, axis: int) -> Any:
