@@ -199,7 +199,7 @@ def _supported_cuda(driver: _Driver | None) -> int:
 
 
 def _can_run_kernels(device: Any) -> bool:
-    """Return True if the kernels run on a GPU. AMD's compute capabilities are not numbers."""
+    """Return True if the kernels run on ``device``. Capabilities of AMD GPUs are not numbers."""
     capability = str(getattr(device, "compute_capability", ""))
     is_number = re.fullmatch(r"\d+\.\d+", capability) is not None
     return is_number and not native.why_no_exchange([device])
@@ -252,7 +252,7 @@ def _untested(devices: Sequence[jax.Device]) -> Finding:
 
 
 def _group(devices: Sequence[jax.Device], portable: bool, *, in_two_levels: bool = False) -> Group:
-    """Return a group of ``devices``. With ``in_two_levels``, several hosts give it two levels."""
+    """Return a group of ``devices``. With ``in_two_levels``, several hosts form two levels."""
     mesh = Mesh(np.array(devices), (AXIS,))
     implementation = "portable" if portable else None
     group = Group(mesh, AXIS, timeout=TIMEOUT, first_timeout=TIMEOUT, implementation=implementation)

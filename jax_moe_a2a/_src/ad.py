@@ -81,7 +81,7 @@ def with_tangent(x: Any, tangent_of: Callable[[Any, Any], Any], *operands: Any) 
 
     @same.defjvp
     def jvp(primals: Any, tangents: Any) -> Any:
-        out = same(*primals)  # primals[0] would lose this rule for second derivatives
+        out = same(*primals)  # not primals[0], because second derivatives need this rule, too
         found = tangent_of(primals[1:], tangents[1:])
         # ``x`` may vary over more mesh axes than its tangent.
         aligned = lambda tangent, out: compat.align_varying([tangent, out], ())[0]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 PyTree: TypeAlias = Any  # a pytree of arrays, for which Python's type system has no type
-Tail: TypeAlias = Literal["zero", "unspecified"]  # of a result, after the last group of rows
+Tail: TypeAlias = Literal["zero", "unspecified"]  # values of rows after the last group
 
 
 def short(x: Any) -> str:

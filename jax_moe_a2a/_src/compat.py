@@ -78,12 +78,12 @@ def result_aval(like: Any, shape: tuple[int, ...], dtype: DTypeLike, tail: tuple
 
 
 def without_dead_code(program: Any) -> Any:
-    """Return the jaxpr in a closed jaxpr, without equations whose results are not used."""
+    """Return the jaxpr of a closed jaxpr, without equations whose results are not used."""
     return pe.dce_jaxpr(program.jaxpr, True)[0]
 
 
 def traced_in(fn: Callable[..., Any], avals: Sequence[Any], axes: Any) -> Any:
-    """Return the jaxpr of ``fn`` with mesh axes in scope, over which no type varies."""
+    """Trace ``fn`` with mesh axes in scope. Return its jaxpr, where no type varies over them."""
     types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
     with varying_unchecked(), core.extend_axis_env_nd(list(axes.items())):
         return without_dead_code(jax.make_jaxpr(fn)(*types))
@@ -150,7 +150,7 @@ def register_lowering_per_call(
     another call with equal shapes, because lowerings depend on the named scopes around a call."""
 
     def rule(ctx: Context, *operands: Any, **params: object) -> Any:
-        # JAX 0.10.2 to 0.12.0 cannot choose among platforms in uncached lowerings: it fails if
+        # JAX 0.10.2 to 0.12.0 fails to choose among platforms in uncached lowerings if
         # ``avals_out`` is a tuple and not a list.
         ctx = ctx.replace(avals_out=list(ctx.avals_out))
         return lower_per_platform(

@@ -1,7 +1,7 @@
 """Choose how each primitive runs. The lowering and ``explain`` call the same functions.
 
-A *chooser* of a primitive has the arguments of a lowering rule, and returns a ``Choice``. As
-operands, ``explain`` passes abstract values. Only ``Choice.lower`` emits operations.
+A *chooser* of a primitive has the arguments of a lowering rule, and returns a ``Choice``.
+``explain`` passes abstract values as operands. Only ``Choice.lower`` emits operations.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Connect the layer to other libraries, with one module for each library.
 
-``maxtext`` and ``transformers`` need only JAX. ``nnx`` and ``linen`` need Flax.
-This package imports none of these modules, so import the module that you need:
-``jax_moe_a2a.integrations.nnx``.
+``maxtext`` and ``transformers`` need only JAX. ``nnx`` and ``linen`` need Flax. This package does
+not import these modules, so import the module that you need: ``jax_moe_a2a.integrations.nnx``.
 """
 
 import typing as _typing

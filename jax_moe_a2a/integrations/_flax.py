@@ -59,8 +59,8 @@ class Layer:
         experts: ma.Experts | None = None,
         **options: Any,
     ) -> tuple[jax.Array, ma.MoEStatistics]:
-        """Apply the layer. ``options`` are arguments of ``moe``. The router computes in the larger
-        of its parameters' dtype and ``dtype``."""
+        """Apply the layer. ``options`` are arguments of ``moe``. The router's parameters keep their
+        dtype. The router computes in float32, or in float64 if an operand is float64."""
         arguments = self._arguments(arrays)
         router = arguments["router"]
         router = router.replace(select_bias=select_bias, per_token=per_token, whole=whole)

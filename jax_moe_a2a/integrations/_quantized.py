@@ -16,7 +16,7 @@ import jax_moe_a2a as ma
 from .._src.checks import short
 from .._src.grouped.weights import BLOCK, SCALE_DTYPE, VALUE_DTYPE
 
-_SCALES = "_scale_inv"  # name of the scales of a tensor: its name + _SCALES
+_SCALES = "_scale_inv"  # the scales of the tensor ``name`` are the tensor ``name + _SCALES``
 _GROUP = 32  # number of MXFP4 numbers with one scale
 _MAX_SCALE = 252  # 6 (the largest e2m1 number) * 2**(_MAX_SCALE - 127) is finite in bfloat16
 
@@ -26,8 +26,8 @@ Tensor = TypeVar("Tensor", bound=Any)  # ``_Tensor`` of ``transformers.py``
 def in_fp8(
     tensors: dict[str, Tensor], params: dict[str, Any], names: Collection[str]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return ``tensors`` and ``params`` with FP8 arrays in place of the floats that are in FP8.
-    Weights are in FP8 if ``names`` contains the name of their scales or values."""
+    """Return ``tensors`` and ``params`` with values and scales in place of the weights in FP8. A
+    weight is in FP8 if ``names`` contains the name of its scales or values."""
     given = {*names}
     weights = {x.param for n, x in tensors.items() if {n + _SCALES, x.param + ".values"} & given}
     found, quantized = dict(tensors), dict(params)
@@ -133,7 +133,7 @@ def decode_mxfp4(packed: object, scales: object) -> np.ndarray:
         )
     codes, powers = codes.reshape(-1, half), powers.reshape(-1, 1).astype(np.uint16)
     pairs, table, step = np.empty(codes.shape, np.uint32), _pairs(), 1 << 12
-    for i in range(0, len(codes), step):  # so few indices fit in a CPU cache
+    for i in range(0, len(codes), step):  # the indices of one step fit in a CPU cache
         indices = powers[i : i + step] << 8 | codes[i : i + step]
         table.take(indices, out=pairs[i : i + step], mode="clip")
     return pairs.view(jnp.bfloat16).reshape(*lead, num_groups * _GROUP)

@@ -268,7 +268,7 @@ def _sparse_matmul(
     **named: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """Return the results of ``RoutedMoE.sparse_matmul``: outputs, balance loss and bias updates."""
-    _check_config(layer)  # subclasses may have an older __call__
+    _check_config(layer)  # a subclass may override the checked __call__
     named |= dict(zip(_KERNELS.split(), weights))
     axes = _axes_of(layer, inputs.shape[0])
     tensor = axes.tensor or None
@@ -400,7 +400,8 @@ def _is_loss_of_sequences(layer: _RoutedMoE) -> bool:
 def _balance_loss(
     layer: _RoutedMoE, scores: jax.Array, ids: jax.Array, num_chunks: int, axes: tuple[str, ...]
 ) -> jax.Array | None:
-    """Return the mean balance loss of chunks, or None for no loss and for the loss of sequences."""
+    """Return the mean balance loss of chunks. Return None if there is no loss, or if
+    ``_sparse_matmul`` computes a loss for each sequence."""
     if not _has_loss(layer) or _is_loss_of_sequences(layer):
         return None
     probabilities = jax.nn.softmax(scores.astype(jnp.float32), axis=-1).astype(layer.dtype)
@@ -410,7 +411,8 @@ def _balance_loss(
 
 
 def _bias_updates(layer: _RoutedMoE, ids: jax.Array, axes: tuple[str, ...]) -> jax.Array | None:
-    """Return what to add to the router's selection bias (or the counts for it), or None."""
+    """Return what to add to the router's selection bias, or None if it is not updated. If gradients
+    are accumulated over steps, return the number of choices of each expert instead."""
     if not layer.should_update_load_balance():
         return None
     config = layer.config

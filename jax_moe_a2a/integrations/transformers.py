@@ -52,7 +52,7 @@ class _Family:
     """The name of the tensor with the ``output_gate`` of the shared expert."""
     weigh_input: bool = False
     inputs_first: bool = False
-    """True if tensors are [E, inputs, outputs]: always one tensor for all experts."""
+    """True if tensors are [E, inputs, outputs]. Such a tensor always contains all experts."""
     is_gpt_oss: bool = False
     """True for biases, a clamped activation, and alternating columns of gate and up."""
 
@@ -206,7 +206,7 @@ def to_state_dict(
       numpy arrays by name. ``to_torch`` converts them to PyTorch tensors.
 
     Raises:
-      TypeError: if an array is not of floats of 16 bits or more.
+      TypeError: if an array has an unexpected dtype.
       ValueError: if the model is unknown, if an array is missing or unexpected, or if a shape does
         not fit the configuration.
     """

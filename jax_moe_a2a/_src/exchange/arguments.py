@@ -58,7 +58,7 @@ class DispatchArguments(NamedTuple):
     def params(self) -> dict[str, Any]:
         options, num_choice_arrays = self.options, len(self.choice_arrays)
         if options.token_format is not None:
-            # The array of scales is an operand, so the static format has the default scale.
+            # An array of global scales is an operand. The static format has the default scale.
             scaled = bool(self._token_scales)
             static = NvFp4() if scaled else options.token_format
             options = options._replace(token_format=static, has_token_scales=scaled)
@@ -77,8 +77,8 @@ class DispatchArguments(NamedTuple):
 
     @property
     def _scales_of_choices(self) -> list[jax.Array]:
-        """Return [the bits of the tokens' scales, uint32 [T, K]], a choice array that gives each
-        row its scale. Return [] if rows are decoded, or if all tokens share a scale."""
+        """Return a list with one choice array, uint32 [T, K], which brings the bits of each token's
+        scale to its rows. The list is empty if rows are decoded, or if all tokens share a scale."""
         fmt, source = self.options.token_format, self.source
         if fmt is None or fmt.token_scales is None or self.options.decode:
             return []
@@ -88,7 +88,7 @@ class DispatchArguments(NamedTuple):
 
     @property
     def encoded(self) -> tuple[list[jax.Array], dict[str, Any]]:
-        """Return payload and parameters of a dispatch of quantized leaves, which has no format."""
+        """Quantize the leaves. Return payload and parameters of a dispatch without token format."""
         if self.options.token_format is None:
             return self.payload, self.params
         return reference.encoded(self.payload, **self.params)

@@ -36,8 +36,8 @@ def route_ids(ids: jax.Array, options: RouteOptions) -> AnyRouting:
 def route_and_dispatch(
     checked: CheckedIds, payload: Sequence[jax.Array], **params: Any
 ) -> tuple[AnyRouting, list[jax.Array]]:
-    """Route ids and dispatch a payload in one primitive, for one level. The payload, ``params`` and
-    the list of results are as for ``DISPATCH``."""
+    """Route ids and dispatch a payload in one primitive, for a group of one level. The payload,
+    ``params`` and the list of results are as for ``DISPATCH``."""
     planned, plan_options = _planned(*checked)
     params.update(group=checked.options.domain, plan_options=plan_options)
     plan, moved = bind_routed_dispatch(planned, payload, **params)

@@ -1,8 +1,8 @@
 """Define the primitives of dispatch and combine.
 
 With ``has_token_scales``, the last payload operand of a dispatch is the tokens' global scales. A
-dispatch with a format returns decoded rows of all leaves if ``decode`` is set. Values and scales of
-each leaf follow if ``keeps_encoded`` is set or ``decode`` is not set. Choice arrays are last.
+dispatch with a token format returns, in this order: with ``decode``, decoded rows of all leaves;
+with ``keeps_encoded`` or without ``decode``, values and scales of each leaf; and choice arrays.
 
 With ``tail="unspecified"``, rows of a dispatch and their tangents have any values after the last
 group. The transpose, a combine, does not read these rows of the cotangents. The transpose of a
@@ -137,7 +137,7 @@ def combine_call(
     counts: dict[str, int],
 ) -> KernelCall:
     """Return a call that sums rows of ``dtype``, or only moves choice arrays if ``dtype`` is None.
-    Partial sums travel in ``wire``: a dtype, a token format, or None for ``dtype``."""
+    ``wire`` is the dtype or the token format of travelling partial sums. None means ``dtype``."""
     fmt = wire if isinstance(wire, TokenFormat) else None
     num_sms, name = None, ""
     if fmt and call_placement.group.size > 1:
@@ -216,7 +216,7 @@ def moved_tangents(
     encoded = range(first, first + 2 * params["num_leaves"] * options.has_encoded)
     moves = [options.token_format is None or options.decode] * params["num_leaves"]
     moves += [True] * params["num_choice_arrays"]
-    # ``moves`` is shorter than the payload, because scales of tokens and addends do not move.
+    # ``moves`` is shorter than the payload, because addends and the tokens' scales do not move.
     keep = [
         can_move and carries_tangent(jax.typeof(x).dtype) and not is_zero(dx)
         for can_move, x, dx in zip(moves, payload, tangents, strict=False)

@@ -90,8 +90,8 @@ def register(
     Args:
       reference: computes the results from the operands and parameters.
       kernels: ``kernels(ctx, call_placement, *operands, **params)`` raises ``Refused``, or returns
-        a function that emits custom calls and returns their results. Before it emits calls, it
-        reads only abstract values of ``ctx``.
+        a function that emits custom calls and returns their results. ``kernels`` itself emits
+        nothing, and reads only abstract values of ``ctx``.
       unfused: ``unfused(**params)`` returns a function that replaces ``reference`` on GPUs, or
         None. The replacement binds other exchanges, which may run the kernels.
     """
@@ -170,7 +170,7 @@ def default_num_sms(num_tokens: int, half_bytes: int) -> int:
 
 def num_sms_of(group: Group, operation: str, num_tokens: int, half_bytes: int) -> int:
     """Return the number of SMs of a route, or of an exchange that is not split."""
-    is_alone = group.size == 1  # the speed of one rank depends only on its memory
+    is_alone = group.size == 1  # one rank gets all SMs: only its memory limits it
     default = ALL_SMS if is_alone else default_num_sms(num_tokens, half_bytes)
     return group.sms_of(operation) or default
 
@@ -231,8 +231,8 @@ def custom_call(
     )
     # If a loop stores a result in a larger array, and the program also uses the result elsewhere,
     # XLA's dynamic_slice_fusion copies the call, and the exchange runs twice. A barrier prevents
-    # the copy. Each result has its own barrier, because XLA removes unused results of a shared
-    # barrier, and would then not merge equal calls.
+    # the copy. Each result has its own barrier. XLA would remove unused results from a shared
+    # barrier, and would not merge equal calls whose barriers then differ.
     alone = [ctx.replace(avals_in=[aval], avals_out=[aval]) for aval in ctx.avals_out]
     return [out for args in zip(alone, results, strict=True) for out in barrier(*args)]
 
@@ -276,8 +276,8 @@ def lower_by_kernels(
     """Return a function that emits the custom calls of an exchange and returns their results.
 
     ``phase`` is "start", "done", or "" for an exchange that is not split. The calls of a done have
-    the operands of the start, because XLA must keep these arrays in place. Further operands of a
-    done are the arrays in flight. The done writes its results into their memory.
+    the operands of the start, because XLA must keep these arrays in place. Further operands are the
+    arrays in flight that become results: the done writes each result into the memory of one array.
     """
     sources, is_outward = exchange.layouts(**params).sources, exchange.is_outward
     num_results = len(sources)
@@ -357,7 +357,7 @@ def _held(
     ctx: compat.Context, arrays: Sequence[compat.Value], avals: Sequence[compat.Aval]
 ) -> list[Any]:
     """Return arrays in row-major layout, as the results of one barrier, so that start and done read
-    the same memory. Without the barrier, XLA could copy constants, and arrays in other layouts,
-    once for each half. XLA's dynamic_slice_fusion could also fuse a call with slices of its
-    operands, or with an update of a larger array."""
+    the same memory. Without the barrier, XLA could make one copy for the start and another for the
+    done, of constants and of arrays in other layouts. XLA's dynamic_slice_fusion could also fuse a
+    call with slices of its operands, or with an update of a larger array."""
     return list(_lower_hold(ctx.replace(avals_in=avals, avals_out=avals), *arrays))

@@ -79,7 +79,7 @@ class Layouts(NamedTuple):
     results: Sequence[Layout]
     sources: Sequence[tuple[int, ...]]
     """For each result, the indices of its operands. The result has the payload axes and the dtype
-    of the first of them. If ``vmap`` batches one operand of a result, it batches all of them."""
+    of its first operand. If ``vmap`` batches one operand of a result, all of them get batched."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -103,8 +103,8 @@ class Record:
     """Returns a list of ``KernelCall`` from a ``CallPlacement``, the abstract payload of one rank
     and the parameters (see ``lowering.py``)."""
     unfused: Callable[..., Callable[..., list[jax.Array]] | None] = lambda **_: None
-    """Receives the parameters. Returns None, or a function that computes the results by
-    several exchanges. For payloads without kernels, GPUs use the function, or ``reference``."""
+    """Maps the parameters to None, or to a function that computes the results with several
+    exchanges. If no kernel supports a payload, GPUs run this function, or else ``reference``."""
     result_types: Callable[..., list[Any]] = lambda results, **_: results
     """Corrects the abstract values of results that do not have the type of their source."""
     primitive: Any = dataclasses.field(init=False)

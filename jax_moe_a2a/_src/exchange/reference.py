@@ -40,7 +40,7 @@ MAX_UNROLLED_BYTES = 4 * 2**20
 def route(
     ids: jax.Array, *, group: Group, emulated: bool, plan_options: PlanOptions
 ) -> list[jax.Array]:
-    """Return the arrays of a ``RoutePlan`` for ids int32 [*lead, T, K], also with axes ``lead``."""
+    """Return the arrays of a ``RoutePlan``, with axes ``lead`` first, for ids [*lead, T, K]."""
     num_lead = ids.ndim - 2 - int(emulated)
     plan: Callable[..., RoutePlan] = partial(plan_route, options=plan_options)
     for _ in range(num_lead):
@@ -101,8 +101,8 @@ def encode_and_decode(
 def encoded(
     payload: Sequence[jax.Array], num_leaves: int, num_choice_arrays: int, options: Options
 ) -> tuple[list[jax.Array], dict[str, Any]]:
-    """Quantize leaves. Return the payload and parameters for a dispatch of their values and scales,
-    which has no token format. If rows are decoded, it also moves the tokens' global scales."""
+    """Quantize leaves. Return the payload and parameters of a dispatch without token format. It
+    moves values and scales and, if rows are decoded, the tokens' global scales."""
     leaves, rest = payload[:num_leaves], payload[num_leaves:]
     choice_arrays, token_scales = rest[:num_choice_arrays], rest[num_choice_arrays:]
     fmt = _format_of(options, token_scales)
@@ -119,8 +119,8 @@ def encoded(
 def decoded(
     moved: Sequence[jax.Array], dtypes: Sequence[DTypeLike], options: Options
 ) -> list[jax.Array]:
-    """Return the results of a dispatch with a format, from the results ``moved`` of the dispatch of
-    the ``encoded`` payload. ``dtypes`` has the dtype of each leaf."""
+    """Convert ``moved``, the results of the dispatch of an ``encoded`` payload, to the results of a
+    dispatch with a token format. ``dtypes`` has the dtype of each leaf."""
     if not options.decode:
         return list(moved)
     first = 2 * len(dtypes)
@@ -226,8 +226,8 @@ def routed_dispatch(
     return [*plan.results, *moved]
 
 
-# Split exchanges. A dispatch moves data in its start, and a combine moves data in its done. The
-# other half moves nothing. Of the arrays in flight, only the arrays at the rows contain data.
+# Split exchanges. A dispatch moves data in its start, and a combine moves data in its done. Every
+# done reads only the arrays in flight that are at the rows.
 
 
 def start(exchange: Record, *operands: jax.Array, **params: Any) -> list[jax.Array]:
@@ -276,8 +276,8 @@ def take_rows(x: jax.Array, index: jax.Array, otherwise: jax.Array | None = None
         return rows
     # ``x`` may contain the bits of 8-bit or 16-bit floats. XLA:CPU selects these floats in float32,
     # even if the program selects integers and bitcasts the result. The conversion makes NaNs
-    # canonical, and loses subnormals on CPUs with AVX512_BF16. Adding a zero that XLA does not know
-    # prevents the conversion. The term is zero because every index is less than the number of rows.
+    # canonical, and loses subnormals on CPUs with AVX512_BF16. Adding ``none`` prevents that. It is
+    # zero, because every index is less than the number of rows, but XLA does not know this.
     none = jnp.maximum(index, x.shape[0]) - x.shape[0]
     return rows + expand_like(none.astype(x.dtype), rows)
 
@@ -291,7 +291,7 @@ def take_any_rows(x: jax.Array, index: jax.Array) -> jax.Array:
 
 def send_tokens(x: jax.Array, routing: RoutingArrays) -> jax.Array:
     """Place tokens [T, ...] into slots [R, T, ...]. Unused slots contain arbitrary tokens, which no
-    rank reads. XLA:CPU would compile code to clear them once for each rank."""
+    rank reads. They are not cleared, because XLA:CPU would compile the clearing once per rank."""
     return take_any_rows(x, routing.slot_token)
 
 
@@ -348,8 +348,8 @@ def send_sums(
             terms.append(term)
         return terms
 
-    # Inside a loop, XLA fuses other multiplications with additions than outside of a loop. Weighted
-    # sums always use a loop, because the size of the arrays must not change their bits.
+    # XLA fuses multiplications with additions differently inside and outside of a loop. Weighted
+    # sums always use a loop, so that the bits of a sum do not depend on the size of the arrays.
     is_weighted = any(weights is not None for _, weights in pairs)
     indices = jnp.moveaxis(routing.slot_rows, 2, 0)
     return _sum_in_order(terms, indices, zeros, may_unroll=not is_weighted).astype(wire_dtype)
@@ -440,9 +440,9 @@ def _move(
 ) -> jax.Array:
     """Move an array without changing a bit.
 
-    Floats of fewer than 32 bits travel as integers. XLA:CPU converts these floats in selects and
-    collectives, which makes signalling NaNs quiet. NCCL does not support all of these dtypes. Rows
-    without a token are zero bytes, but float8_e8m0fnu has no zero.
+    Floats of fewer than 32 bits travel as integers, for three reasons. XLA:CPU converts such floats
+    in selects and collectives, which makes signalling NaNs quiet. NCCL does not support all of
+    these dtypes. Rows without a token must be zero bytes, but float8_e8m0fnu has no zero.
     """
     bits = _as_integers(x)
     moved = _exchange(send, receive, bits, **kwargs)

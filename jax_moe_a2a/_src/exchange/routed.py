@@ -31,9 +31,9 @@ from .rules import is_own_axis, move_or_broadcast
 route_p = compat.Primitive("moe_a2a_route")
 routed_dispatch_p = compat.Primitive("moe_a2a_routed_dispatch")
 
-# This identity makes JAX lower a program again for each list of devices. It is bound only if the
-# program decides the devices of the group. The other primitives do not have this effect, because an
-# exported program may have no devices.
+# An identity that makes JAX lower a program again for each list of devices. It is bound only if the
+# program decides the devices of the group. Other primitives do not have this effect, because JAX
+# then refuses to lower a program without devices, for example for an export.
 on_own_devices_p = compat.Primitive("on_own_devices")
 
 
@@ -239,8 +239,8 @@ def _call(
     attributes: dict[str, Any],
     scratch: Sequence[Any] = (),
 ) -> Callable[[], list[Any]]:
-    """Return a function that emits a call and returns its results, except the last ones of types
-    ``scratch``. The operands of the call are the ids, this device's rank, and the payload."""
+    """Return a function that emits a call and returns its results without the scratch arrays, which
+    come last. The operands of the call are the ids, this device's rank, and the payload."""
     (ids, *payload), (ids_aval, *payload_avals) = operands, ctx.avals_in
     ranks = (call_placement.group.size,) * call_placement.lead
     rank_aval = compat.result_aval(ids_aval, ranks, jnp.dtype(jnp.int32))

@@ -105,8 +105,8 @@ def batch(
     own_scales = params["options"].has_token_scales and payload_dims[-1] is not None
     if all(dim is None for dim in routing_dims) and not own_scales:
         batched = [dim is not None for dim in payload_dims]
-        # With spmd_axis_name, the type of an unbatched result would also vary over that mesh axis.
-        # Therefore all sources of all results are batched if any source is batched.
+        # With spmd_axis_name, one batched source makes all results vary over that mesh axis, but an
+        # unbatched result must not. Therefore one batched source makes all sources batched.
         together = layouts.sources
         if axis_data.spmd_name is not None:
             together = [tuple({i for sources in layouts.sources for i in sources})]

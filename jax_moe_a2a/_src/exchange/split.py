@@ -1,8 +1,8 @@
 """Define the primitives of split exchanges: start, done, and the tie, which orders other work.
 
-The transpose of a start is the done of the transposed exchange, and the reverse. Therefore the
-gradient of work between start and done also runs between a start and a done. A start and its done
-must move the same arrays. Therefore a derivative also moves zero tangents.
+The transpose of a start is the done of the transposed exchange, and the transpose of a done is its
+start. Therefore the gradient of work between start and done also runs between a start and a done. A
+derivative also moves zero tangents, because a start and its done must move the same arrays.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def _have_tangents(arrays: Sequence[Any]) -> list[bool]:
     return [carries_tangent(aval_of(x).dtype) for x in arrays]
 
 
-# ``lax.optimization_barrier`` cannot replace the tie. JAX removes unused arrays from a barrier, and
-# may replace missing tangents by zeros, which would create a done without a start.
+# ``lax.optimization_barrier`` cannot replace the tie, because its derivatives in jax 0.10.2 replace
+# missing tangents by zeros. Such a zero would create a done without a start.
 
 
 def _tie_those_with_tangents(tangents: compat.Tangents) -> list[Any]:

@@ -1,7 +1,7 @@
 """Define exchanges over hosts in two levels: one exchange over each of the group's two axes.
 
-A token first travels once to each host that has experts of the token. It goes to the rank with the
-same index on that host (level ``hosts``). This rank sends it to other ranks of the host (level
+A token first travels once to each host that has one of its experts: from rank n of its own host to
+rank n of that host (level ``hosts``), which sends it on to the ranks of these experts (level
 ``ranks``). A combine first sums rows within each host, and then sends the sums back.
 
 There are H hosts with N ranks each. Rank ``h * N + n`` is rank n of host h. After the first
@@ -78,8 +78,8 @@ def _hosts_of_tokens(to_host: jax.Array, num_hosts: int) -> jax.Array:
 
 
 def _between_hosts(choices: jax.Array, host: jax.Array) -> RoutingArrays:
-    """Return the routing between hosts. ``choices`` [T, H, K] has the hosts of all tokens with this
-    local index. Token t of host h uses slot t on every host, and becomes row t * H + h."""
+    """Return the routing between one rank of each host. ``choices`` [T, H, K] has, for token t of
+    host h, the hosts to which it travels. It uses slot t there, and becomes row t * H + h."""
     num_hosts = choices.shape[1]
     own = lax.dynamic_index_in_dim(choices, host, axis=1, keepdims=False)
     hosts = jnp.arange(num_hosts, dtype=jnp.int32)

@@ -31,8 +31,8 @@ class Group(GroupValue):
 
     If a group has GPUs of several processes, each process announces itself to all other processes
     before its first exchange of the group: when it lowers the program, or uses ``path`` or
-    ``reserve``. At these points, a process may wait for the other processes, so all of them must do
-    the same (``docs/processes.md``).
+    ``reserve``. At these points, a process may wait until the other processes have announced
+    themselves, so all of them must reach such a point (``docs/processes.md``).
 
     Args:
       mesh: the concrete or abstract mesh that has the axes ``axis_name``. For each index of the
@@ -119,8 +119,8 @@ class Group(GroupValue):
         """Return why the kernels do not run on the group's devices, or ''.
 
         If the devices belong to several processes, the property waits for all of these processes.
-        For ``explain``, it raises ``Unknown`` instead. If the kernels could run within each host of
-        a group with two axes, the returned text and a Python warning recommend this.
+        For ``explain``, it raises ``Unknown`` instead. If a group with two axes could run the
+        kernels within each host, the returned text and a Python warning recommend such a group.
         """
         if self.two_level:
             between, within = (level._why_portable for level in self.levels)

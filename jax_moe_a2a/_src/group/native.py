@@ -198,7 +198,7 @@ def why_not(
     topology: Topology,
     is_colocated: bool,
 ) -> tuple[str, int]:
-    """Return why the kernels do not support a call, or '', and the size in bytes of the ring half
+    """Return a pair: why the kernels do not support a call, or ''; and the bytes of the ring half
     for the call (``cuda/calls/why_not.h``). Operands and results are the arrays of one rank."""
     arrays = ([(type_name(x.dtype), list(x.shape)) for x in each] for each in (operands, results))
     why, is_unsupported, half_bytes = _native.why_not(
@@ -230,7 +230,7 @@ OLDEST_CAPABILITY = 9.0  # the build compiles for this capability and later ones
 
 
 def is_new_enough(gpu: jax.Device) -> bool:
-    """Return True if the build has code for a GPU of this compute capability."""
+    """Return True if the build has code for the compute capability of ``gpu``."""
     return float(gpu.compute_capability) >= OLDEST_CAPABILITY
 
 

@@ -71,8 +71,8 @@ def ranks_of_a_host(domains: Sequence[Sequence[jax.Device]], timeout: float) -> 
 
 
 def why_not_together(domains: Sequence[Sequence[jax.Device]], timeout: float) -> str:
-    """Return why the processes of a mesh cannot run the kernels together, or '', equally in all
-    processes. Raise a RuntimeError if a process publishes no notice within ``timeout`` seconds."""
+    """Return why the processes of a mesh cannot run the kernels together, or ''. All processes get
+    the same result. Raise a RuntimeError if a notice is missing after ``timeout`` seconds."""
     # Check all domains together, because all processes of the mesh run the same program.
     members = sorted({device.process_index for domain in domains for device in domain})
     everyone = {index: _notice_of(index, timeout) for index in members}

@@ -135,8 +135,8 @@ class GroupValue:
 
     @functools.cached_property
     def levels(self) -> tuple[Self, ...]:
-        """Return the group of each level, in the order in which tokens travel. The first of two
-        groups has the ranks with one index on all hosts. The second has the ranks of a host."""
+        """Return the group of each level, in the order in which tokens travel. With two levels, the
+        first group has one rank of each host, and the second group has the ranks of one host."""
         if not self.two_level:
             return (self,)
         assert self.mesh is not None
@@ -150,7 +150,7 @@ class GroupValue:
 
     def divided_by_hosts(self, mesh: Mesh | None) -> tuple[Mesh, Self] | None:
         """Divide the group's only axis into an axis of hosts and an axis of a host's ranks. Return
-        the new mesh, and a group of two levels without devices, or None."""
+        the new mesh and a group of two levels with its abstract mesh, or None if not possible."""
         if mesh is None or len(self.axes) > 1:
             return None
         hosts = hosts_of(mesh, self.axes)
@@ -270,8 +270,8 @@ def hosts_of(mesh: Mesh, axes: tuple[str, ...]) -> np.ndarray:
     """Return the index of each device's host, [domains, sizes of the axes...]; -1 if unknown.
 
     The index is JAX's partition index (slice index in older versions). By default, each host is one
-    partition. The program can choose other partitions in ``jax.distributed.initialize``. If NVLink
-    connects several hosts, they are one partition.
+    partition, but hosts that NVLink connects are one partition together. The program can choose
+    other partitions in ``jax.distributed.initialize``.
     """
     hosts = [
         getattr(device, "partition_index", getattr(device, "slice_index", None))

@@ -43,8 +43,8 @@ def bind_act_encode(
     activation: Any = None,
     num_sms: int | None = None,
 ) -> Quantized:
-    """Bind ``act_encode_p`` for bfloat16 or float32 rows. I is a multiple of 128. ``weights`` are 0
-    for rows without a token. Without a ``FusedActivation``, ``weights`` is None."""
+    """Bind ``act_encode_p`` for bfloat16 or float32 rows. I is a multiple of 128. ``activation`` is
+    a ``FusedActivation``, and ``weights`` are 0 for rows without a token. Or both are None."""
     operands = (rows, sizes) if weights is None else (rows, sizes, weights)
     params = dict(activation=activation, num_sms=num_sms)
     return Quantized(*bind(act_encode_p, *operands, **params))
@@ -76,8 +76,8 @@ def _composition(
 def batch_and_table(
     rows: jax.Array, sizes: jax.Array
 ) -> tuple[tuple[int, ...], tuple[int, int], jax.Array]:
-    """Return the leading axes of rows, the pair (product of these axes, C), and ``lowering.table``.
-    The grouped product of these rows uses an equal table, which XLA computes once."""
+    """Return the leading axes of rows, the pair (product of these axes, C), and the table of groups
+    (``lowering.table``). The product of these rows uses an equal table; XLA computes it once."""
     lead, num_rows = rows.shape[:-2], rows.shape[-2]
     ones = (1,) * len(lead)
     table = lowered.table(sizes, lead, num_rows, (*ones, sizes.shape[-1]), has_tail=False)

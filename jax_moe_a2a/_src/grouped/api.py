@@ -45,8 +45,8 @@ def grouped_dot(
 
     Args:
       rows: [C, K] of a floating dtype, sorted by group, such as ``recv.rows`` of a ``dispatch``.
-        With quantized weights, the rows may be a ``Quantized`` with row-major scales, or an object
-        with ``qvalue`` and ``scale``. The call quantizes float rows (bfloat16, float16 or float32).
+        With quantized weights, rows may be a ``Quantized`` with row-major scales, an object with
+        ``qvalue`` and ``scale``, or bfloat16, float16 or float32, which the call quantizes.
       w: [L, K, N] with the dtype of ``rows``: the weights of each group; or ``QuantizedExperts``.
       group_sizes: integers [L]: the number of rows of each group (``recv.group_sizes``). If the
         sizes are known when the call is traced, they must not be negative, and their sum must be at

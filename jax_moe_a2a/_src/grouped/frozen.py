@@ -2,8 +2,8 @@
 
 Let Q be the rounding to ``BlockwiseFp8``, and W the decoded weights. ``grouped_dot_fp8_p`` computes
 the product of rows r, ``Q(r) W``. Its derivative is defined as the derivative of ``r W``, as in
-``straight_through.py``. ``frozen_dot_p`` computes the tangents and cotangents of that product, and
-is linear in the rows. Its result is ``r W``, or ``Q(r) W`` if the parameter ``quantizes`` is True.
+``straight_through.py``. ``frozen_dot_p`` computes this derivative and its transpose, and is linear
+in the rows. Its result is ``r W``, or ``Q(r) W`` if the parameter ``quantizes`` is True.
 
 - jvp: ``dr W``, with ``quantizes=False``.
 - transpose: ``Q(ct) W^T``, with ``quantizes=True``. The derivative of this product is the
@@ -11,7 +11,7 @@ is linear in the rows. Its result is ``r W``, or ``Q(r) W`` if the parameter ``q
 
 The operands of ``frozen_dot_p`` are rows [*B, C, K], sizes [*B, L], and the leaves of a tuple of
 ``QuantizedExperts``. The tuple contains the home weights, and perhaps spare weights for the last
-groups. The parameter ``tree`` is its structure. The other parameters are as in ``grouped_dot_p``.
+groups. The parameter ``tree`` is the tuple's structure. All others are as in ``grouped_dot_p``.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def dot_of_frozen(
     """Multiply rows [C, K] by frozen weights [L, K, N], in the dtype of ``rows.floats``.
 
     A compiled program does not compute ``rows.floats``, because only their derivatives are used. If
-    N is a multiple of 128, the gradient of rows is a product in FP8, which needs transposed values.
-    It computes them if ``w`` does not contain them. ``tail`` also applies to the derivatives.
+    N is a multiple of 128, the gradient of rows is a product in FP8 with the transposed values of
+    ``w``, which are computed if ``w.transposed`` is None. ``tail`` also applies to derivatives.
     """
     params: dict[str, Any] = dict(dtype=rows.floats.dtype, tail=tail, num_sms=None)
     product = bind_dot_fp8(rows.encoded, w, sizes, **params)

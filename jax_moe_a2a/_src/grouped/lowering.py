@@ -1,6 +1,6 @@
 """Lower grouped products on NVIDIA GPUs to a kernel, cuBLASLt, or ``lax.ragged_dot``.
 
-One launch computes all leading axes of a product, with rows [*B, C, K] as [B C, K].
+One launch computes a product with all leading axes *B: it reads rows [*B, C, K] as [B C, K].
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ FEW_ROWS = native.tuning("GEMM_FEW_ROWS")
 # A tile of a weight gradient has TILE_ROWS rows, and twice as many columns.
 TILE_ROWS = 128
 CAPABILITY = "9.0"  # kGemmCapability in cuda/gemm/grouped_gemm.h
-# For each major compute capability: the first version of cuBLAS that is used, and the next version
-# that is not used. In versions before 13.3, gradients of groups without rows are wrong. From 13.7
-# on, products on Blackwell are wrong, as release notes and users report.
+# For each major compute capability: the first version of cuBLAS that is used, and the first later
+# version that is not. In versions before 13.3, gradients of groups without rows are wrong. From
+# 13.7 on, products on Blackwell are wrong, as release notes and users report.
 LIBRARY_VERSIONS = {"10": ((13, 3), (13, 7))}
-NO_WEIGHTS = -1  # an index of weights: the results of the group are zeros
+NO_WEIGHTS = -1  # the index of weights of a group whose results are zeros
 
 
 def why_no_kernel(dtype: jnp.dtype, num_rows: int, num_groups: int, k: int, n: int) -> str:
@@ -208,7 +208,7 @@ def kernel_outer(
     by_library: bool = False,
     **_: object,
 ) -> list[jax.Array]:
-    """Compute each result of ``grouped_outer_p`` in a launch for the groups of the result."""
+    """Compute ``grouped_outer_p`` in one launch per result, for the groups of this result."""
     if y.shape[-1] <= TILE_ROWS < x.shape[-1]:  # for example the gradient of an adapter
         options: dict[str, Any] = dict(parts=parts, dtype=dtype, num_sms=num_sms)
         transposed = kernel_outer(y, x, sizes, by_library=by_library, **options)
@@ -248,8 +248,8 @@ def flat(x: jax.Array, num_axes: int) -> jax.Array:
 
 
 def aligned(w: jax.Array, other: Any, axes: int) -> tuple[tuple[int, ...], jax.Array, jax.Array]:
-    """Flatten weights [..., L, K, N] and ``other``, whose last ``axes`` axes begin with L. A group
-    gets the same index in both. Return the sizes (..., L), and both flat arrays."""
+    """Flatten weights [..., L, K, N] and ``other`` [..., L, ...], with ``axes`` axes from L on. A
+    group gets the same index in both. Return the shape (..., L), and both flat arrays."""
     lead = np.broadcast_shapes(w.shape[:-3], other.shape[:-axes])
     w3, flat_other = (
         flat(jnp.broadcast_to(x, (*lead, *x.shape[-n:])), n) for x, n in ((w, 3), (other, axes))

@@ -13,8 +13,8 @@ and ``spare``, a leading axis has size 1 if ``vmap`` does not map the array.
 
 Both primitives have the parameters ``dtype`` (dtype of the operands and the result), and ``tail``
 and ``num_sms`` of ``grouped_dot``. With ``transposed``, ``grouped_dot_p`` maps rows [*B, C, N] to
-[*B, C, K]. ``parts`` of ``grouped_outer_p`` is, for each result, the shape without the axes K and
-N. If a leading axis in this shape is 1, the result is a sum over this axis of the operands.
+[*B, C, K]. ``parts`` of ``grouped_outer_p`` has, for each result, the result's shape without the
+axes K and N. If a leading axis has size 1 in this shape, the result is a sum over this axis.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def register(
     Args:
       abstract: a function that returns the types of the results. It need not check the operands.
       composition: a function that computes the results with jnp and other primitives.
-      is_full: a bool for each operand, or a function of the parameters that returns these bools. If
-        it is False, an axis that ``vmap`` adds may have size 1. If True, the operand is broadcast.
+      is_full: a bool for each operand, or a function of the parameters that returns these bools. An
+        operand that ``vmap`` does not map is broadcast if True; if False, its new axis has size 1.
       passed: a function from the parameters to the indices of the operands that the primitive
         returns unchanged, as its last results.
       batch: a batching rule to use in place of ``is_full`` and ``passed``.
@@ -174,8 +174,8 @@ def _dot_jvp(primals: Any, tangents: compat.Tangents, **params: object) -> Any:
 
 
 def all_or_none(d: Any) -> Any:
-    """If all tangents of a tuple ``d`` are symbolic zeros, return one of them. If some are, return
-    the tuple with arrays in place of them. Return any other ``d`` unchanged."""
+    """If all tangents of a tuple ``d`` are symbolic zeros, return one of them. If only some are,
+    replace them in the tuple by arrays of zeros. If ``d`` is not a tuple, return it unchanged."""
     if not isinstance(d, tuple):
         return d
     return d[0] if all(map(is_zero, d)) else tuple(map(ad.instantiate_zeros, d))

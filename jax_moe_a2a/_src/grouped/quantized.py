@@ -131,7 +131,7 @@ def check_experts(name: str, w: object, *, may_be_pairs: bool = False) -> Quanti
 
 @scopes.quantization
 def encode_rows(rows: jax.Array, name: str) -> Quantized:
-    """Quantize rows [C, K] for a product. A derivative of the rows raises a TypeError."""
+    """Quantize rows [C, K] for a product. A derivative with respect to them raises a TypeError."""
     fmt = BlockwiseFp8()
     fmt.check_numbers(rows, name)
     return fmt.encode(without_gradient(rows))

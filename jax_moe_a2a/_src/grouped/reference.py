@@ -110,9 +110,9 @@ def outer(
     dtype: jnp.dtype,
     **_: object,
 ) -> list[jax.Array]:
-    """Return an array [*part, K, N] for each of ``parts``: the sums of outer products for its
-    groups. The part is the shape of leading axes and groups. If a leading axis of the part is 1,
-    the result is also summed over this axis."""
+    """Return an array [*part, K, N] for each of ``parts``: for each group, the sum of outer
+    products. A part is a shape: the leading axes, then the number of groups. If a leading axis has
+    size 1 in the part, the result is also summed over this axis."""
     found, first = [], 0
     for *lead, num in parts:
         shape = (*x.shape[:-2], num, x.shape[-1], y.shape[-1])
@@ -169,8 +169,8 @@ def _for_each(
 
 def scaled(x: jax.Array, weights: jax.Array, selects: bool) -> jax.Array:
     """Return rows times their weights, in the dtype of the weights. With ``selects``, rows with the
-    weight 0 become zeros, even if they are NaN. Functions that are differentiated need
-    ``selects=False``: a selection would make the derivative with respect to a weight of 0 zero."""
+    weight 0 become zeros, even if they are NaN. Differentiated functions need ``selects=False``,
+    because the selection has a zero derivative with respect to any weight that is 0."""
     weights = weights[..., None]
     scaled = x.astype(weights.dtype) * weights
     return jnp.where(weights != 0, scaled, 0) if selects else scaled

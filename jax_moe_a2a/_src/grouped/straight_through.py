@@ -135,7 +135,7 @@ def _jvp(primals: compat.Primals, tangents: compat.Tangents, **params: Any) -> A
     params.update(quantizes=False, encoded=False)
     if not is_zero(d_rows):
         terms.append(bind(straight_through_dot_p, d_rows, w, sizes, *parts, **params))
-    if not is_zero(d_w):  # transposed to the outer product, which reads no FP8 weights
+    if not is_zero(d_w):  # its transpose is the outer product, which reads no FP8 weights
         terms.append(bind(straight_through_dot_p, rows, d_w, sizes, **params))
     return out, sum_of(out, terms)
 
@@ -144,7 +144,7 @@ def _dce(used: Sequence[bool], eqn: compat.Equation) -> tuple[list[bool], Any]:
     """Remove unread transposed values, so that programs without gradients do not compute them."""
     num = len(eqn.invars)
     reads_all = eqn.params["transposed"] or not eqn.params["quantizes"]
-    # The first operands are rows, w, sizes, with ``encoded`` two arrays of Q(r), values and scales.
+    # Always read: rows, w, sizes, with ``encoded`` two arrays of Q(r), and two arrays of Q(w).
     num_read = num if reads_all else 5 + 2 * eqn.params["encoded"]
     return [i < num_read for i in range(num)], eqn.replace(invars=eqn.invars[:num_read])
 

@@ -85,8 +85,8 @@ def summing_dot(
     total: jax.Array,
     sizes: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return rows times weights, unspecified after the last group, and the total. ``passing_dot_p``
-    ignores the tangent of the weights, and uses the tangent of the total."""
+    """Return rows times weights, unspecified after the last group, and the total. The derivative
+    ignores the tangent of the weights, and uses the tangent of the total instead."""
     w = encode_source(w) if isinstance(w, QuantizedExperts) else w
     leaves, tree = jax.tree.flatten((rows, w, total, sizes))
     return _summing_dot(*jax.tree.unflatten(tree, compat.align_varying(leaves, ())))

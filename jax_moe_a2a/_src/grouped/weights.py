@@ -1,8 +1,8 @@
 """Quantize the weights of experts to ``BlockwiseFp8``, with a scale for each square of 128 x 128.
 
 ``encode_squares_p`` quantizes weights [*B, L, K, N], or [*B, L, K, 2, I] with ``k_axis=-3``. The
-results are scales, with ``turned`` also values with K last, and with ``plain`` also values with the
-axes of the weights. ``QuantizedExperts`` has the shapes. The results have no derivatives.
+results are scales; with ``turned``, values whose last axis is K; and with ``plain``, values with
+the axes of the weights. ``QuantizedExperts`` has the shapes. The results have no derivatives.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def check_squares(name: str, values: Any, scales: Any, shape: tuple[int, ...]) -
 
 
 def check_scales(name: str, scales: Any) -> None:
-    """Raise a ValueError if a scale of the argument ``name`` is not traced and not finite."""
+    """Raise a ValueError if a known (not traced) scale of the argument ``name`` is not finite."""
     if not is_known(scales):
         return
     bad = np.argwhere(~np.isfinite(np.asarray(scales)))
@@ -243,8 +243,8 @@ def _composition(w: jax.Array, *, k_axis: int, turned: bool, plain: bool) -> lis
 
 
 def _in_whole_squares(w: jax.Array, axes: tuple[int, int]) -> jax.Array:
-    """Gather an axis of ``w`` over Explicit mesh axes if its shards do not contain a multiple of
-    128. Over Auto axes, the compiler does this."""
+    """Gather an axis of ``w`` over Explicit mesh axes if the size of its shards is not a multiple
+    of 128. Over Auto axes, the compiler does this."""
     sharding = jax.typeof(w).sharding
     spec = list(sharding.spec)
     for axis in axes:

@@ -33,7 +33,7 @@ def choose_slots(
 
     Each slot of an expert should receive its share (``Placement.share_ends``) of the expert's rows
     from all ranks. If a rank has a slot of the expert, it first sends rows to this slot, up to the
-    rows that the slot should receive. It distributes its other rows over all slots of the expert,
+    number that the slot should receive. It distributes its other rows over all slots of the expert,
     in proportion to the rows that these should still receive. A rank does not know the rows of
     other ranks, and assumes that all ranks have equally many rows.
 
@@ -71,10 +71,9 @@ def _replicas(
 ) -> jax.Array:
     """Return indices like ``expert``, int32: for each choice, which of its expert's slots to use.
 
-    Each expert has a list of places. The list contains each slot as often as the slot should still
-    receive rows, after all ranks have sent rows to their own slots. Each remaining row of this rank
-    is sent to the slot at one place in the list. The places of a rank's rows are spread evenly over
-    the list.
+    Each expert has a list of places, one for each row that its slots should still receive after all
+    ranks have sent rows to their own slots. Each place belongs to one slot. This rank chooses a
+    place for each of its remaining rows, and spreads these places evenly over the list.
     """
     num_experts, most = placement.expert_slots.shape
     if most == 1:

@@ -50,7 +50,7 @@ def fill_loop(xp: Any, experts: Any, rows: Any, *, spare: int, most: int, min_ro
     """
     num_ranks, num_local = experts.shape
     total = rows.sum(dtype=np.int32)
-    # The target is at least the rows per slot of the largest expert if it has ``most`` slots.
+    # The target is the mean load or, if larger, the rows of the largest expert divided by ``most``.
     target = xp.maximum(-(-total // num_ranks), -(-rows.max() // most))
     rank_index = xp.arange(num_ranks, dtype=np.int32)[:, None]
     slot_index = xp.arange(num_local + spare, dtype=np.int32)[None, :]

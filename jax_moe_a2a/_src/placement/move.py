@@ -23,9 +23,9 @@ def move_experts(
     that have an axis of experts, such as the moments of an optimizer.
 
     JAX arrays keep their sharding over mesh axes, so the number of shards of the first axis must
-    divide the number of slots. In each step, each device receives the experts for one slot of every
-    shard. Inside ``jax.jit``, over Auto axes, the compiler chooses the sharding of the result.
-    NumPy arrays stay NumPy arrays.
+    divide the number of slots. The call moves experts in steps: in each step, each device receives
+    the experts for one slot of every shard. Inside ``jax.jit``, over Auto axes, the compiler
+    chooses the sharding of the result. NumPy arrays stay NumPy arrays.
 
     Args:
       w: array [N, ...], or a pytree of arrays with this first axis, such as ``Experts``. N is the
@@ -76,7 +76,7 @@ def move_experts(
     index = np.arange(size, dtype=np.int32) if source is None else source.expert_slots[:, 0]
     if target is not None:
         xp = jnp if isinstance(target.slot_experts, jax.Array) else np
-        # The expert -1 of an empty slot reads the last element of ``index``, ``size``, for zeros.
+        # An empty slot, with expert -1, gets the last index, ``size``, which means zeros.
         index = xp.append(index, np.int32(size))[target.slot_experts]
     return jax.tree.map(lambda x: _moved(as_array(x), index), w)
 

@@ -32,10 +32,10 @@ def plan_placement(
 ) -> Placement:
     """Plan which experts get replicas, on which ranks, and how many rows each replica gets.
 
-    Each step finds the rank with the most rows, and among ranks with an empty spare slot, the one
-    with the fewest rows. This slot gets a replica of the first rank's largest expert, with at most
-    as many rows as the second rank has below the mean. Steps repeat until all ranks have the mean
-    load, or no replica helps.
+    Each step finds a source, the rank with the most rows, and a target, the rank with the fewest
+    rows among ranks with an empty spare slot. The target gets a replica of the source's largest
+    expert, with at most as many rows as the target has below the mean. Steps repeat until all ranks
+    have the mean load, or no replica helps.
 
     With ``home=False``, the plan first moves experts: each expert, from the largest to the
     smallest, moves to the rank that has the fewest rows so far and room. With ``spare=0``, there

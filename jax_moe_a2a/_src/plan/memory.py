@@ -192,7 +192,7 @@ def memory_estimate(
     between = of_exchange(num_tokens, hosts, most_hosts, 1, relayed, weights=weights)
     in_host = relayed, ranks_of_host, top_k, num_local_experts, capacity
     within = of_exchange(*in_host, num_ids=0)
-    # A buffer of XLA's collective also contains rows and weights, or sums and weights' gradients.
+    # A buffer of XLA's collective contains rows and weights, or sums and gradients of weights.
     buffer_bytes = max(token_bytes, sum(sum_bytes)) + weights * WEIGHT_BYTES
     return dataclasses.replace(
         within,

@@ -228,8 +228,8 @@ def sort_by_group(group: jax.Array, num_groups: int) -> tuple[jax.Array, jax.Arr
     """Sort elements by group, in a stable order. ``group``, int32 [N], is ``num_groups`` for an
     element without a group. Return the first position of each group, int32 [num_groups + 1].
     Elements without a group form the last group. Also return the position of each element, [N]."""
-    # Sort one mark per group with the elements. The mark precedes the group's elements, so its
-    # position leads to the group's first position.
+    # Sort the elements together with one mark per group, which precedes the group's elements. The
+    # group's first position is the position of its mark, minus the number of earlier marks.
     marks = jnp.arange(num_groups + 1, dtype=jnp.int32)
     keys = jnp.concatenate([marks, group])
     order = lax.sort((keys, lax.iota(jnp.int32, keys.size)), num_keys=1)[1]
