@@ -41,7 +41,6 @@ struct Element<float> {
   static constexpr uint32_t kNanWord = 0x7FC00000;
 };
 
-// To find a value's type, kernels compare it with all of these types except the last.
 using Elements = Types<float, __nv_bfloat16, __half>;
 
 MOE_A2A_HOST_DEVICE constexpr int element_bytes(ElementType type) {

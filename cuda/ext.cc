@@ -61,7 +61,7 @@ Arrays ToArrays(const std::vector<ArrayType>& types, bool is_colocated = false) 
     array.type = TypeNamed(name);
     array.dimensions = {axes.data(), axes.size()};
     array.bytes = NumElements(array, 0) * array.type.bytes;
-    if (is_colocated) array.address_bits = array.bytes;  // the next rank's part follows
+    if (is_colocated) array.address_bits = array.bytes;  // the next rank's array follows
   }
   return arrays;
 }
@@ -83,7 +83,7 @@ void Define(nb::module_& m, const char* name, Result (Workspace::*method)(Args..
       nb::call_guard<nb::gil_scoped_release>());
 }
 
-// The same for a method that returns a problem and sets a value.
+// Defines a Python function that calls a method that returns a problem and sets a value.
 template <typename Value>
 void Define(nb::module_& m, const char* name, Problem (Workspace::*method)(Value*)) {
   m.def(

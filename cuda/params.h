@@ -103,7 +103,7 @@ struct RouteParams {
   RoutePlan plan;
 
   MOE_A2A_HOST_DEVICE int32_t local_experts() const { return num_experts / view.num_ranks; }
-  // The counts per expert. If rows can be dropped, count i is of choices 0 to i of each token.
+  // Returns the counts per expert. With drops, count i includes choices 0 to i of each token.
   MOE_A2A_HOST_DEVICE int32_t levels() const { return may_drop ? top_k : 1; }
 };
 
@@ -129,7 +129,7 @@ struct Weighting {
 };
 
 // How the source encodes the leaves of a dispatch. Each leaf has two MovedArrays: values, then
-// scales. `in` of the values is the leaf. If the destination only decodes, both `out` are null.
+// scales. The values' `in` is the leaf. If the destination only decodes, both `out` are null.
 struct Encoding {
   TokenFormat format;
   ElementType type;

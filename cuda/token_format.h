@@ -37,7 +37,7 @@ struct Format<TokenFormat::kNvFp4> {
   static constexpr int kGroup = 16, kValueBits = 4;
 };
 
-// To find a value's format, kernels compare it with all of these formats except the last.
+// Kernels compare a format with all of these except the last, which remains if none is equal.
 using TokenFormats =
     Constants<TokenFormat::kNvFp4, TokenFormat::kMxFp8, TokenFormat::kBlockwiseFp8>;
 

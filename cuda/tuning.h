@@ -20,7 +20,7 @@
 #include <utility>
 
 // The lowest compute capability of the build, times 10 (CMakeLists.txt). All kernels of a build use
-// the numbers for this one, because host and device must use equal numbers.
+// the numbers for this capability, because host and device must use equal numbers.
 #ifndef MOE_A2A_ARCHITECTURE
 #define MOE_A2A_ARCHITECTURE 90
 #endif
@@ -77,7 +77,7 @@ struct Sm90 {
   static constexpr int kRoutedLeastSenders = 4;
   static constexpr int kRoutedTeams = 4;
   static constexpr int kRoutedEncodedTeams = 1;  // "Few tokens in one launch"
-  // "Senders": about this number of work items per block zero rows.
+  // "Senders": the approximate number of work items per block that write zeros to rows.
   static constexpr int kZeroItemsPerBlock = 4;
 
   // ---- Inside a kernel.
@@ -117,7 +117,8 @@ struct Sm90 {
   // Python chooses kForwardFew up to this number of rows per group. With 96 and 256 rows per group,
   // kForwardFew takes 0.77 and 0.99 times as long as kForward (H200, "Between few and many rows").
   static constexpr int kGemmFewRows = 128;
-  // For FP8: 32 groups of 64 and 128 rows take 149 and 187 us, but 150 and 160 us with kForward.
+  // For FP8: 32 groups of 64 and 128 rows take 149 and 187 us with kForwardFew, and 150 and 160 us
+  // with kForward.
   static constexpr int kFp8FewRows = 64;
 };
 

@@ -119,7 +119,7 @@ inline Problem CheckLead(const Array& array, const char* name, Axes axes) {
          "; got " + ToString(array);
 }
 
-// Checks that `axes` are an array's leading axes, and that the others have `item_bytes`.
+// Checks that `axes` are an array's leading axes, and that the other axes have `item_bytes` bytes.
 inline Problem CheckItems(const Array& array, const char* name, Axes axes, int64_t item_bytes) {
   MOE_A2A_TRY(CheckLead(array, name, axes));
   const int64_t items = std::accumulate(axes.begin(), axes.end(), int64_t{1}, std::multiplies<>());

@@ -1,7 +1,7 @@
 // Calls of exchanges. A call is a struct that is derived from ExchangeCall. The members of the
 // struct are the call's attributes. The struct also has:
 //
-// kTarget the target of the call's XLA custom calls
+//   kTarget       the target of the call's XLA custom calls
 //   Read(read)    calls read(name, &member) for each attribute; returns false if one is missing
 //   Describe(context, args, results, &params)
 //                 sets all parameters, which are zeros before. Returns Unsupported() if the call

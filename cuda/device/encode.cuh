@@ -63,7 +63,7 @@ class BulkSegments {
     }
     end_store_group();
   }
-  // Stores `bytes` numbers at `made` to all rows, at byte `offset` of each row.
+  // Stores the `bytes` bytes of numbers at `made` to all rows, at byte `offset` of each row.
   __device__ void store(const Destinations& rows, const char* made, uint32_t bytes,
                         int64_t offset) {
     fence_shared_for_bulk();
@@ -271,7 +271,7 @@ __device__ inline MovedArray decoded_rows(const DispatchParams& exchange, const 
 }
 
 // Decodes a landed row of one leaf to all `rows`. If `values` and `scales` have outputs, also
-// copies the encoded row there: to the index `row` of each lane in the mask `choices`.
+// copies the encoded row to row `row` of these outputs, for each lane in the mask `choices`.
 template <TokenFormat F, typename T, typename Segments>
 __device__ __noinline__ void decode_row(const MovedArray& values, const MovedArray& scales,
                                         const Team& team, Destinations rows, int row,
@@ -339,8 +339,8 @@ __device__ __noinline__ void decode_row(const MovedArray& values, const MovedArr
   }
 }
 
-// Decodes one leaf of a landed slot to output rows: to the index `row` of each lane in the mask
-// `choices`. The warp writes the addresses of these rows to `list`, its shared memory.
+// Decodes one leaf of a landed slot to the output row `row` of each lane in the mask `choices`. The
+// warp writes the addresses of these rows to `list`, which is in its shared memory.
 template <TokenFormat F, typename T, typename Segments>
 __device__ __forceinline__ void decode_leaf(const DispatchParams& exchange,
                                             const Encoding& encoding, int leaf, const Team& team,

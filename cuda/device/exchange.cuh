@@ -80,7 +80,7 @@ __device__ inline uint32_t take_item(uint32_t& counter, const Team& team) {
   return team.broadcast(ask_for_item(counter, team));
 }
 
-// If all blocks send, requests the first send item before enter(). A receiver must not take one.
+// If all blocks send, requests the first send item before enter(). Receivers must not request one.
 __device__ inline uint32_t ask_before_entering(const RankView& view, const Roles& roles,
                                                const Team& senders) {
   return all_send(roles) ? ask_for_item(control(view).next_send, senders) : 0;

@@ -133,7 +133,7 @@ struct GlobalScale {
   }
 };
 
-// The scale of a group, and what encodes its numbers. `largest` is its largest magnitude.
+// The scale of a group, and what encodes its numbers. `largest` is the group's largest magnitude.
 template <TokenFormat F>
 struct GroupEncoding {
   typename Format<F>::Scale scale;

@@ -13,8 +13,8 @@
   extern __shared__ __align__(alignment)              \
   type name[]
 
-// The emulator can leave out one barrier, and a test must then fail. A barrier function has the
-// parameter MOE_A2A_CALL_SITE, and does nothing if MOE_A2A_IS_LEFT_OUT is true.
+// A run of the emulator can leave out one barrier, and a test must detect this. Barrier functions
+// therefore have the parameter MOE_A2A_CALL_SITE, and do nothing if MOE_A2A_IS_LEFT_OUT is true.
 #define MOE_A2A_CALL_SITE
 #define MOE_A2A_IS_LEFT_OUT false
 
@@ -55,7 +55,7 @@ __device__ inline uint32_t arrive(uint32_t* counter, uint32_t last) {
   return before;
 }
 
-// Reads a counter that other blocks increment. Orders nothing.
+// Reads a counter that other blocks increment. Does not order other accesses.
 __device__ inline uint32_t peek(const uint32_t* counter) {
   return *const_cast<const volatile uint32_t*>(counter);
 }

@@ -19,14 +19,14 @@ __device__ inline Header* header(const RankView& view, int rank) {
 }
 
 #ifdef MOE_A2A_TEST_HOOKS
-// Faults that a test may request to see that its check fails (also in tests/gpu/hooks.py).
+// Faults that a test requests, to show that checks detect them. tests/gpu/hooks.py reads this list.
 enum Mutation : uint32_t {
   kIgnoreCredit = 1,        // write without waiting for the reader
   kFlagBeforeRows = 2,      // raise a chunk's flag before its rows
   kCreditByFirstBlock = 3,  // do the last block's work when the first block leaves
   kIgnoreSignature = 4,     // accept any call of another rank
   kReceiversFirst = 5,      // admit receivers before senders
-  kFlagBeforeStored = 6,    // raise a chunk's flag when its bulk stores have read the rows
+  kFlagBeforeStored = 6,    // raise a chunk's flag before its bulk stores are complete
   kOtherCall = 7,           // ranks on one GPU: make a different call than the other ranks
   kIgnoreChunk = 8,         // read rows without waiting for their flag
   kIgnoreHead = 9,          // end a launch without waiting for the heads
@@ -102,8 +102,8 @@ class Patience {
     if (++polls_ > Tuning::kPollsWithoutPause) __nanosleep(Tuning::kPauseNs);
     return polls_ % 64 == 0;
   }
-  // Returns true if `timeout_ns` have elapsed since the first call with this argument. A peer that
-  // announces its call late therefore has all of the shorter timeout.
+  // Returns true if `timeout_ns` have elapsed since the first call with this argument. The shorter
+  // timeout of a peer (timeout_of()) therefore starts when the peer announces its call.
   __device__ bool is_over(uint64_t timeout_ns) {
     const uint64_t now = global_time_ns();
     if (timeout_ns != timeout_ns_) start_ = now;
@@ -134,7 +134,7 @@ static __device__ __noinline__ bool head_agrees(const RankView& view, uint64_t e
   return true;
 }
 
-// Returns true if a wait for a flag must go on. `seen` is its present value. Reports failures.
+// Returns true if a wait for a flag must go on. `seen` is the flag's value. Reports failures.
 static __device__ __noinline__ bool may_wait_on(const RankView& view, Patience& patience,
                                                 uint64_t epoch, Phase phase, int awaited_rank,
                                                 uint64_t seen) {
@@ -189,7 +189,7 @@ static __device__ __noinline__ bool wait_for_word(const RankView& view, const ui
   }
 }
 
-// Waits until `source` has announced its call of this epoch. Fails unless it is this rank's call.
+// Waits until `source` has announced its call of this epoch. Fails if this rank's call differs.
 __device__ inline bool wait_for_head(const RankView& view, uint64_t epoch, int source) {
   const Head& head = header(view, view.rank)->head[ring_half(view, epoch)][source];
   return wait_for_flag(view, &head.flag, epoch, Phase::kReceiveHead, source) &&

@@ -18,8 +18,8 @@ struct alignas(sizeof(T) * kCount) Pack {
 // The number of packs that a thread has in registers at a time.
 constexpr int kSumUnroll = Tuning::kLoadsOfPacks;
 
-// The positions of a thread's packs in a row. Pack u starts at element `first + u * stride`, if
-// there is one. Packs of the team's other threads are in between.
+// The positions of a thread's packs in a row. Pack u starts at element `first + u * stride`, if the
+// row is that long. Packs of the team's other threads are in between.
 template <int kCount>
 struct PackOffsets {
   int64_t first, stride, elements;
@@ -119,7 +119,7 @@ __device__ __forceinline__ Accumulator<kCount> sum_rows(const CombineParams& p,
   while (choices != 0) {
     const int64_t first = __shfl_sync(kAllLanes, row, __ffs(choices) - 1);
     choices &= choices - 1;
-    // With several pairs (params.h), rows of one choice are loaded at a time; otherwise of two.
+    // With several pairs (params.h), load rows of one choice at a time. Otherwise load two rows.
     const bool both = choices != 0 && p.num_pairs <= 1;
     const int64_t second = both ? __shfl_sync(kAllLanes, row, __ffs(choices) - 1) : 0;
     if (both) choices &= choices - 1;
@@ -233,7 +233,7 @@ struct Float32Part {
     }
     return part;
   }
-  // Returns the inner product of this word `u` and the other part's word `u`.
+  // Returns the inner product of word `u` of this part and word `u` of the other part.
   __device__ __forceinline__ float dot(const Float32Part& other, int u) const {
     float sum = 0.f;
 #pragma unroll
@@ -269,7 +269,7 @@ __device__ __forceinline__ void sum_parts(const Team& team, const SourceList& li
   constexpr bool kIsRounded = std::is_same_v<Wire, RoundedWire<T>>;
   constexpr bool kAdds = kSum == Sum::kOutputPlusAddend;
   const int landed_first = counts.own + counts.landed_before;
-  const int addend = landed_first + counts.landed_after;  // its place
+  const int addend = landed_first + counts.landed_after;  // its index in the list
   const int total = addend + kAdds;
   // Returns true if a listed row has numbers of type T, false if it is encoded.
   const auto is_plain = [&](int source) {

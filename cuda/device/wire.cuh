@@ -78,7 +78,7 @@ class EncodedWire {
     });
 #pragma unroll
     for (int u = 0; u < kPartWords; ++u) {
-      const int64_t first = offset + u * range.word_step;  // of the warp
+      const int64_t first = offset + u * range.word_step;  // the warp's first byte
       if (first >= range.row_bytes) return;
       const uint32_t scale =
           __shfl_sync(kAllLanes, part.words[u].z, lane_index() % kGroups * kLanes);

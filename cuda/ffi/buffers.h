@@ -21,7 +21,7 @@ inline ffi::AnyBuffer BufferOf(ffi::AnyBuffer buffer) { return buffer; }
 inline ffi::AnyBuffer BufferOf(ffi::Result<ffi::AnyBuffer> buffer) { return *buffer; }
 
 inline DataType TypeOf(ffi::DataType type) {
-  switch (type) {  // avoids the slow stream for products, which each execution describes
+  switch (type) {  // The stream below is slow, and each execution of a product calls this.
     case ffi::DataType::BF16: return kBFloat16;
     case ffi::DataType::F16: return kFloat16;
     case ffi::DataType::F32: return kFloat32;

@@ -120,7 +120,7 @@ class CallStateOf final : public CallState {
     return state.side == nullptr ? Problem() : state.side->Started(execution.run, arrays);
   }
 
-  // A captured call has no id, because all its replays would have this id (docs/protocol.md, 9).
+  // A captured call has no id, because all its replays would have equal ids (docs/protocol.md, 9).
   static bool IsCaptured(const Execution& execution) {
     if (!execution.may_be_captured) return false;
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;

@@ -20,7 +20,7 @@ struct Target {
 
 const std::vector<Target>& Targets();
 
-// Adds the targets of ffi/products.cc. A CUDA graph may capture their calls.
+// Adds the targets of ffi/products.cc. A CUDA graph may capture their calls, except cuBLASLt's.
 void AddProductTargets(std::vector<Target>& targets);
 
 struct StateType {

@@ -31,8 +31,8 @@ constexpr TokenFormat kFormat = TokenFormat::kBlockwiseFp8;
 constexpr int kGroup = Format<kFormat>::kGroup, kLanes = kGroupLanes<kFormat>;
 constexpr int kGroupsOfWarp = kWarpThreads / kLanes;
 
-// Loads a lane's vectors, the first at `from`. Streaming loads leave other arrays in the cache for
-// the next product, because the kernel reads its operands only once.
+// Loads a lane's vectors, the first at `from`. The loads are streaming, because the kernel reads
+// its operands only once. The cache then keeps other arrays for the next product.
 template <typename T>
 __device__ __forceinline__ LaneNumbers<T> load_lane(const T* from) {
   LaneNumbers<T> lane;
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(kActThreads<T>, 1) act_encode(const ActEncode 
           };
 #pragma unroll
           for (int v = 0; v < kVectors; ++v) {
-            __syncwarp();  // Otherwise, two vectors at a time would spill registers in erfc().
+            __syncwarp();  // Otherwise the compiler interleaves vectors, and erfc() would spill.
             const uint4 a = gate.vectors[v], b = up.vectors[v];
             h.vectors[v] = {word(a.x, b.x), word(a.y, b.y), word(a.z, b.z), word(a.w, b.w)};
           }

@@ -1,14 +1,14 @@
 // A grouped GEMM of FP8 numbers (E4M3) with blockwise scales.
 //
-// Holds afterwards: for every group, d[m, n] = sum over blocks i of k of s[m, n, i] t[m, n, i]. t
-// is the sum of the products of the 128 values of a block. The hardware computes this sum with
-// fewer bits than float32 has. s is the rounded product of the two scales. The sum over blocks is
-// in float32 in the order of k, and is rounded once. All else is as in gemm/grouped_gemm.cuh.
+// Holds afterwards: for every group, d[m, n] is the sum of s[m, n, i] * t[m, n, i] over blocks i of
+// k. t is the sum of the products of the 128 values of a block. The hardware computes this sum
+// with fewer bits than float32 has. s is the rounded product of the two scales. The sum over blocks
+// is in float32 in the order of k, and is rounded once. All else is as in gemm/grouped_gemm.cuh.
 //
-// Parts: a warp group has kParts products, each of 64 of m by the n of the tile. For one part, it
-// multiplies a block of k into temporary registers. Then it adds these numbers times their scales
-// to the part's results. While a warp group reads results, the compiler lets none of its products
-// run. A part's product therefore starts after the wait for the previous part.
+// Parts: a warp group has kParts parts, each 64 long in m and as long in n as the tile. For each
+// part, it multiplies a block of k into temporary registers. Then it adds these numbers times their
+// scales to the part's results. The compiler does not let a product run during the wait for
+// another product. A part's product therefore starts after the wait for the previous part.
 //
 // Rows along m: one part and one set of temporary registers. The products of both warp groups end
 // at the same time, so the time until the next products matters. This time is shortest if a tile's
@@ -164,7 +164,7 @@ class ScalesAlongN {
       of_row_[i] = load_if(step < steps && static_cast<int32_t>(row) < num_rows_,
                            p.row_scales + row_ + row * p.row_stride + step * p.block_stride);
     }
-    // Even a lane without rows reads this scale, for other lanes.
+    // Even a lane without rows may read this scale, because the index is always in range.
     of_matrix_ = load_if(step < steps, p.matrix_scales + matrix_ + step);
   }
 

@@ -35,7 +35,7 @@ enum class Sums { kGeneral, kRows, kSegments };
 constexpr int kNoChoice = -1;  // in slot_rows: no row on this rank; -2: the row was dropped
 
 // Choices of a few consecutive slots: lane i * top_k + k holds choice k of the i-th slot. All lanes
-// load at the same time, because a second load would take as long again.
+// load at the same time, so that the choices of all these slots take no longer than those of one.
 struct WarpChoices {
   int row;  // negative: the choice has no row on this rank
   float weight;
@@ -213,7 +213,7 @@ struct TokenSlots {
 
 struct SourceToken {
   const TokenSlots& slots;
-  int num_ranks;  // at which the token has a slot
+  int num_ranks;  // number of ranks at which the token has a slot
   uint64_t epoch;
   WarpChoices own;  // the choices on this rank
 };
@@ -238,10 +238,11 @@ __device__ int read_slots(const CombineParams& p, int token_index, TokenSlots& s
   return count;
 }
 
-// Checks that a token's slots elsewhere plus its rows here are at most top_k. All lanes call it.
+// Returns true if the lists have room for a token: if its slots at other ranks and its rows on this
+// rank are at most top_k together. All lanes call it.
 __device__ bool fits_lists(const CombineParams& p, const SourceToken& token) {
   const int own_rows = __popc(__ballot_sync(kAllLanes, token.own.row >= 0));
-  // The rows on this rank replace its slot in the sum.
+  // In the sum, the token's rows on this rank replace the slot of this rank.
   const int count = token.num_ranks + max(0, own_rows - 1);
   const bool fits = count <= p.routing.top_k;
   if (!fits && lane_index() == 0) {
@@ -268,7 +269,7 @@ __device__ bool wait_for_token(const CombineParams& p, const SourceToken& token)
     }
   }
   const bool all = __all_sync(kAllLanes, landed);
-  __syncwarp();  // The vote does not order later loads after all lanes' acquires, but this does.
+  __syncwarp();  // Orders later loads after the acquires of all lanes, which the vote does not.
   return all;
 }
 

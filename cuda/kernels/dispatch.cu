@@ -81,7 +81,8 @@ __device__ void send_chunk(const DispatchParams& p, const Team& team, Stream& st
   }
 }
 
-// Replaces expand_rows() in a weighted dispatch. `partials` has a word of shared memory per warp.
+// Replaces expand_rows() in a weighted dispatch: writes scaled rows, inner products, or both.
+// `partials` has a word of shared memory per warp.
 template <typename T>
 __device__ void weigh_rows(const DispatchParams& p, const Team& team, float* partials, int row,
                            const char* from) {
@@ -190,7 +191,7 @@ __device__ void receive(const DispatchParams& p, const Team& team, Stream& strea
     } else if (item < local_items) {
       zero_rows<T>(p, team, zeros, (item - num_chunks) * zero_count, zero_count);
     } else {
-      // Each source sends to its next rank first, so chunks arrive in this order.
+      // Each source sends to its next rank first, so chunks of the previous rank arrive first.
       const int remote = item - local_items;
       const int source = (view.rank + view.num_ranks - 1 - remote % peers) % view.num_ranks;
       expand_chunk<T>(p, team, stream, partials, epoch, source, remote / peers);

@@ -5,18 +5,18 @@
 //
 // Layout: as in dispatch.cu. Values and scales of a leaf are two arrays of the zone.
 //
-// Senders: a team encodes a token once in shared memory, and stores it to every rank that needs it.
-// This rank's tokens also land in a zone, so that they are encoded only once. If slots share a
-// flag, a work item is a chunk of slots at one rank instead. A token is then encoded once per rank.
+// Senders: a work item is a token. A team encodes it once in shared memory, and stores it to every
+// rank that needs it, so this rank's tokens also land in a zone. If slots share a flag, a work item
+// is a chunk of slots at one rank, and a token is encoded once per rank.
 //
 // Waits: as in dispatch.cu, with two differences. Receivers do not wait for slots without a row on
-// this rank, because no sender may raise their flags. Receivers also wait for senders of this rank,
-// which wait only for credits and start before any block that only receives.
+// this rank, because the flag of a slot without a token may stay unset. Receivers also wait for
+// senders of this rank, which wait only for credits and start before any block that only receives.
 //
 // Why bulk stores: a warp encodes a segment while bulk copies store the previous one.
 //
-// dispatch.cu is separate, because a common template made 8 and 128 tokens in a format 4 to 8 %
-// slower (benchmarks/results/2026-11-26-1xH200-one-dispatch-source.txt).
+// dispatch.cu is separate, because a common template made a dispatch of 8 and 128 tokens in a
+// format 4 to 8 % slower (benchmarks/results/2026-11-26-1xH200-one-dispatch-source.txt).
 #include "device/encode.cuh"
 #include "device/exchange.cuh"
 #include "device/expand.cuh"

@@ -30,7 +30,7 @@ constexpr int64_t launch_blocks(int64_t num_ranks, int64_t num_sms) {
 }
 
 // Returns the number of teams of a block for `items` rows. Few or large rows get few teams of many
-// warps, so that the last rows end early. With enough rows, there are at least `least` teams.
+// warps, so that the last rows take less time. With enough rows, there are at least `least` teams.
 inline int teams_for(int64_t items, int64_t blocks, int64_t row_bytes, int least) {
   int teams = 1;
   while (teams < kMaxTeams &&
@@ -95,7 +95,7 @@ inline double num_written_rows(const DispatchParams& p) {
 }
 
 inline Grid grid_of(const DispatchParams& p, int64_t num_sms) {
-  // While rows travel, other blocks than senders write zeros and the rows of this rank's tokens.
+  // While rows travel, the blocks that do not send write zeros and the rows of this rank's tokens.
   const int64_t chunks = num_chunks_of(p.routing.num_tokens);
   const int64_t peers = p.view.num_ranks - 1;
   const double tokens = p.routing.num_tokens, written = num_written_rows(p);
@@ -105,7 +105,7 @@ inline Grid grid_of(const DispatchParams& p, int64_t num_sms) {
       {Tuning::kFewItems, tokens * peers / (tokens * peers + written / Tuning::kRowsPerSent)});
   const bool is_small = p.routing.num_tokens * largest_row(p) <= Tuning::kManySendersBytes;
   if (!p.weighting.is_used() && is_small && num_sms >= Tuning::kFewSms) {
-    // Many blocks are limited by memory before links, so more of them can send.
+    // With many blocks, memory limits the blocks that write, so more blocks can send.
     const double share = std::min(0.5, tokens / (tokens + written / Tuning::kRowsPerSentOfMany));
     const auto least = static_cast<int32_t>(std::llround(grid.blocks * share));
     grid.roles.send_blocks = std::max(grid.roles.send_blocks, least);
@@ -126,8 +126,8 @@ inline Grid grid_of(const FormatDispatchParams& p, int64_t num_sms) {
 }
 
 inline Grid grid_of(const RoutedDispatchParams& p, int64_t num_sms) {
-  // Few teams fill the links, and senders compute the routing late, so more would be slower.
-  // Arithmetic limits the encoding, so a whole block encodes a token while there are enough blocks.
+  // Few senders fill the links. More would be slower, because a sender plans only after it sends.
+  // Arithmetic limits the encoding, so with enough blocks, a whole block encodes each token.
   const int32_t least_teams =
       p.encoding.format == kNoFormat ? Tuning::kRoutedTeams : Tuning::kRoutedEncodedTeams;
   const RoutingView& routing = p.exchange.routing;
@@ -159,7 +159,7 @@ inline Grid grid_of(const CombineParams& p, int64_t num_sms) {
                          is_encoded ? Tuning::kEncodedCombineSenders : Tuning::kCombineSenders});
   if (p.view.num_ranks == 2 && !is_encoded && row_bytes > Tuning::kSmallCombineRowBytes &&
       items > Tuning::kFewItemsOfTwo * grid.blocks) {
-    // Half of the partial sums stay on this rank.
+    // Half of the partial sums stay on their rank, so only half of the blocks send.
     grid.roles.send_blocks = (grid.blocks + 1) / 2;
   }
   // All partial sums of a token land at about the same time, so many warps sum each token.

@@ -70,7 +70,7 @@ constexpr int kMaxRouteCounts = 16384;     // levels * local experts: route_exch
 constexpr int kMaxRouteExperts = 1 << 19;  // an index of a count has 32 bits
 constexpr int64_t kMaxColocatedBlocks = 65535;         // of a rank: the grid's second dimension
 constexpr int kMaxTokensPerRouteChunk = kThreads / 2;  // one for each thread of a route block
-#ifndef MOE_A2A_EMULATION                              // because it has smaller blocks and chunks
+#ifndef MOE_A2A_EMULATION                              // its blocks and chunks are smaller
 static_assert(Tuning::kRouteMostTokens <= kMaxTokensPerRouteChunk);
 #endif
 

@@ -13,7 +13,7 @@
 // Waits: senders wait only for credits of an earlier epoch. Receivers wait for the flag of each
 // chunk. The block with the highest index waits for the head of every rank before the launch ends.
 // route_assign follows route_exchange on the stream and waits for no rank. If a block sees a
-// failure at its begin or end, it writes an empty routing: no slots, no rows, sizes 0.
+// failure when it begins or ends, it writes an empty routing: no slots, no rows, sizes 0.
 //
 // Launch: route_exchange with any number of blocks, which all send until no chunk is left.
 // route_assign with one block for each batch element, source and chunk.
@@ -415,7 +415,7 @@ static __device__ __noinline__ void sum_kept(const RouteParams& p, int batch, in
     atomicAdd(&s.next_row[expert],
               counts[other * stride + int64_t{level} * local_experts + expert]);
   }
-  // In the threshold's chunk, only ids tell which choices of the threshold's index are kept.
+  // In the threshold's chunk, read ids: counts do not tell which choices of index k are kept.
   const int first_token = at_chunk * p.tokens_per_chunk;
   const int num_tokens = threshold.token - first_token + 1;
   const int64_t first_of_batch = int64_t{batch} * p.num_tokens;
@@ -568,7 +568,7 @@ __global__ void __launch_bounds__(kRouteThreads)
     }
   }
 
-  // Write the rows without a token. Each block of the batch element checks an equal share.
+  // Write the plan's entries for rows without a token. Each block checks an equal share of rows.
   const int64_t share = ceil_div(p.capacity, entries);
   const int64_t share_end = min((entry + 1) * share, int64_t{p.capacity});
   for (int64_t row = entry * share + threadIdx.x; row < share_end; row += kRouteThreads) {

@@ -86,7 +86,7 @@ struct Workbench {
 
 struct Tables {
   int32_t* first_row;  // [local_experts]
-  int32_t* rows;       // [local_experts]: real rows
+  int32_t* rows;       // [local_experts]: rows with a token
   int32_t* next_row;   // [kMaxTeams, local_experts], by warp
   int32_t* row;        // [num_ranks, num_tokens, top_k]: ids, then rows (-1: not here, -2: dropped)
 };
@@ -310,8 +310,8 @@ __device__ int padded(const RoutedDispatchParams& p, int rows) {
 
 constexpr int kDropped = -2;  // replaces the id of a choice that is dropped
 
-// Overwrites the ids of choices that are dropped with kDropped. Before the call, `rows` counts all
-// choices. After it, call count_rows() again. All threads call it, at most once.
+// Sets the ids of dropped choices to kDropped. Before the call, `rows` counts all choices. After
+// the call, count_rows() must run again. All threads call it, at most once.
 static __device__ __noinline__ void drop_rows(const RoutedDispatchParams& p, Shared& shared,
                                               const Tables& t) {
   const RoutingView& routing = p.exchange.routing;
@@ -391,8 +391,8 @@ __device__ int count_rows(const RoutedDispatchParams& p, Shared& shared, const T
 }
 
 // Replaces the ids of all ranks by rows, in the order of local expert, source, token and choice.
-// Each warp takes a contiguous range of the choices, 32 at a time. Divisions (twenty instructions
-// of 4 ns) are avoided, because no block receives before its plan is complete.
+// Each warp takes a contiguous range of the choices, 32 at a time. Divisions (of twenty
+// instructions of 4 ns) are avoided, because each block computes its plan before it receives.
 __device__ void plan_rows(const RoutedDispatchParams& p, Shared& shared, const Tables& t) {
   const RankView& view = p.exchange.view;
   const int experts = local_experts(p);
@@ -524,7 +524,7 @@ __device__ bool receive_token(const RoutedDispatchParams& p, const Team& team, u
   for (; a < exchange.num_arrays; ++a) {
     const MovedArray& array = exchange.arrays[a];
     if constexpr (Form::kEncodes) {
-      if (array.out == nullptr) continue;  // token scales, which only decode_row() reads
+      if (array.out == nullptr) continue;  // token scales, which only decode_leaf() reads
       const bool has_scales = a < 2 * p.encoding.num_leaves && a % 2 == 0;
       if (has_scales && array.width == kVectorBytes &&
           exchange.arrays[a + 1].width == kVectorBytes) {

@@ -12,7 +12,7 @@ namespace {
 constexpr const char* kName = "libcublasLt.so.13";
 
 const CublasLt* Load() {
-  // JAX loads the library by its path. Its name alone finds the loaded library.
+  // JAX loads the library by its path, and dlopen() then finds the loaded library by its name.
   void* library = dlopen(kName, RTLD_LAZY | RTLD_NOLOAD);
   if (library == nullptr) library = dlopen(kName, RTLD_LAZY);
   if (library == nullptr) return nullptr;

@@ -10,7 +10,7 @@
 namespace moe_a2a {
 
 struct CublasLt {
-  // Values of the library's enumerations, whose names follow.
+  // Values of the library's enumerations. The comments name the enumerations.
   static constexpr int kOk = 0;                              // cublasStatus_t
   static constexpr int kFloat = 0, kHalf = 2, kBFloat = 14;  // cudaDataType_t
   static constexpr int kComputeFloat = 68;                   // cublasComputeType_t

@@ -1,5 +1,5 @@
-// Computes a grouped product with cuBLASLt. The library's matrices are column-major, so an array
-// [rows, columns] is its own transpose there: `columns` is the first size and the stride. Therefore
+// Computes a grouped product with cuBLASLt. The library's matrices are column-major, so it reads an
+// array [rows, columns] as the transpose, whose first size and stride are `columns`. Therefore
 // operands change places: the library's a is operand b.
 #include "library/library_gemm.h"
 

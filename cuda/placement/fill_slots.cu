@@ -5,8 +5,8 @@
 // would add barriers. Lane l has the rows of ranks l, l + 32, ... in registers. In the loop, only
 // lane l accesses slots l, l + 32, ... of a rank. Slots are in shared memory.
 //
-// Launch: a block of one warp for each plan. Up to 64 ranks have a separate kernel with fewer
-// registers, because each step reads all of them.
+// Launch: a block of one warp for each plan. A separate kernel for up to 64 ranks keeps fewer ranks
+// in the registers of a lane, because each step reads all of these registers.
 #include "placement/fill_slots.h"
 
 #include "device/ptx.cuh"

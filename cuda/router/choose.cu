@@ -4,7 +4,7 @@
 // Layout: one warp chooses for a token. Each lane has consecutive keys of one group in registers.
 // Lower lanes have lower expert ids, and several lanes may share a group. A step finds the largest
 // key of the warp by a scan of each lane's keys, a reduction, and a vote for the lowest lane that
-// has this key. K steps take less time than a sort of all keys, because K is small.
+// has this key. One step per choice takes less time than a sort, because there are few choices.
 //
 // Launch: a warp for each token.
 #include "router/choose.h"

@@ -15,7 +15,7 @@ struct DevicePlace {
 };
 
 // Python registers the devices of a mesh before it lowers a program with this mesh. Python
-// registers a process before this process requests memory from it.
+// registers another process before a workspace requests memory from that process.
 void AddDevice(int64_t id, DevicePlace place);
 void AddProcess(int process, Endpoint endpoint);
 
@@ -24,8 +24,8 @@ bool FindDevice(int64_t id, DevicePlace* place);
 bool FindOwnDevice(int ordinal, int64_t* id);  // of this process
 bool FindProcess(int process, Endpoint* endpoint);
 
-// SetEnded() marks a process that no longer exists. A restarted process has another socket, so if
-// HasEnded(), Python reads the process's new notice, and calls AddProcess().
+// SetEnded() marks a process that no longer exists. If HasEnded() is true, Python reads the notice
+// of the restarted process, which has another socket, and calls AddProcess().
 void SetEnded(int process);
 bool HasEnded(int process);
 

@@ -85,7 +85,7 @@ bool Receive(int socket, void* data, size_t bytes, Deadline deadline) {
   return true;
 }
 
-// A message of one byte and a descriptor. It has pointers to its own members, so no copies.
+// A message of one byte and a descriptor. It must not be copied, because it points to its members.
 struct DescriptorMessage {
   char byte = 0;
   iovec data = {&byte, 1};
@@ -243,7 +243,7 @@ Problem Ask(const Endpoint& endpoint, const Request& request, Deadline deadline,
   }
   sockaddr_un address;
   const socklen_t size = AddressOf(endpoint.socket, &address);
-  // Try() may repeat connect() after a signal: the first call has already succeeded or failed.
+  // Try() may repeat connect(): on a unix socket, an interrupted connect() does not go on later.
   const auto join = [&](const Descriptor& socket) {
     return Try(socket.get(), deadline,
                [&] { return connect(socket.get(), reinterpret_cast<sockaddr*>(&address), size); });

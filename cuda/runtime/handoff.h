@@ -35,7 +35,7 @@ struct Allocation {
 
 enum class Status : int64_t {
   kGiven = 0,
-  kLater = 1,    // the other process has closed fewer times; ask again later
+  kLater = 1,    // the other process has closed the group fewer times; ask again later
   kRefused = 2,  // the request failed; see `why`
   kNoMemory = 3  // a device has too little memory; see `why`
 };

@@ -1,5 +1,5 @@
 // The slab of a device: a range of fixed addresses, with as much memory as the shapes so far need.
-// A slab has the same addresses on all devices of a process, and others in other processes.
+// A slab has the same addresses on all devices of a process, but not in different processes.
 //
 // Virtual memory of the driver can grow at fixed addresses, unlike memory of cudaMalloc. If the
 // process that owns a slab ends, other processes can still write to the slab without a fault.

@@ -39,9 +39,9 @@ std::optional<Problem> RunWithin(std::chrono::nanoseconds time, std::function<Pr
   return result.get();
 }
 
-// Calls work(stream) with a new stream, and waits for this stream. A new stream is necessary,
-// because XLA's streams do not wait for the legacy stream. The device cannot be synchronized
-// instead, because another thread may be capturing a graph.
+// Calls work(stream) with a new stream, and waits for this stream, because XLA's streams would not
+// wait for work on the legacy stream. The device cannot be synchronized instead, because another
+// thread may be capturing a graph.
 template <typename Work>
 Problem OnOwnStream(int ordinal, const char* doing, Work&& work) {
   cudaStream_t stream;
@@ -179,7 +179,7 @@ Problem Workspace::OpenOrGrowOwn(int64_t half_bytes) {
 }
 
 Problem Workspace::Reserve(int64_t half_bytes, int64_t timeout_ns) {
-  // Without a lock, because another thread may have it while it waits for a device.
+  // Do not lock yet, because another thread may hold the lock while it waits for a device.
   if (is_open() && half_bytes <= half_bytes_) return {};
   std::lock_guard<std::mutex> lock(mutex_);
   if (is_open() && half_bytes <= half_bytes_) return {};
@@ -234,7 +234,7 @@ Problem Workspace::ReservePeer(Device& device, int64_t half_bytes, uint64_t gene
       if (answer.has_ended) SetEnded(device.place.process);
       return amiss(p);
     }
-    // Stop before the deadline, so that the error has the reason in the last answer.
+    // Stop before the deadline, so that the error contains the reason from the last answer.
     constexpr auto kPause = std::chrono::milliseconds(5);
     if (answer.status == Status::kLater && std::chrono::steady_clock::now() + kPause < deadline) {
       std::this_thread::sleep_for(kPause);
@@ -299,7 +299,7 @@ Problem Workspace::WaitUntilIdle(int64_t timeout_ns) {
     if (device->place.ordinal == last) continue;  // ranks that share a device are adjacent
     last = device->place.ordinal;
     MOE_A2A_TRY(Check(cudaSetDevice(device->place.ordinal), "choosing a device"));
-    // Even after a long wait for other devices, an idle device has time to end its wait.
+    // If other devices used up the time, an idle device must still not be reported as busy.
     constexpr std::chrono::nanoseconds kLeast = std::chrono::milliseconds(100);
     const auto left = std::chrono::nanoseconds(timeout_ns) - (Clock::now() - start);
     const std::optional<Problem> problem =
@@ -479,7 +479,7 @@ std::string Workspace::Failure() const {
     const uint32_t kind = *const_cast<volatile uint32_t*>(&device.error->kind);
     if (kind == 0) continue;
     std::atomic_thread_fence(std::memory_order_acquire);  // the device writes `kind` last
-    // The most informative rank detected an error itself; then come timeouts, then kStopped.
+    // Prefer the error that a rank detected itself, then a timeout, then kStopped.
     const int knows = kind == static_cast<uint32_t>(ErrorKind::kStopped)   ? 1
                       : kind == static_cast<uint32_t>(ErrorKind::kTimeout) ? 2
                                                                            : 3;

@@ -152,7 +152,7 @@ class Workspace {
   ErrorRecord* errors_ = nullptr;  // of this process's ranks, in host memory
   bool spans_processes_ = false;
   std::vector<Device> devices_;  // in the order of the topology
-  // There are two, so that another process can get memory while this process waits for it.
+  // There are two mutexes, because a process must share memory while it waits for memory.
   std::mutex mutex_;      // locked before own_mutex_
   std::mutex own_mutex_;  // guards this process's devices and the next three members
   bool own_is_open_ = false;

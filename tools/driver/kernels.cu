@@ -72,7 +72,7 @@ struct Options {
   double timeout_s = 5;
   int iters = 32, samples = 7;
   int gpus = 0;   // 0: all visible GPUs
-  int ranks = 0;  // 0: one rank on each GPU; otherwise so many ranks on the first GPU
+  int ranks = 0;  // 0: one rank on each GPU; otherwise the number of ranks on the first GPU
 };
 
 // Checks `gpus` and `ranks`. Replaces those that the command line does not set.
@@ -181,7 +181,6 @@ Workload MakeWorkload(const Options& options, int num_tokens) {
 
 // ---- Memory of the devices
 
-// An array of one rank, from DeviceMemory.
 struct DeviceBuffer {
   char* data;
   int64_t bytes;
@@ -293,7 +292,6 @@ struct RankData {
 
 // ---- Launches, with parameters from cuda/calls, as in the package's handlers
 
-// The operations that --ops names.
 enum class Op { kDispatch, kCombine, kRoute, kRoutedDispatch, kWeightedDispatch };
 
 // Returns the bytes of a landing zone that is large enough for each operation.
@@ -497,7 +495,6 @@ class GpuGraph {
   cudaGraphExec_t executable_;
 };
 
-// All ranks of a workload, with their data.
 struct Ranks {
   Workspace& workspace;
   const Workload& workload;

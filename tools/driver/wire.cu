@@ -1,6 +1,6 @@
 // Measures the link limit: a plain kernel on every GPU stores to all its peers at the same time.
 //
-//   wire GPUS BYTES...   each of the first GPUS sends BYTES in total, the same to each peer
+//   wire N BYTES...   each of the first N GPUs sends BYTES in total, an equal part to each peer
 //
 // Prints JSON: `gpus`, `name` and `results`. Each result has `bytes`, `blocks` (the fastest number
 // of blocks), `median_us`, `min_us`, `max_us` and `gb_per_s`. benchmarks/wire.py builds and runs
@@ -27,7 +27,7 @@ constexpr int kSamples = 7;
 constexpr int kBlocks[] = {8, 16, 32, 64};
 constexpr double kLaunchBytes = 3e9;  // per launch: about 10 ms at the speed of NVLink 4
 constexpr double kMaxRounds = 5000;
-// The least size of the arrays, with which they do not fit in the L2 cache.
+// The least size of the arrays, so that they do not fit in the L2 cache.
 constexpr int64_t kLeastBytes = 192 << 20;
 
 struct Peers {
