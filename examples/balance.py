@@ -5,8 +5,8 @@
 
 Tokens belong to domains of different sizes, and the router at first prefers experts with low ids.
 The program trains the layer four times: without balancing, with a loss, and with biases by the sign
-rule of DeepSeek-V3 or by quantiles. It uses all GPUs of a host, or else 8 virtual CPU devices, for
-less than a minute. docs/recipes.md shows the figure.
+rule of DeepSeek-V3 or by quantiles. It runs for less than a minute on all GPUs of a host, or on 8
+virtual CPU devices if there are no GPUs. docs/recipes.md shows the figure.
 """
 
 import argparse

@@ -3,7 +3,7 @@
     python examples/flax_nnx_moe.py
 
 Sequences are divided over the mesh axes "data" and "ep", and experts over "ep". The program uses
-all GPUs of a host, or else 8 virtual CPU devices.
+all GPUs of a host, or 8 virtual CPU devices if there are no GPUs.
 """
 
 import os

@@ -7,8 +7,8 @@ converts the weights, and applies the block with tokens and experts split over r
 the output, and the gradients of tokens and weights, with PyTorch. Read `expert_parallel_block`
 first.
 
-JAX uses all GPUs of a host, or else 8 virtual CPU devices, and PyTorch uses the CPU. Tested with
-transformers 5.24. With 5.5, DeepSeek-V2 with groups raises an error.
+JAX uses all GPUs of a host, or 8 virtual CPU devices if there are no GPUs. PyTorch uses the CPU.
+Tested with transformers 5.24. With 5.5, DeepSeek-V2 with groups raises an error.
 """
 
 import importlib
@@ -143,7 +143,7 @@ def random_block(model: Model) -> tuple[Any, torch.nn.Module]:
     # The tensors of experts differ between versions of transformers. Generate the router before the
     # experts (reverse order of names), so that it is equal in all versions.
     for name, values in sorted(block.state_dict().items(), reverse=True):
-        # A bias of this size changes some choices. Other weights keep activations of similar size.
+        # Biases are large enough to change some choices. Other weights preserve the size of inputs.
         std = 0.1 if name.endswith("bias") else values.shape[-1] ** -0.5
         values.normal_(std=std, generator=generator)
     return config, block

@@ -2,7 +2,7 @@
 
     python examples/moe_layer.py
 
-The program uses all GPUs of a host, or else 8 virtual CPU devices.
+The program uses all GPUs of a host, or 8 virtual CPU devices if there are no GPUs.
 """
 
 import os

@@ -2,8 +2,8 @@
 
     python examples/overlap.py
 
-The program uses all GPUs of a host, or else 8 virtual CPU devices. On CPUs, the computation does
-not overlap with the exchange. docs/overlap.md says when overlap saves time.
+The program uses all GPUs of a host, or 8 virtual CPU devices if there are no GPUs. On CPUs, the
+computation does not overlap with the exchange. docs/overlap.md says when overlap saves time.
 """
 
 import os

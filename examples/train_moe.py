@@ -1,10 +1,10 @@
 """Train a mixture-of-experts language model on the source text of Python's standard library.
 
-    python examples/train_moe.py # trains, plots, generates text python examples/train_moe.py --mesh
-    2,4 --checkpoint DIR # data: 2, ep: 4; saves python examples/train_moe.py --mesh 4,2
-    --checkpoint DIR # continues with another mesh python examples/train_moe.py --experts fp8 #
-    products of experts in FP8 python examples/train_moe.py --geometry qwen3-30b --layers 8
-    --sequences 32 --micro-batches 4
+    python examples/train_moe.py                               # trains, plots, generates text
+    python examples/train_moe.py --mesh 2,4 --checkpoint DIR   # data: 2, ep: 4; saves checkpoints
+    python examples/train_moe.py --mesh 4,2 --checkpoint DIR   # continues with another mesh
+    python examples/train_moe.py --experts fp8                 # products of experts in FP8
+    python examples/train_moe.py --geometry qwen3-30b --layers 8 --sequences 32 --micro-batches 4
 
 The model is a decoder-only transformer that reads bytes; its feed-forward layers are mixtures of
 experts (`ma.moe`). All arrays are global. The mesh has the axes "data" and "ep". Tokens are divided
@@ -14,12 +14,12 @@ before use (FSDP).
 Parameters (*masters*) and the optimizer's state are float32. Layers compute with a bfloat16 copy of
 the parameters, except in the router. Gradients of micro-batches are added in float32. One
 `lax.scan` runs all layers. The backward pass computes each layer again, except for the arrays that
-`--remat` selects: the routing and the rows. A loss balances the experts, or with `--balance bias`,
-biases of the router. The text of a step depends only on the seed and the step, so an interrupted
-run continues with the losses of an uninterrupted run.
+`--remat` selects (by default, the routing and the rows). A loss balances the experts; with
+`--balance bias`, biases of the router balance them. The text of a step depends only on the seed and
+the step, so an interrupted run continues with the losses of an uninterrupted run.
 
-The program uses all GPUs of a host, or else 8 virtual CPU devices. Several processes can train one
-model together:
+The program uses all GPUs of a host, or 8 virtual CPU devices if there are no GPUs. Several
+processes can train one model together:
 
     srun python examples/train_moe.py --distributed    # SLURM, Open MPI: JAX finds the processes
     python examples/train_moe.py --coordinator localhost:1234 --num-processes 2 --process-id 0 &
@@ -92,7 +92,7 @@ GEOMETRIES = {
 
 
 def init(key: jax.Array, g: Geometry) -> Params:
-    """Return random parameters in float32. Those of the layers have a leading axis of layers."""
+    """Return random parameters in float32. Parameters of layers have a leading axis of layers."""
 
     def matrix(key: jax.Array, *shape: int) -> jax.Array:
         return jax.random.normal(key, shape) / shape[-2] ** 0.5
