@@ -19,7 +19,7 @@ FUSED_TOKENS, FUSED_CHOICES = 256, 16_384
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Capacity None: no choice is ever dropped."""
+    """The static sizes of an exchange. With capacity None, no choice is ever dropped."""
 
     name: str
     tokens: int

@@ -2,8 +2,8 @@
 
 MOE_A2A_TEST_GPU=1 requires GPUs. MOE_A2A_TEST_IMPLEMENTATION sets the argument `implementation` of
 every group. With MOE_A2A_TEST_RANKS_ON_ONE_GPU=8, all 8 ranks share one device, and tests that need
-several are skipped (`-rs` lists them). On a GPU, each other test must then declare its exchanges
-(`harness.expect_exchanges`).
+several devices are skipped (`-rs` lists them). If this device is a GPU, all other tests must
+declare their exchanges (`harness.expect_exchanges`).
 """
 
 import contextlib
@@ -73,7 +73,7 @@ def pytest_collection_modifyitems(items):
         several = item.get_closest_marker("several_devices")
         if harness.RANKS_ON_ONE_GPU and several:
             item.add_marker(pytest.mark.skip(reason=f"needs several devices: {several.args[0]}"))
-        # All tests of such a file share one program.
+        # All tests of such a file share one program, which makes split exchanges.
         if item.path.match("gpu/test_split_*.py") and not harness.splits_fit():
             item.add_marker(pytest.mark.skip(reason=TOO_MANY_RANKS))
 
@@ -90,7 +90,7 @@ def handler_library(tmp_path_factory):
     return handler_calls.build(tmp_path_factory.mktemp("handlers"))
 
 
-# With "strict" and "raise", JAX promotes neither dtypes nor numbers of axes.
+# .ci/run sets these to "strict" and "raise": JAX then promotes neither dtypes nor numbers of axes.
 PROMOTION = "JAX_NUMPY_DTYPE_PROMOTION", "JAX_NUMPY_RANK_PROMOTION"
 
 
@@ -109,7 +109,7 @@ def pytest_runtest_protocol(item):
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
     """Check the exchanges that the test declares, if all ranks share one GPU."""
-    # Tests in tests/gpu change the counters, so they check them themselves.
+    # Tests in tests/gpu change the counters, so this hook cannot check their exchanges.
     counts_by_itself = item.path.parent.name == "gpu" or item.get_closest_marker("counts_by_itself")
     if not (harness.RANKS_ON_ONE_GPU and ON_GPU) or counts_by_itself:
         return (yield)

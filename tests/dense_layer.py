@@ -7,8 +7,8 @@ import jax_moe_a2a as ma
 
 
 def dense(x, weights, ids, w_in, w_out, activation, b_in=None, b_out=None):
-    """Return the output [..., H] for x [..., H], weights and ids [..., K], and gate and up in
-    `w_in` and `b_in` side by side or on a separate axis."""
+    """Return the output [..., H] for x [..., H] and weights and ids [..., K]. In `w_in` and `b_in`,
+    gate and up are side by side or on a separate axis."""
     hidden = jnp.einsum("...h,ehi->...ei", x, w_in.reshape(*w_in.shape[:2], -1))
     if b_in is not None:
         hidden += jnp.broadcast_to(b_in.reshape(len(b_in), -1), hidden.shape)
@@ -19,14 +19,14 @@ def dense(x, weights, ids, w_in, w_out, activation, b_in=None, b_out=None):
 
 
 def dense_experts(x, weights, ids, experts):
-    """A shared expert gets an expert axis."""
+    """Return the output of `dense` for `ma.Experts`; a shared expert first gets an expert axis."""
     if experts.output_gate is not None:
         weights = weights * jax.nn.sigmoid(x @ experts.output_gate)[..., None]
     if experts.w_out.ndim == 2:
         experts = jax.tree.map(lambda w: w[None], experts)
     activation = experts.activation or swiglu
     arrays = experts.w_in, experts.w_out, activation, experts.b_in, experts.b_out
-    if experts.weigh_input:  # a token may choose an expert twice
+    if experts.weigh_input:  # choice by choice: a token may choose an expert twice
         of_choice = lambda weight, k: dense(
             weight[..., None] * x, jnp.ones_like(weight)[..., None], ids[..., k : k + 1], *arrays
         )

@@ -16,7 +16,7 @@ class DeviceCounters:
     rank: int
     num_exchanges: int
     credits: tuple[tuple[int, ...], ...]
-    """[ring halves, ranks]: the last epoch of which the peer has read this rank's rows, or 0."""
+    """[ring halves, ranks]: the last epoch whose rows from this rank the peer has read, or 0."""
     heads: tuple[tuple[int, ...], ...]
     """[ring halves, ranks]: the last epoch that the peer has announced to this rank, or 0."""
 

@@ -8,8 +8,8 @@ import os
 def restored():
     """At the end of the context, restore only the environment variables that changed.
 
-    ``mock.patch.dict(os.environ)`` writes all, and XLA (jax 0.12) crashes if a CPU program then
-    calls ``getenv``.
+    ``mock.patch.dict(os.environ)`` rewrites all variables, and XLA (jax 0.12) crashes if a CPU
+    program calls ``getenv`` at that time.
     """
     before = dict(os.environ)
     try:

@@ -1,4 +1,4 @@
-"""Count the exchanges of a group, which show whether a kernel ran or the portable path."""
+"""Count the exchanges of a group, which show whether kernels or the portable path ran."""
 
 import dataclasses
 
@@ -25,8 +25,8 @@ class Count:
 
 
 def shown_by_counters(group):
-    """Return the number of exchanges, also of replicated tokens (`group.single_rank`), since the
-    workspaces opened."""
+    """Return the number of exchanges since the workspaces opened, including the exchanges of
+    replicated tokens (`group.single_rank`)."""
     total = Count()
     for topology in (group.topology, group.single_rank.topology):
         whole, split = (num_exchanges(topology, kind) for kind in native.WORKSPACE_KINDS)

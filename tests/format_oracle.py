@@ -55,7 +55,7 @@ def encode(fmt, x):
     else:
         values = (codes | sign << 7).view(E4M3)
     scales[~is_finite] = np.nan
-    *lead, hidden = x.shape  # -1 fails without tokens
+    *lead, hidden = x.shape  # without tokens, reshape(-1) would fail
     values = values.reshape(*lead, hidden * values.shape[-1] // fmt.group_size)
     return values, scales.reshape(*lead, hidden // fmt.group_size)
 
@@ -116,7 +116,7 @@ def decode(fmt, values, scales, dtype):
     return np.where(bad, np.array(np.nan, out.dtype), out)
 
 
-# Below, each token of tokens [*lead, ..., H] has a global scale in scales [*lead].
+# In the functions below, tokens are [*lead, ..., H], and each has a global scale in scales [*lead].
 
 
 def of_each_token(fn, scales, *arrays):

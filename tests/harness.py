@@ -23,7 +23,7 @@ from jax_moe_a2a._src.group import native
 
 AXIS = "ep"
 ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
-# ranks that share one device, as a vmap, or 0
+# number of ranks that share one device (a vmap), or 0 if each rank has a device
 RANKS_ON_ONE_GPU = cases.RANKS_ON_ONE_GPU
 TIMES_SLOWER = max(1, RANKS_ON_ONE_GPU // 16)  # time limits are longer
 IMPLEMENTATION = os.environ.get("MOE_A2A_TEST_IMPLEMENTATION") or None
@@ -117,7 +117,7 @@ def is_elsewhere(leaf):
 
 
 def put(tree, sharding, **options):
-    """Put equal arrays of all processes on devices like `jax.device_put`, but keep every bit."""
+    """Put arrays, equal in all processes, on devices like `jax.device_put`, but keep every bit."""
 
     def put_parts(leaf):
         if is_elsewhere(leaf):
@@ -335,7 +335,7 @@ def splits_fit():
 
 @contextlib.contextmanager
 def expect_exchanges(whole, split=0):
-    """Fail unless the block makes so many exchanges on each rank; checked only on a shared GPU."""
+    """Fail unless the block makes these numbers of exchanges on each rank of a shared GPU."""
     if not (RANKS_ON_ONE_GPU and ON_GPU):
         yield
         return
@@ -353,7 +353,7 @@ def stated(exchanges, split):
 
 @contextlib.contextmanager
 def every_exchange_is_stated():
-    """Fail unless the test declares all its exchanges, or 0."""
+    """Fail unless the test declares all its exchanges, even if it has none."""
     ledger.stated, ledger.num_statements = Count(), 0
     run_case.cache_clear()  # a cached case runs no exchange
     before = exchanged()
@@ -374,7 +374,7 @@ def counted(jitted, exchanges, split):
     @functools.wraps(jitted)
     def run(*args, **kwargs):
         if is_traced(args, kwargs):
-            return jitted(*args, **kwargs)  # declared where the program runs
+            return jitted(*args, **kwargs)  # the caller of the outer program declares them
         with stated(exchanges, split):
             return jax.block_until_ready(jitted(*args, **kwargs))
 

@@ -1,5 +1,5 @@
-"""Build the extension without kernels, with which tests lower programs for CUDA wherever a C++
-compiler is."""
+"""Build the extension without kernels, so that tests can lower programs for CUDA on any machine
+with a C++ compiler."""
 
 import fcntl
 import hashlib
@@ -22,7 +22,7 @@ FAKES = ("fake_driver.cc", "fake_gemm.cc")
 
 
 def provide():
-    """Build an extension if none exists and g++ does; call before the package is imported."""
+    """If there is g++ and no extension, build one. Call this before the package is imported."""
     folders = [str(pathlib.Path(entry, PACKAGE)) for entry in (str(ROOT), *sys.path)]
     finders = [finder for finder in sys.meta_path if hasattr(finder, "find_spec")]
     is_there = any(finder.find_spec(f"{PACKAGE}._native", folders) for finder in finders)
@@ -68,7 +68,7 @@ def built():
 
     def compiled(source):
         object_file = folder / f"{source.parent.name}-{source.name}.o"
-        # A compiler cache can reuse the objects without the digest.
+        # Only this object depends on the digest, so a compiler cache can reuse the others.
         own = [all_sources] if source.name == "ext.cc" else []
         subprocess.run(["g++", *flags, *own, "-c", source, "-o", object_file], check=True)
         return object_file

@@ -64,9 +64,9 @@ def default_capacity(ranks, tokens, top_k, local_experts, alignment):
 def kept_choices(ids, first_expert, local_experts, capacity, alignment):
     """Return the set of choices (source, token, k) that get rows on one rank.
 
-    Choices get rows in the order of k, then token, then source. If an expert needs a row, it gets
-    `alignment` rows. The first choice for which no row is left is dropped, and so are all later
-    choices.
+    Choices get rows in the order of k, then token, then source. An expert without a free row gets
+    `alignment` more. If the capacity has no room for them, this choice and all later choices are
+    dropped.
     """
     ranks, tokens, top_k = len(ids), len(ids[0]), len(ids[0][0]) if ids[0] else 0
     rows, room, kept = [0] * local_experts, capacity, set()
@@ -216,16 +216,16 @@ def combine(y, routing, weights=None, wire_dtype=None, add=None):
     this partial sum to `wire_dtype`, or calls `wire_dtype` if it is a function. The partial sums
     are added in the order of ranks, then `add` is added. The result is rounded to y's dtype.
 
-    A correct result differs by at most the slack, one step of the partial sums and of the result,
-    because of fused multiply-adds. Without weights, the slack is zero. If `wire_dtype` is a
-    function, whose rounding the slack ignores, all products must be exact.
+    A correct result may use fused multiply-adds, so it differs from `sums` by up to the slack: a
+    step of each partial sum and of the result. Without weights, the slack is zero. It ignores the
+    rounding by a function `wire_dtype`, so with a function, all products must be exact.
     """
     return combine_pairs([(y, weights)], routing, wire_dtype, add)
 
 
 def combine_pairs(pairs, routing, wire_dtype=None, add=None):
-    """Combine the pairs (rows [R, C, ...], weights [R, C] or None), and add a choice's products in
-    order."""
+    """Combine pairs (rows [R, C, ...], weights [R, C] or None). The products of a choice are added
+    in the order of the pairs."""
     with np.errstate(over="ignore", invalid="ignore"):
         return _combine(pairs, routing, wire_dtype or pairs[0][0].dtype, add)
 

@@ -1,5 +1,5 @@
-"""Check in jaxprs that every start of an exchange has one done, which alone uses the start's
-results."""
+"""Check in jaxprs that every start of an exchange has one done, and that only this done uses the
+start's results."""
 
 import harness
 from jax.extend.core import Literal
@@ -30,12 +30,12 @@ def num_pairs(jaxpr):
 
 
 def problems(jaxpr):
-    """Return a sentence for each start or done of a program that is wrong."""
+    """Return a sentence for each wrong use of a start or done in a program."""
     return [problem for each in subjaxprs(jaxpr) for problem in problems_of_one(each)]
 
 
 def problems_of_one(jaxpr):
-    """No start's result may be an operand of a nested jaxpr."""
+    """Check a jaxpr without its nested jaxprs, which may not use the results of its starts."""
     found = []
     origin = {}  # variable -> (index of the start's equation, index of its result)
     dones = {}  # index of a start's equation -> number of its dones

@@ -1,7 +1,7 @@
 """Run the tests in several processes of one JAX job, each with an equal share of the devices.
 
     python -m tests.processes 2                                 # all tests in 2 processes
-    python -m tests.processes 4 -- -q tests/test_dispatch.py    # after -- for pytest
+    python -m tests.processes 4 -- -q tests/test_dispatch.py    # after --: options of pytest
     python -m tests.processes 2 --as-hosts -- -q    # each with a separate network; needs root
     python -m tests.processes 2 --devices 4 -- -q   # CPU devices of all processes together
     MOE_A2A_TEST_GPU=1 python -m tests.processes 2              # GPUs instead of 8 CPU devices
@@ -177,8 +177,8 @@ def how_it_ended(code):
 
 
 def wait_for(workers, deadline, grace=GRACE):
-    """Wait until all processes have ended, or kill those late by ``deadline`` or, after the first
-    end, ``grace`` seconds. Return the failures."""
+    """Wait for all processes, and return the failures. Kill the processes that still run after
+    ``deadline`` seconds, or ``grace`` seconds after the first process ended."""
     problems = []
     end, first = time.monotonic() + deadline, None
     while (running := [w for w in workers if w.poll() is None]) and time.monotonic() < end:

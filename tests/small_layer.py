@@ -17,7 +17,7 @@ from dense_layer import experts_of
 
 import jax_moe_a2a as ma
 
-# Its ids in `arguments` are partly masked, dropped and repeated.
+# With the ids of `arguments`, some choices are masked, some are dropped, and some are repeated.
 LAYOUT = cases.Layout(
     "small", tokens=6, top_k=3, local_experts=2, capacity=10, alignment=4, hidden=4
 )
@@ -80,8 +80,8 @@ def shapes_of_moe(layout, width, intermediate):
 
 
 def moe_layer(*args, activation=None, change=None, layout=LAYOUT, group=None, **options):
-    """Call `ma.moe_mlp` on one rank with the arrays of `shapes_of_moe`, ids, and experts changed by
-    `change`."""
+    """Call `ma.moe_mlp` on one rank. `args` are the arrays of `shapes_of_moe`, then ids; `change`
+    changes the `ma.Experts`."""
     x, topk_weights, *arrays, ids = args
     of_layout = route_args(group or harness.group_of(harness.SEVERAL), layout)
     experts = experts_of(*arrays, activation=activation)
@@ -228,10 +228,10 @@ def shapes_of_one_rank(eqn):
 
 
 def payload(eqn):
-    """Return the shapes of the payload's leaves, or a weighted dispatch's rows, and of the choice
-    arrays or weights."""
+    """Return the shapes of an exchange's leaves and of its choice arrays; of a weighted dispatch,
+    return those of its rows and weights."""
     num_leaves, num_choice_arrays = eqn.params["num_leaves"], eqn.params["num_choice_arrays"]
     shapes = shapes_of_one_rank(eqn)
     if eqn.primitive.name in ("moe_a2a_routed_dispatch", "moe_a2a_weighted_dispatch"):
-        shapes = shapes[1:]  # without the ids, or the array that is dispatched
+        shapes = shapes[1:]  # without the first operand: ids, or the dispatched array
     return shapes[:num_leaves], shapes[num_leaves : num_leaves + num_choice_arrays]

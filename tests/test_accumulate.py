@@ -1,5 +1,5 @@
-"""Test that `ma.accumulate_grads` adds gradients, also those of weights in the products themselves,
-to totals."""
+"""Test that `ma.accumulate_grads` adds gradients to totals, and that products add the gradients of
+their weights directly."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ pytestmark = [
 ]
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 8, 4, 4, 2
-START = 100.0  # large, so that a total that is added twice or never is an error
+START = 100.0  # so large that a total that is added twice or never is an error
 
 
 def params_of(*lead, seed=0, dtype="float32", hidden=HIDDEN, width=WIDTH):

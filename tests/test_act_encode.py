@@ -1,5 +1,5 @@
 """Compare `act_encode` (activation, router weights, encoding to FP8) with numpy: bit for bit with
-ReLU and powers of two, else up to FP8 ties."""
+ReLU and powers of two, otherwise up to FP8 ties."""
 
 import contextlib
 import functools
@@ -283,7 +283,7 @@ def test_products_that_quantize_rows_make_one_pass_over_them(hopper):
 
 
 @pytest.mark.parametrize("options", (dict(rows=0), dict(groups=0)), ids=str)
-def test_nothing_to_do_is_no_call(hopper, caplog, options):
+def test_no_rows_or_no_groups_make_no_call(hopper, caplog, options):
     fn = functools.partial(bind_act_encode, activation=SWIGLU)
     with caplog.at_level(logging.INFO, logger="jax_moe_a2a"):
         assert calls(fn, *avals(**options)) == []

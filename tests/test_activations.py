@@ -43,7 +43,7 @@ def test_the_first_half_is_the_gate():
         ma.gated(jax.nn.relu)(gate_and_up[:, :3])
 
 
-def test_the_activation_of_gpt_oss_is_a_value():
+def test_clamped_swiglu_is_comparable_and_equals_its_formula():
     act = ma.clamped_swiglu(limit=5, alpha=1.5)
     assert recognize(act) is act and act == ma.clamped_swiglu(5.0, 1.5)
     x = jnp.array([[9.0, -9.0, 2.0, 9.0, -9.0, 0.5]])
@@ -80,8 +80,8 @@ LISTED = {kind: functions[0] for kind, functions in FUNCTIONS.items()}
     "name", ("gated silu", "gelu", "gated gelu_tanh", "gated squared_relu", "clamped_swiglu")
 )
 def test_every_listed_activation_has_gradients_in_a_layer(name):
-    """JAX 0.12.0.1 cannot trace derivatives of `jax.lax.erf` in a shard_map with check_vma; layers
-    must trace."""
+    """The layers must trace, although JAX 0.12.0.1 cannot trace derivatives of `jax.lax.erf` in a
+    shard_map with check_vma."""
     kind, is_gated = name.removeprefix("gated "), " " in name or name == "clamped_swiglu"
     act = ma.clamped_swiglu() if name == "clamped_swiglu" else LISTED[kind]
     act = ma.gated(act) if " " in name else act

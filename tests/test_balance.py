@@ -29,8 +29,8 @@ def dense_loss(scores, ids, earlier=0):
 
 
 def dense_losses(kernel, x, ids):
-    """Return each micro-batch's loss with earlier counts, as a mean over sequences, and of first
-    choices only."""
+    """Return three losses of each micro-batch: with the counts of earlier ones, as a mean over
+    sequences, and of only the first choices."""
     logits = x.astype(np.float64) @ kernel
     scores = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
     counts, losses = np.zeros(EXPERTS), []
@@ -43,7 +43,7 @@ def dense_losses(kernel, x, ids):
 
 
 @axis_types
-def test_losses_over_micro_batches_of_sequences_and_of_first_choices_are_the_dense_ones(axis_type):
+def test_losses_over_micro_batches_equal_dense_losses(axis_type):
     rng = np.random.default_rng(0)
     draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
     experts = ma.Experts(draw(EXPERTS, HIDDEN, 2, 1), draw(EXPERTS, 1, HIDDEN))
@@ -81,7 +81,7 @@ def test_losses_over_micro_batches_of_sequences_and_of_first_choices_are_the_den
         np.testing.assert_allclose(gradient[i], difference, rtol=1e-4, atol=1e-6)
 
 
-def test_counts_of_earlier_micro_batches_are_those_of_all_ranks_and_have_no_gradient():
+def test_counts_of_earlier_micro_batches_enter_the_loss_and_have_no_gradient():
     rng = np.random.default_rng(1)
     scores = rng.random((2, 6, EXPERTS)).astype(np.float32)
     scores /= scores.sum(axis=-1, keepdims=True)
@@ -97,8 +97,8 @@ def test_counts_of_earlier_micro_batches_are_those_of_all_ranks_and_have_no_grad
 
 
 def dense_histogram(scores, bias, k, num_bins):
-    """Return (biases [T, E] above which tokens choose experts, each expert's histogram of these
-    biases)."""
+    """Return the biases [T, E] above which tokens choose experts, and each expert's histogram of
+    these biases."""
     cutoffs = np.sort(scores + bias, axis=1)[:, -k - 1, None]
     edges = np.linspace(bias.min() - 1, bias.max() + 1, num_bins + 1)
     biases = cutoffs - scores
@@ -157,7 +157,7 @@ def test_counts_of_many_tokens_have_an_exact_quantile():
 
 @axis_types
 @pytest.mark.exchanges(0)
-def test_quantile_balancing_is_that_of_all_tokens_on_ranks_and_on_global_arrays(axis_type):
+def test_quantile_balancing_counts_the_tokens_of_all_ranks(axis_type):
     logits = np.random.default_rng(3).normal(size=(12, EXPERTS)).astype(np.float32)
     bias = np.linspace(-0.2, 0.2, EXPERTS, dtype=np.float32)
     choose = ma.TopK(TOP_K, score="sigmoid")
@@ -180,7 +180,7 @@ def test_quantile_balancing_is_that_of_all_tokens_on_ranks_and_on_global_arrays(
 
 
 @pytest.mark.exchanges(0)
-def test_histograms_of_micro_batches_add_and_layers_have_a_bias_each():
+def test_histograms_of_micro_batches_add_up_for_each_layer():
     logits = np.random.default_rng(5).normal(size=(2, 2, 6, EXPERTS)).astype(np.float32)
     bias = np.stack([np.linspace(-x, x, EXPERTS, dtype=np.float32) for x in (0.1, 0.3)])
     count = lambda x, bias: ma.TopK(TOP_K).bias_histogram(x, select_bias=bias, num_bins=64)

@@ -72,7 +72,7 @@ on_cpu = pytest.mark.skipif(harness.ON_GPU, reason="GPUs run the benchmarks them
 
 
 @on_cpu
-def test_on_cpu_the_record_is_complete_and_denies_that_it_is_of_gpus(tmp_path, monkeypatch):
+def test_a_record_of_a_cpu_is_complete_and_says_that_it_has_no_gpu_figures(tmp_path, monkeypatch):
     monkeypatch.setenv(record.COMMIT_VARIABLE, "abc")
     out = tmp_path / "record.json"
     found = run_on_cpu(standard, "--tokens 3 --methods ours", out)
@@ -236,7 +236,7 @@ def test_experts_of_a_model_are_measured_and_checked_with_each_form_of_sizes(tmp
 
 
 @pytest.mark.parametrize("name", sweeps.SWEEPS)
-def test_a_sweep_asks_for_its_sizes(name):
+def test_every_sweep_has_several_plans(name):
     plans = sweeps.plans(name, 4, on_gpu=name != "tokens")  # the largest size takes long to draw
     assert len(plans) >= 2
     assert all(plan.sweep == name and plan.ops for plan in plans)

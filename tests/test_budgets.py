@@ -28,7 +28,7 @@ BUDGETS = (
 @pytest.mark.parametrize("num_ranks", (2, 8, 64, 128))
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_a_whole_and_a_split_exchange_leave_room_for_each_other(num_sms, num_ranks, budget):
-    """A launch has its budget of blocks, or one block less than the GPU has multiprocessors."""
+    """A launch has its budget of blocks, but leaves a multiprocessor free for other launches."""
     blocks = min(budget, native._native.launch_blocks(num_ranks, num_sms))
     assert 1 <= blocks < num_sms
     assert blocks == budget or blocks == num_sms - 1
@@ -40,7 +40,7 @@ def test_a_single_rank_may_fill_its_gpu(num_sms):
     assert blocks == num_sms
 
 
-def test_few_tokens_or_few_bytes_have_the_budget_of_few():
+def test_few_tokens_or_few_bytes_get_few_num_sms():
     few, many = native.tuning("FEW_NUM_SMS"), native.tuning("DEFAULT_NUM_SMS")
     tokens, num_bytes = native.tuning("FEW_TOKENS"), native.tuning("FEW_BYTES")
     assert few != many

@@ -67,7 +67,7 @@ def test_a_call_and_its_repetition_in_a_derivative_have_the_same_names():
 
 
 @pytest.mark.parametrize("wrap", (jax.checkpoint, jax.jit), ids=("checkpoint", "jit"))
-def test_what_wraps_the_layer_does_not_make_names_up(wrap):
+def test_transforms_around_the_layer_do_not_change_its_names(wrap):
     """In a gradient through `jax.checkpoint` or `jax.jit`, forward and backward calls have equal
     hashes."""
     wrapped = wrap(loss)

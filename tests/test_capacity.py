@@ -25,7 +25,7 @@ def test_without_alignment_a_factor_multiplies_the_rows_of_a_balanced_rank():
     assert rows_of(capacity_factor=0.5, replicated=True) == 1024
 
 
-def test_a_factor_is_the_number_that_was_written():
+def test_a_factor_is_exact_in_decimal():
     """For 10 tokens, a factor of 1.1 means 11 rows, although 1.1 * 10 > 11 in floats."""
     assert rows_of(dict(SIZES, num_tokens=10, top_k=1), capacity_factor=1.1) == 11
 
@@ -55,7 +55,7 @@ def test_a_factor_of_the_busiest_rank_drops_nothing_with_any_alignment(routing, 
     (dict(), dict(alignment=8), dict(replicated=True), dict(replicated=True, alignment=2)),
     ids=str,
 )
-def test_every_function_makes_rows_of_the_factor(modes):
+def test_every_function_uses_the_capacity_of_the_factor(modes):
     group = harness.group_of(RANKS)
     tokens, top_k, experts = 6, 2, 3 * RANKS
     exchange = ma.Exchange(capacity_factor=1.5, **modes)
@@ -79,7 +79,7 @@ def test_every_function_makes_rows_of_the_factor(modes):
     )
 
 
-def test_a_factor_that_leads_to_another_capacity_than_that_of_a_routing_is_refused():
+def test_a_factor_that_contradicts_the_capacity_of_a_routing_is_refused():
     group = ma.Group(axis_name="ep", size=2, implementation="portable")
 
     def on_rank(ids):

@@ -17,18 +17,18 @@ def assert_is_the_oracles(result, what):
 
 
 @pytest.mark.parametrize("layout", cases.LAYOUTS, ids=lambda layout: layout.name)
-def test_an_exchange_is_the_oracles(layout):
+def test_an_exchange_equals_the_oracle(layout):
     for case in cases.cases_of(layout):
         assert_is_the_oracles(harness.run_case(case, harness.SEVERAL), case.name)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", cases.gpu_catalogue(), ids=lambda case: case.name)
-def test_an_exchange_of_many_tokens_is_the_oracles(case):
+def test_an_exchange_of_many_tokens_equals_the_oracle(case):
     assert_is_the_oracles(harness.run_case(case, harness.SEVERAL), case.name)
 
 
-def test_one_program_exchanges_by_a_routing_that_changes_at_every_call(ranks):
+def test_one_program_runs_with_another_routing_in_every_call(ranks):
     names = list(cases.ROUTINGS)
     for seed in range(100 if harness.ON_GPU else len(names)):
         case = cases.Case(cases.CUT, names[seed % len(names)])

@@ -1,5 +1,5 @@
-"""Compare `ma.moe` with given choices, with replayed choices and with a user's router, with a layer
-without exchange."""
+"""Test `ma.moe` with given choices, replayed choices or a user's router against a layer without
+exchange."""
 
 import functools
 import math
@@ -200,7 +200,7 @@ def test_a_router_of_the_users_reads_the_arrays_of_its_tokens(name, mesh, option
 
 
 def test_zero_computation_experts_weigh_the_token_outside_of_the_layer():
-    """Choices of -1 add to the weights in the statistics, but not to invalid choices or loads."""
+    """In the statistics, choices of -1 have weights, but add nothing to `num_invalid` or loads."""
     params = dict(router=ROUTERS["more logits"], experts=OWN)
     with jax.set_mesh(mesh_of(ep=2)):
         layer = lambda params: ma.moe(X, **params, axes="ep", outputs=("choices", "logits"))
@@ -264,7 +264,7 @@ def test_any_number_of_tokens_has_choices(lead):
     assert_close(y, dense_experts(x, scale, ids, OWN))
 
 
-def test_ids_that_are_no_experts_stay_none():
+def test_ids_of_no_expert_compute_nothing():
     """Ids outside of the valid range, also beyond int32, are counted as invalid and compute
     nothing."""
     bad = np.array([2**32, 2**40 + 1, -7, EXPERTS, -1])

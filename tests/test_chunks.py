@@ -134,7 +134,7 @@ def test_a_product_with_a_total_has_the_derivatives_of_the_product(in_fp8):
     small_layer.assert_close(derivatives(True), derivatives(False), tolerance=1e-3)
 
 
-def test_the_kernel_adds_where_the_total_is(hopper, monkeypatch):
+def test_the_kernel_adds_in_place(hopper, monkeypatch):
     """The kernel call of the product has the total as an operand, and updates it in place."""
     monkeypatch.setattr(native, "why_not_grouped_gemm", lambda *_: "")
     aval = lambda *shape, dtype="bfloat16": jax.ShapeDtypeStruct(shape, dtype)
@@ -144,7 +144,7 @@ def test_the_kernel_adds_where_the_total_is(hopper, monkeypatch):
     assert "-> (tensor<5x16x8xf32>, tensor<1xi32>)" in call
 
 
-def test_tokens_may_have_no_numbers():
+def test_hidden_may_be_0():
     ids, (x, topk_weights, w_in, w_out) = drawn(0, RANKS, biases=False)
     floats = x[..., :0], topk_weights, w_in[:, :, :0], w_out[..., :0]
     y = jax.eval_shape(of_ranks(num_chunks=2), ids, floats)

@@ -16,8 +16,8 @@ import jax_moe_a2a as ma
 
 @functools.cache
 def combine_program(layout, ranks, weighted=False, wire_dtype=None, exchanges=2):
-    """Return a program (ids, y[, row weights]) -> sums, with one exchange for the route and one for
-    each dtype."""
+    """Return a program (ids, y[, row weights]) -> sums. It has an exchange for the route, and one
+    for each dtype."""
     group = harness.group_of(ranks)
 
     def combine(ids, y, *weights):
@@ -93,7 +93,7 @@ def cancelling_rows(dtype):
 
 
 def test_the_sum_over_k_runs_in_order_of_k():
-    """In float32, big + 1 - big + 1 is 1 if added from left to right, else 0 or 2."""
+    """In float32, big + 1 - big + 1 is 1 if added from left to right, otherwise 0 or 2."""
     layout = cases.Layout("order_of_k", tokens=1, top_k=4, local_experts=4)
     ranks = harness.SEVERAL
     for permutation in np.array([[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1], [1, 3, 0, 2]]):
@@ -126,7 +126,7 @@ def test_the_sum_over_ranks_runs_in_order_of_ranks(wire_dtype):
     np.testing.assert_array_equal(out, np.full((ranks, 4, 1), in_order))
 
 
-def test_every_partial_sum_is_rounded_to_the_wire_dtype_even_the_own_one():
+def test_every_partial_sum_is_rounded_to_the_wire_dtype():
     """Partial sums of the bfloat16 rows 1 and 2^-9, also on the source rank, round to 1."""
     ranks = harness.SEVERAL
     top_k = min(2 + ranks, 32)

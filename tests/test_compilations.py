@@ -93,7 +93,7 @@ def test_the_recipe_compiles_once_with_adamw_accumulation_and_restore(recipes, t
         with counted() as compiled:
             step(params, state, x)
         assert not compiled
-        # With Explicit axes, results have longer specs than arguments: two cache entries.
+        # With Explicit axes, results have longer specs than arguments, so there are two entries.
         if AxisType.Auto in mesh.axis_types:
             assert step._cache_size() == 1
 

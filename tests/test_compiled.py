@@ -31,7 +31,7 @@ def made():
     return done.stdout
 
 
-def test_xla_makes_of_our_programs_what_the_compiled_table_says():
+def test_the_compiled_table_is_up_to_date():
     committed, now = (text.splitlines() for text in (TABLE.read_text(), made()))
     changes = difflib.unified_diff(committed, now, "table.txt", "now", n=8, lineterm="")
     assert committed == now, "run `make compiled`, and commit the table:\n" + "\n".join(changes)

@@ -43,7 +43,7 @@ def dense_layers(x, topk_weights, w, ids, kept, active=(True,) * LAYERS):
 
 
 @pytest.mark.exchanges((1 + 4) * LAYERS)
-def test_routings_may_be_what_a_scan_runs_over_and_what_it_carries():
+def test_a_scan_may_run_over_routings_and_carry_one():
     """A `lax.map` computes the routings, and each step of a scan gets its routing from the previous
     step."""
     group = harness.group_of(RANKS)
@@ -69,7 +69,7 @@ def test_routings_may_be_what_a_scan_runs_over_and_what_it_carries():
 
 
 @pytest.mark.exchanges(5 * (2 + 1 + 0))
-def test_cond_with_a_uniform_predicate_runs_the_layers_it_is_told_to():
+def test_cond_with_a_uniform_predicate_runs_only_the_active_layers():
     floats, ids, kept = problem()
     layer = small_layer.layer_of(harness.group_of(RANKS))
 
@@ -129,7 +129,7 @@ def test_a_while_loop_runs_until_all_ranks_agree_to_stop():
 
     num_steps = next(n for n in range(10) if norm(dense(n, *floats)) >= limit)
     assert num_steps > 1
-    # JAX makes two loops: of the layer with its tangent, and of only the layer.
+    # JAX makes two loops: one of the layer with its tangent, and one of the layer alone.
     with harness.expect_exchanges(num_steps * (5 + 2)):
         out, tangent, steps = program(floats, directions)
     np.testing.assert_array_equal(steps, num_steps)

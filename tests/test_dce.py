@@ -44,7 +44,7 @@ def without_dead_code(fn, *args):
     ],
     ids=("rows", "unused_combine", "expert_ids", "num_invalid"),
 )
-def test_only_exchanges_of_which_a_result_is_used_remain(uses, expected):
+def test_only_exchanges_with_a_used_result_remain(uses, expected):
     def fn(payload, topk_weights, ids):
         return uses(ma.dispatch(payload, ids, topk_weights, **route_args(harness.group_of(RANKS))))
 
@@ -56,9 +56,9 @@ def test_only_exchanges_of_which_a_result_is_used_remain(uses, expected):
     [(0, [], [ROWS[:1]]), (1, [ROWS], []), ((0, 1), [ROWS], [ROWS[:1]])],
     ids=("rows", "weights", "both"),
 )
-def test_a_gradient_of_a_combine_weighs_only_for_what_is_wanted(of, dotted, scaled):
-    """A gradient of only rows computes no dot products; one of only weights multiplies no rows by
-    weights."""
+def test_a_gradient_of_a_combine_computes_only_what_is_used(of, dotted, scaled):
+    """A gradient of only the rows needs no dot products, and a gradient of only the weights does
+    not multiply rows by weights."""
 
     def fn(y, weights, ids):
         routing = ma.route(ids, **route_args(harness.group_of(RANKS)))

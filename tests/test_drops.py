@@ -65,7 +65,7 @@ def test_the_last_expert_of_a_rank_is_dropped_no_more_than_the_first():
     assert first > 0 and last < 2 * first
 
 
-def test_sources_lose_alike():
+def test_sources_drop_equally_many_choices():
     """If ranks have equal ids, their numbers of dropped choices at a rank differ by at most one."""
     ids = np.broadcast_to(ids_of(1)[:1], (RANKS, TOKENS, TOP_K))
     dropped = np.sum(~kept_choices(ids), axis=(1, 2))

@@ -1,14 +1,14 @@
-"""Run the kernels as C++ on a CPU: random exchanges must pass, and must fail with each of a third
-of the mutations, which the commit selects."""
+"""Run the kernels as C++ on a CPU. Random exchanges must pass, and must fail with each mutation of
+one third of the list; the commit selects the third."""
 
 import subprocess
 
 import pytest
 from emulation import mutations, runs
 
-# Seeds of each variant: one "tsan" sequence takes seconds.
+# Numbers of seeds of each variant. They are small, because a "tsan" sequence takes seconds.
 SEEDS = {"plain": 4, "colocated": 3, "tsan": 2}
-# Fewer do not detect the mutations of tests/mutations/list.toml.
+# Fewer seeds would not detect all mutations of tests/mutations/list.toml.
 MORE_SEEDS = {"sequences": 6, "drops": 6}
 # Only ``make emulate`` runs the kinds that have other variants.
 KINDS = [name for name, kind in runs.KINDS.items() if kind.variant in SEEDS]

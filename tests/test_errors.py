@@ -72,8 +72,8 @@ def by_routing(**changed):
 
 
 def combine(*names, modes=(), **options):
-    """Return a function that calls `ma.combine` with y, and with its other arrays as arguments
-    `names`."""
+    """Return a function (y, *arrays) that calls `ma.combine` with y, and with the arrays as the
+    keyword arguments `names`."""
 
     def call(y, *arrays):
         x, ids, weights = (jnp.zeros(like.shape, like.dtype) for like in (X, IDS, WEIGHTS))
@@ -289,7 +289,7 @@ def test_numpy_integers_are_integers():
     (dict(replicated=1), dict(alignment=True), dict(capacity=float(CAPACITY))),
     ids=lambda changed: next(iter(changed)),
 )
-def test_what_only_equals_that_of_a_routing_is_refused(dispatch, changed):
+def test_an_option_of_another_type_than_the_routings_is_refused(dispatch, changed):
     """An option of a dispatch must have the type of the Routing's option, not just its value."""
     (name,) = changed
 
@@ -311,7 +311,7 @@ def test_padding_that_would_wrap_the_numbers_of_rows_is_refused():
     assert_refuses(lambda x, ids: ma.dispatch(x, ids, **wraps), X, IDS, naming=naming)
 
 
-def test_experts_that_no_memory_could_count_are_refused():
+def test_too_many_experts_are_refused():
     """A route accepts at most 2^20 experts on each rank."""
     most = 2**20
     for num_experts, is_refused in (

@@ -175,7 +175,7 @@ def test_choices_fill_the_shares_of_slots(table):
             assert abs((everywhere == slot).sum() - share * counts[0, expert]) < 1
 
 
-def test_ids_that_are_no_experts_stay_outside():
+def test_ids_of_no_expert_get_no_slot():
     placement = ma.Placement.from_slots([0, 1, -1, 2, 3, 0], 4, num_ranks=2)
     for dtype, ids in ((np.int64, [[-(2**40), -1, 4, 2**40]]), (np.uint8, [[255, 4, 3, 3]])):
         ids = np.array(ids, dtype)  # a constant, because jit would wrap 64-bit arguments

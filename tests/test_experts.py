@@ -102,7 +102,7 @@ def assert_close(actual, right, tolerance=2e-5):
         np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance)
 
 
-# Without GPUs, the test runs only gated activations, because each contains its ungated one.
+# Without GPUs, only GELU runs without a gate, because a gated activation contains its ungated one.
 @pytest.mark.parametrize(
     "activation", ACTIVATIONS if harness.ON_GPU else [GELU, *ACTIVATIONS[len(PLAIN) :]], ids=name_of
 )
@@ -215,7 +215,7 @@ def assert_near(actual, right, num_rows, tolerance):
     + [(SWIGLU, "float16")],
     ids=lambda value: value if isinstance(value, str) else name_of(value),
 )
-def test_short_floats(activation, dtype):
+def test_16_bit_floats(activation, dtype):
     sizes = (150, 0, 70, 1)
     args = large_operands(activation, dtype, sizes)
     of = lambda fn: with_cotangents(functools.partial(fn, activation=activation, sizes=sizes))
@@ -392,7 +392,7 @@ def test_few_rows_no_bias_and_a_batch_are_one_call(hopper):
         ("columns in multiples of 8; got weights of 64 by 324", dict(intermediate=324)),
     ],
 )
-def test_what_the_kernel_cannot_do_is_the_composition(hopper, caplog, why, options):
+def test_what_the_kernel_does_not_support_is_the_composition(hopper, caplog, why, options):
     args = avals(**options)
     with caplog.at_level(logging.INFO, logger="jax_moe_a2a"):
         names = [name for name, *_ in calls(backward, *args)]

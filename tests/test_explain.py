@@ -175,7 +175,7 @@ def test_a_path_that_processes_decide_together_is_unknown(monkeypatch):
         _ = group.path
 
 
-def test_every_primitive_with_a_path_has_public_words():
+def test_every_primitive_with_a_path_has_a_public_name():
     names = {explaining._name(primitive) for primitive in paths.choosers}
     assert not any("moe_a2a" in name for name in names)
     assert "combine, start" in names

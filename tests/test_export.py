@@ -106,7 +106,7 @@ def test_an_export_calls_the_kernels_only_for_cuda_and_only_where_the_group_has_
 
 @pytest.mark.exchanges(0)
 @pytest.mark.gpu
-def test_an_export_of_the_kernels_without_leave_is_refused():
+def test_an_export_of_kernels_needs_disabled_safety_checks():
     *args, _ = placed_arguments()
     with pytest.raises(ValueError, match="moe_a2a"):
         export.export(program(), platforms=("cuda",))(*args)

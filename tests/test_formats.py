@@ -35,7 +35,7 @@ of_every_format = pytest.mark.parametrize("name", FORMATS)
 of_every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
-def test_every_format_stands_wherever_formats_are_listed():
+def test_every_format_is_in_each_list_of_formats():
     """CONTRIBUTING.md lists the places that must contain every format."""
 
     def formats_of(module):
@@ -100,13 +100,13 @@ def float32_groups(group_size):
             with np.errstate(over="ignore"):
                 scaled = np.ldexp(np.float64(bounds), exponent)
             groups.append(in_groups(scaled[scaled <= first * 2.0**exponent], first * 2.0**exponent))
-    # With this global scale, which is no power of two, results depend on the order of operations.
+    # ODD_SCALE is no power of two, so results depend on the order of operations.
     bounds = (E2M1_VALUES[:-1] + E2M1_VALUES[1:]) / 2
     for code in (1, 2, 3, 7, 8, 9, 77, 98, 111, 125, 126):
         for scale in E4M3_VALUES[code] * np.array([1, np.float32(ODD_SCALE)]):
             groups.append(in_groups(with_neighbours(bounds * scale), 6 * scale))
 
-    # Near these largest magnitudes, the scale changes.
+    # If the largest magnitude of a group is near one of these bounds, the scale changes.
     bounds = 6 * (E4M3_VALUES[:-1] + E4M3_VALUES[1:]) / 2
     firsts = [with_neighbours(bounds), with_neighbours(bounds * ODD_SCALE), [448 * 6, 1e9]]
     firsts += [with_neighbours(factor * 2.0 ** np.arange(-126, 119)) for factor in (1, 1.75, 1.9)]

@@ -156,9 +156,9 @@ def test_a_product_is_that_of_the_definition(path, case):
                 rows, w, sizes, tail=tail, preferred_element_type=dtype
             )
         )
-        # Decoding rounds to bfloat16, and tensor cores keep 13 bits after the first bit of the
-        # largest of 32 products. For random normal numbers, these errors are below 2^-7 of the sum
-        # of the products' magnitudes.
+        # Decoding rounds to bfloat16. Tensor cores add 32 products at a time, and keep 13 bits
+        # after the first bit of the largest product. For random normal numbers, these errors are
+        # below 2^-7 of the sum of the products' magnitudes.
         is_exact = path == "reference" or (path != "kernel" and powers_of_two)
         out = dot(rows, ma.QuantizedExperts(*w), sizes)
         inexact = 0.0 if is_exact else 2.0**-7
@@ -270,7 +270,7 @@ def test_rows_are_quantized_if_only_weights_are():
 
 
 @pytest.mark.parametrize("axes", ((0, None, 0), (None, 0, None)))
-def test_a_batch_is_one_product_and_each_element_that_of_its_own_call(path, axes):
+def test_a_batch_is_one_product_with_the_results_of_its_elements(path, axes):
     rows, w, sizes = draw("tail")
     args = (rows, ma.QuantizedExperts(*w), sizes)
     again = (

@@ -38,7 +38,7 @@ PROGRAMS = {
     7110: lambda p: p.hosts > 1 and p.combine_wire in draw.FORMATS and p.is_split,
     680: lambda p: p.has_load and p.batch > 1 and p.derivative == "vjp",
     328: lambda p: p.hosts > 1 and p.addends and p.is_weighted and p.has_load and p.x64,
-    58: lambda p: p.derivative == "forward over reverse",  # the others are products
+    58: lambda p: p.derivative == "forward over reverse",  # this and the following are products
     65: lambda p: min(p.vmaps) > 1 and len(p.vmaps) > 1 and p.derivative == "vjp",
     141: lambda p: p.derivative == "reverse over forward",
     199: lambda p: p.is_scanned and p.is_checkpointed and p.derivative == "vjp",

@@ -23,7 +23,7 @@ def problem():
 
 @pytest.mark.exchanges(5)
 @pytest.mark.parametrize("check_vma", (True, False), ids=("vma", "no_vma"))
-def test_gradients_of_the_ranks_own_losses_taken_inside_equal_those_of_the_dense_layer(check_vma):
+def test_gradients_of_each_ranks_loss_inside_shard_map_equal_the_dense_layers(check_vma):
     """Cotangents cross ranks, so each rank gets the gradient of the sum of all losses."""
     floats, ids, expected = problem()
     layer = small_layer.layer_of(harness.group_of(RANKS))
@@ -37,7 +37,7 @@ def test_gradients_of_the_ranks_own_losses_taken_inside_equal_those_of_the_dense
 
 
 @pytest.mark.several_devices("it tests the derivative of psum in shard_map")
-def test_gradients_of_the_summed_loss_taken_inside_equal_those_of_the_dense_layer():
+def test_gradients_of_the_summed_loss_inside_shard_map_equal_the_dense_layers():
     floats, ids, expected = problem()
     layer = small_layer.layer_of(harness.group_of(RANKS))
 

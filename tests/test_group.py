@@ -75,7 +75,7 @@ def test_a_group_over_processes_is_made_compared_and_printed_without_them(
             setattr(group, name, 3.0)
 
 
-def test_levels_and_the_group_alone_are_groups_too():
+def test_levels_and_the_single_rank_group_are_groups():
     group = ma.Group(AbstractMesh((2, 4), ("host", "ep")), ("host", "ep"), two_level=True)
     assert {type(each) for each in (*group.levels, group.single_rank)} == {ma.Group}
     assert [level.path for level in group.levels] == ["portable", "portable"]

@@ -183,8 +183,8 @@ def arrays(num_rows, k, n, sizes, dtype, seed=0):
 
 
 def close(found, right, dtype, terms=1, length=512):
-    """Assert that `found` equals `right` up to one rounding of each of `terms` sums of `length`
-    float32 products."""
+    """Assert that `found` is near `right`, a sum of `terms` results. Each result is a float32 sum
+    of `length` products, with one rounding to `dtype`."""
     eps = float(ml_dtypes.finfo(jnp.dtype(dtype)).eps)
     found = np.asarray(found)
     assert found.dtype == jnp.dtype(dtype) and found.shape == right.shape

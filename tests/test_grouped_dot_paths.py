@@ -218,7 +218,7 @@ def test_what_the_kernel_cannot_do_takes_another_path(hopper, caplog, why, argum
     assert any(f"{other_path}, because" in m and why in m for m in caplog.messages)
 
 
-def test_a_hidden_kernel_is_no_call(hopper, monkeypatch):
+def test_a_kernel_that_was_not_built_is_no_call(hopper, monkeypatch):
     monkeypatch.setattr(native, "has_grouped_gemm", lambda: False)
     assert "built without" in why_not(*avals())
     assert products(gradients, *avals()) == []

@@ -190,7 +190,7 @@ def comes_with_a_loaded_executable(library):
 
 
 def damages(arrays):
-    """Yield lists of arrays, of which one has a wrong dtype or wrong axes."""
+    """Yield changed lists. In each list, one of the arrays has a wrong dtype or wrong axes."""
     for i, (dtype, *shape) in enumerate(arrays):
         others = (
             (U8 if dtype != U8 else F32, *shape),
@@ -291,7 +291,7 @@ def test_a_handler(scenario, handler_library):
 
 
 @pytest.mark.skipif(not native.has_kernels(), reason="needs the compiled kernels")
-def test_xla_is_told_of_the_state_before_the_targets_that_make_it(monkeypatch):
+def test_the_state_is_registered_before_the_targets_that_make_it(monkeypatch):
     told = []
     record = lambda name, *_, platform: told.append((name, platform))
     monkeypatch.setattr(jax.ffi, "register_ffi_type", record)
@@ -309,7 +309,7 @@ def test_xla_is_told_of_the_state_before_the_targets_that_make_it(monkeypatch):
 
 
 class Extension:
-    """A fake extension, whose problem is the tuple (text, True if memory is lacking)."""
+    """A fake extension with functions that return `answers`; a problem is (text, lacks memory)."""
 
     def __init__(self, **answers):
         for name, answer in answers.items():
@@ -318,7 +318,7 @@ class Extension:
 
 @pytest.fixture
 def answering(monkeypatch):
-    """The context ends before fixtures read the counters of the real extension."""
+    """Return a context for a fake extension; it ends before fixtures read the real counters."""
 
     @contextlib.contextmanager
     def answer(**answers):
@@ -329,7 +329,7 @@ def answering(monkeypatch):
     return answer
 
 
-def test_reserve_lacks_memory_as_a_call_does(answering):
+def test_reserve_reports_lack_of_memory_like_a_call(answering):
     told = "^RESOURCE_EXHAUSTED: jax_moe_a2a: 8 bytes: out of memory"
     with (
         answering(reserve=("8 bytes: out of memory", True)),

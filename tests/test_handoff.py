@@ -65,7 +65,7 @@ def tell(told, index, host=None, **fields):
 
 
 def group_of(*owners, axes=("ep",), **options):
-    """Return a group over "ep" of fake GPUs; GPU i is of the process owners[i]."""
+    """Return a group over "ep" of fake GPUs; GPU i belongs to the process owners[i]."""
     devices = np.array([Gpu(i, owner) for i, owner in enumerate(owners)])
     mesh = Mesh(devices.reshape(-1, 2) if len(axes) == 2 else devices, axes)
     return ma.Group(mesh, "ep", **options)
@@ -108,9 +108,7 @@ def test_a_process_announces_itself_before_it_waits_for_another_one(told, monkey
 
 
 @pytest.mark.parametrize("ask", ASKING.values(), ids=ASKING)
-def test_a_process_whose_answer_needs_no_other_one_announces_itself_all_the_same(
-    told, monkeypatch, ask
-):
+def test_a_process_without_kernels_announces_itself_too(told, monkeypatch, ask):
     """Other processes wait for the notice of a process without kernels, too."""
     monkeypatch.setattr(native, "has_kernels", lambda: False)
     monkeypatch.setattr(native, "why_no_gpus", lambda: "has no CUDA kernels")
@@ -131,7 +129,7 @@ def test_a_process_announces_itself_for_the_devices_of_the_program_that_it_lower
         assert list(told) == [processes.KEY.format(0)]
 
 
-def test_the_id_of_a_process_counts_where_it_means_the_same(told):
+def test_a_process_id_is_used_only_within_its_pid_namespace(told):
     for namespace, expected in ((processes._namespace("pid"), 77), ("another", 0), ("", 0)):
         tell(told, 1, pid=77, pid_namespace=namespace)
         processes._notices.forget()
@@ -211,7 +209,7 @@ def test_a_group_over_hosts_and_ranks_runs_the_kernels_within_hosts(
     assert group.levels[1].topology == ((0, 1, 2, 3), 2)
 
 
-def test_an_axis_that_spans_hosts_is_warned_of_with_what_to_do(told, monkeypatch):
+def test_an_axis_that_spans_hosts_warns_with_a_remedy(told, monkeypatch):
     hosts_of_two(told, monkeypatch)
     with pytest.warns(UserWarning, match="takes the portable path.*are on 2 hosts"):
         assert "two axes, hosts and ranks of a host" in group_of(0, 1, 2, 3)._why_portable
@@ -219,7 +217,7 @@ def test_an_axis_that_spans_hosts_is_warned_of_with_what_to_do(told, monkeypatch
         _ = group_of(0, 1, 2, 3, implementation="cuda").path
 
 
-def test_hosts_with_ranks_here_and_there_take_the_portable_path(told):
+def test_interleaved_hosts_take_the_portable_path(told):
     for index, host in ((1, "another"), (2, "another"), (3, None)):
         tell(told, index, host=host)
     why = group_of(0, 1, 2, 3, 0, 1)._why_portable
@@ -243,7 +241,7 @@ def test_hosts_that_do_not_exchange_tokens_keep_the_kernels(told):
     assert group_of(0, 0, 1, 1, axes=("dp", "ep")).path == "cuda"
 
 
-def test_all_processes_take_the_path_that_every_one_can(told):
+def test_all_processes_take_a_path_that_each_of_them_has(told):
     tell(told, 1, why_portable="has no CUDA kernels")
     assert group_of(0, 0, 1, 1)._why_portable == "process 1 has no CUDA kernels"
     assert group_of(0, 0, 1, 1, axes=("dp", "ep")).path == "portable"
@@ -352,7 +350,7 @@ def request_of(
         (request_of(kind=1, half_bytes=MOST_BYTES), UNDERSTOOD),
     ),
 )
-def test_a_request_that_makes_no_sense_is_refused_for_that(endpoint, request_, why):
+def test_a_refused_request_gets_the_reason(endpoint, request_, why):
     status, text = ask(endpoint, endpoint[1], request_)
     assert status == REFUSED and why in text
 
@@ -370,9 +368,9 @@ needs_a_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs a C
 
 
 # `ask SOCKET SECRET PID` prints the problem, whether PID has ended, and the number of allocations.
-# `listen [MS]` prints socket and secret, answers requests, and forks a child for each line, which
-# keeps its socket MS milliseconds. `hold FD` forks while it answers itself with FD, and ends.
-# `throw` throws while it handles the first two of its three requests.
+# `listen [MS]` prints socket and secret, and answers requests. For each line of input, it forks a
+# child, which closes its copy of the socket after MS milliseconds. `hold FD` asks itself, forks
+# while it answers with FD, and ends. `throw` asks itself three times, and throws twice.
 PEERS = r"""
 #include <pthread.h>
 #include <unistd.h>
@@ -482,8 +480,8 @@ def test_an_exception_while_answering_is_a_refusal_and_ends_no_process(peers):
 
 
 def asked_impostor(peers, user, pid_of):
-    """Return the problem, if the asked process seems to have ended, the number of allocations, and
-    what the impostor received."""
+    """Return the problem, whether the asked process seems to have ended, the number of allocations,
+    and what the impostor received."""
     name = f"jax_moe_a2a-test-{os.getpid()}-{time.monotonic_ns()}"
     command = [sys.executable, "-c", IMPOSTOR, name, str(user)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as impostor:
@@ -497,7 +495,7 @@ def asked_impostor(peers, user, pid_of):
 
 @pytest.fixture(scope="module")
 def named_peers(peers):
-    """Skip the test if Linux does not tell the process at the other end of a socket."""
+    """Skip the test if Linux does not name the process at the other end of a socket."""
     with Listener([peers, "listen"]) as listener, socket.socket(socket.AF_UNIX) as server:
         server.connect("\0" + listener.endpoint[0])
         told = server.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))

@@ -160,7 +160,7 @@ def test_adapters_accumulate_gradients():
 
 
 def base_gradients(program):
-    """Return a program's equations that have a result of the shape of a gradient of frozen
+    """Return a program's equations with a result that has the shape of a gradient of frozen
     weights."""
     of_base = {(HIDDEN, 2 * WIDTH), (WIDTH, HIDDEN)}
     names = "grouped_outer", "add_outer", "passing_dot"
@@ -193,7 +193,7 @@ def test_adapters_have_derivatives_of_finite_differences():
 
 
 def gradients_of_all(fn, args):
-    """The gradients of FP8 weights, which must be zeros, are added to the output."""
+    """Return the output, plus the gradients of FP8 weights (zeros), and all other gradients."""
     *floats, ids = args
     ct = jnp.asarray(cases.normal(np.random.default_rng(1), floats[0].shape, "float32"))
     y, transpose = jax.vjp(lambda *floats: fn(*floats, ids), *floats)
@@ -220,7 +220,7 @@ def test_frozen_weights_in_fp8_with_adapters_have_the_gradients_of_decoded_ones(
 
 
 @pytest.mark.exchanges(0)
-def test_adapters_of_zeros_change_no_bit_of_a_layer_that_quantizes_on_the_way():
+def test_adapters_of_zeros_change_no_bit_of_a_layer_in_fp8():
     x, weights, experts, ids = fp8_arguments("float32")
     zeros = jax.tree.map(jnp.zeros_like, adapted(experts, num_lead=2))
     lora = dict(lora_in=zeros.lora_in, lora_out=zeros.lora_out)

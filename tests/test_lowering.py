@@ -347,7 +347,7 @@ def gradients_of_mode(x, ids, weights, ct, **modes):
     return out, vjp(ct)
 
 
-def test_replicated_tokens_are_the_calls_of_single_rank_domains_which_reserve_no_zone():
+def test_replicated_tokens_are_calls_with_single_rank_domains_and_no_zone():
     x = aval(TOKENS, HIDDEN)
     text = lower(functools.partial(gradients_of_mode, replicated=True), x, IDS, WEIGHTS, x)
     # The rows do not leave their rank, so no kernel multiplies them by weights.
@@ -434,7 +434,7 @@ def test_a_constant_enters_one_barrier_for_a_start_and_its_done():
 
 
 def test_a_done_reads_what_its_start_reads_and_returns_what_the_start_returned():
-    """A done has the operands and then the results of its start, whose memory the done returns."""
+    """A done reads the operands and then the results of its start, and returns these results."""
     text = lower(split_exchange, aval(TOKENS, HIDDEN), IDS, WEIGHTS)
     for operation in ("dispatch", "combine"):
         read, given = signature(text, f"{operation}_start(")
@@ -464,7 +464,7 @@ def test_the_budget_of_a_group_is_that_of_its_split_exchanges_too():
     assert attribute(text, "dispatch_start", "num_sms") == f"{native.tuning('SPLIT_NUM_SMS')} : i64"
 
 
-def test_halves_whose_whole_is_portable_are_portable_too():
+def test_halves_of_portable_exchanges_are_portable():
     """The kernels do not support sums in float64."""
 
     def combine(y, ids):
@@ -493,7 +493,7 @@ def cotangent_avals(dtype="bfloat16", hidden=HIDDEN, weights="float32"):
 
 
 @pytest.mark.parametrize("of", (("rows", "weights"), ("rows",), ("weights",)), ids="_and_".join)
-def test_a_weighted_dispatch_takes_and_returns_what_is_wanted(of):
+def test_a_weighted_dispatch_has_only_arrays_that_gradients_need(of):
     """The gradient of the rows needs the weights, and the gradient of the weights needs the
     rows."""
     text = lower(functools.partial(cotangents, of=of), *cotangent_avals())
@@ -746,8 +746,8 @@ def ids_of(*shape):
     return aval(*shape, dtype="int32")
 
 
-# Each case has a limit, what one step adds to it, a program of n steps with arguments, its calls,
-# and the operation that is portable with one step more.
+# Each case is (limit, how much of it a step needs, program of n steps with its arguments, calls of
+# the largest program within the limit, operation that is portable if the program has a step more).
 LIMITS = {
     "arrays": ("MAX_ARRAYS", 1, lambda n: (dispatch_alone, [aval(TOKENS, 4)] * n, IDS),
                {"routed_dispatch": 1}, "dispatch"),
@@ -894,7 +894,7 @@ def test_devices_are_told_domain_after_domain():
         assert list(ids) == [device.id for device in domains.flat]
 
 
-def test_every_call_stands_before_a_barrier():
+def test_a_barrier_follows_every_call():
     """Without a barrier, XLA repeats a call whose result a loop both uses and stores in a larger
     array."""
     x = aval(TOKENS, HIDDEN)

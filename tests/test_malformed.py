@@ -112,7 +112,7 @@ def patch_calls(patch, damaged):
 
 
 def check_every_damage(target, fn, monkeypatch, caplog, unchecked=()):
-    """Return the undamaged call of `target`."""
+    """Assert that each damage to the call of `target` raises; return the undamaged call."""
     caplog.set_level("INFO", "jax_moe_a2a")
     seen = []
 

@@ -163,7 +163,7 @@ CASES = dict(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_layer_computes_what_products_of_all_tokens_with_all_experts_do(install, name):
+def test_the_layer_equals_products_of_all_tokens_with_all_experts(install, name):
     sizes, options, batch = CASES[name]
     given = {}
     if options.get("table"):
@@ -200,8 +200,8 @@ def test_the_layer_computes_what_products_of_all_tokens_with_all_experts_do(inst
 
 @pytest.mark.parametrize("steps", (1, 2))
 def test_bias_updates_count_the_tokens_of_all_ranks(install, steps):
-    """If MaxText accumulates gradients, the layer returns counts, because MaxText first adds
-    them."""
+    """If MaxText accumulates gradients, the layer returns counts, which MaxText adds before it
+    updates the bias."""
     options = dict(routed_bias=True, gradient_accumulation_steps=steps)
     layer = install()(mesh_of(fsdp=2, expert=2), **options)
     maxtext.enable()

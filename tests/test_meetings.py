@@ -1,5 +1,5 @@
-"""Test how two processes with fake GPUs wait for each other (meet) by JAX's coordination service.
-Both run this file, once for all tests."""
+"""Test how two processes with fake GPUs wait for each other (meet) through JAX's coordination
+service. Both run this file, once for all tests."""
 
 import itertools
 import json
@@ -45,7 +45,7 @@ class Worker:
         native.add_process = lambda *process: self.met.append(process[:3])
 
     def step(self):
-        """The tested code is not used for this."""
+        """Wait for the other process, so that both continue a scenario at the same time."""
         why = self.compat.coordination_barrier(f"test/{next(self.steps)}", 30.0)
         assert not why, why
 
@@ -72,7 +72,7 @@ def one_sided(worker):
 
 
 def other_order(worker):
-    """Each process lowers programs of two groups in another order, and process 1 starts later."""
+    """The processes lower programs of two groups in different orders; process 1 starts later."""
     import numpy as np
     from jax.sharding import Mesh
     from pretended import Gpu
@@ -98,7 +98,7 @@ def other_order(worker):
 
 
 def new_job(worker):
-    """This must be the last scenario."""
+    """Run this last, because it ends the JAX job that the other scenarios need."""
     import jax
     from jax.extend.backend import clear_backends
 

@@ -82,7 +82,7 @@ def test_the_estimate_of_a_mode_is_what_its_arrays_take(modes):
 SIZES = dict(num_tokens=128, hidden=64, top_k=4, num_experts=16, group_size=4)
 
 
-def test_replicated_tokens_land_nowhere():
+def test_replicated_tokens_need_no_workspace():
     said = ma.memory_estimate(**harness.exchanging(SIZES, replicated=True))
     assert said.workspace_bytes == 0
     assert ma.memory_estimate(**harness.exchanging(SIZES | dict(group_size=1))).workspace_bytes == 0

@@ -1,4 +1,4 @@
-"""Compare dispatches of replicated tokens with the rows of oracle.py for changed ids."""
+"""Compare exchanges of replicated tokens with oracle.py, which has a routing for each rank."""
 
 import dataclasses
 import functools
@@ -36,7 +36,7 @@ NAMES = ("uniform", "masked", "repeated", "invalid", "last_rank_only")
 
 
 def capacity_of(layout, replicated=True):
-    """Return the layout's capacity, or else the worst-case capacity."""
+    """Return the layout's capacity, or the worst-case capacity if the layout has none."""
     if layout.capacity is not None:
         return layout.capacity
     sizes = layout.tokens, layout.top_k, layout.local_experts, layout.alignment

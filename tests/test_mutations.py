@@ -9,7 +9,7 @@ pytestmark = [
 ]
 
 
-def test_every_text_stands_once_in_its_file_and_every_test_exists():
+def test_every_text_occurs_once_in_its_file_and_every_test_exists():
     every = catalogue.read()
     assert [why for mutation in every if (why := mutation.why_stale())] == []
     assert len({(m.file, m.old) for m in every}) == len(every) >= 60

@@ -35,8 +35,8 @@ WIRE, FORMAT = jnp.dtype("float16"), ma.BlockwiseFp8()
 
 @pytest.fixture(autouse=True)
 def sentinels(monkeypatch):
-    """Add the option `made_up`; return a dict of the sentinels set for all options outside of
-    MEANT."""
+    """Add the option `made_up`, set all options outside of MEANT to sentinels, and return a dict of
+    these."""
     old = record.Options
     defaults = [*old._field_defaults.values(), None]
     new = collections.namedtuple("Options", [*old._fields, "made_up"], defaults=defaults)

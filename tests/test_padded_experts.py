@@ -32,7 +32,7 @@ def arguments(activation=RELU):
         found = rng.integers(-3, 4, size=(RANKS, *shape)) * (rng.random((RANKS, *shape)) < density)
         return found.astype(np.float32)
 
-    x = 2 * integers(LAYOUT.tokens, HIDDEN) + 1  # odd, so FP8 rounds them next to large numbers
+    x = 2 * integers(LAYOUT.tokens, HIDDEN) + 1  # odd, so FP8 rounds them in groups with large ones
     x[..., ::40] *= 100
     x[..., HIDDEN - 1] = 3  # a scale of its own for the last group
     w_in = integers(experts, HIDDEN, 2 * WIDTH, density=0.05)

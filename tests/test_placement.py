@@ -158,7 +158,7 @@ def test_a_group_takes_its_devices_from_the_mesh_of_shard_map(
     assert devices_of(text) == [[device.id for device in devices]] * 2
 
 
-def test_a_model_that_sees_an_abstract_mesh_only_runs_the_kernels_on_that_of_set_mesh(
+def test_a_model_with_an_abstract_mesh_runs_the_kernels_on_the_mesh_of_set_mesh(
     devices_pass_for_gpus,
 ):
     def model(x, ids):

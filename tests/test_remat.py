@@ -22,7 +22,7 @@ def saves_results_of(*names):
     return lambda primitive, *_, **__: primitive.name in [f"moe_a2a_{name}" for name in names]
 
 
-# Policy, and numbers of routes and dispatches; ``ONCE`` has those of the other exchanges.
+# (policy, numbers of routes and dispatches). ``ONCE`` has the numbers of all other exchanges.
 ROUTING_ONLY = POLICIES.save_only_these_names(ma.ROUTING_CHECKPOINT_NAME)
 CASES = {
     "nothing": (POLICIES.nothing_saveable, dict(route=2, dispatch=2)),
@@ -97,7 +97,7 @@ def test_a_scan_over_checkpointed_layers_equals_the_dense_layers(name):
 @pytest.mark.exchanges(0)
 @pytest.mark.parametrize("name", ("nothing", "routing", "rows"))
 @pytest.mark.parametrize("is_inside", (False, True), ids=("around", "inside"))
-def test_a_batch_moves_rows_at_once_around_and_inside_a_checkpoint(is_inside, name):
+def test_a_batch_makes_no_more_exchanges_around_and_inside_a_checkpoint(is_inside, name):
     policy, expected = CASES[name]
     floats, ids, _ = small_layer.stacked(*(small_layer.arguments(RANKS, seed) for seed in (0, 1)))
     if is_inside:

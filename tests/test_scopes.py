@@ -21,8 +21,8 @@ RANKS = harness.SEVERAL
 
 @pytest.fixture(scope="module")
 def names():
-    """Return the names of the operations in a compiled layer, and its gradient, with every named
-    scope."""
+    """Return the operation names of a compiled program: a layer that has every named scope, and its
+    gradient."""
     slots = [slot for expert in range(RANKS) for slot in (expert, -1)]
     placement = ma.Placement.from_slots(slots, RANKS, num_ranks=RANKS)
     config = ma.MoEConfig(128, 128, RANKS, ma.TopK(2), shared_hidden=128)
@@ -57,8 +57,8 @@ def test_scopes_of_the_user_stay_around_those_of_the_package(names):
 
 
 def test_a_scope_is_not_in_itself(names):
-    """Backward, JAX repeats names around a checkpoint; names of a sum's additions do not tell the
-    pass."""
+    """The test omits backward operations, because JAX repeats names around a checkpoint, and the
+    additions of sums, whose names do not tell the pass."""
     of_passes = [op_name for op_name in names if op_name.startswith("jit(")]
     forward = [op_name for op_name in of_passes if "transpose(" not in op_name]
     assert forward

@@ -169,8 +169,8 @@ def emulated(layer):
     return jax.grad(small_layer.loss_of(on_all, ids), OF_FLOATS)
 
 
-# For each transform: the starts of the split layer, and the numbers of unsplit (the route is one)
-# and of split exchanges of both layers.
+# For each transform: the starts of the split layer, and the numbers of unsplit exchanges (including
+# routes) and of split exchanges of both layers together.
 TRANSFORMS = {
     outside: (FORWARD_AND_BACKWARD, 6, 4),
     forward_over_reverse: ({"dispatch_start": 4, "combine_start": 4}, 10, 8),
@@ -259,7 +259,7 @@ REMAT_POLICIES = {
     split=lambda name: 5 if name == "starts_and_ties" else 0,
 )
 @pytest.mark.parametrize("name", REMAT_POLICIES)
-def test_no_policy_of_remat_parts_a_done_from_its_start(name):
+def test_no_policy_of_remat_separates_a_done_from_its_start(name):
     policy, dispatches = REMAT_POLICIES[name]
     floats, _, _ = problem()
     program = outside(jax.checkpoint(split_layer, policy=policy))
@@ -306,7 +306,7 @@ def test_both_halves_move_all_leaves_where_only_one_has_a_gradient():
         assert {len(small_layer.payload(e)[0]) for e in starts} == {2}
 
 
-def test_a_done_is_batched_where_only_one_half_of_what_is_in_flight_is():
+def test_a_done_is_batched_if_only_the_results_of_its_start_are():
     def of_one_rank(x, rows, ids, group):
         routing = ma.route(ids, **route_args(group)).arrays
         params = dict(num_leaves=1, num_choice_arrays=0, options=Options(), group=group)

@@ -42,8 +42,8 @@ def scales_of_tokens(ranks, tokens, special=True):
 
 
 def tokens_of(scales, shape, dtype):
-    """Return random tokens [R, T, *shape] for scales, some of them zero, infinite or out of
-    range."""
+    """Return random tokens [R, T, *shape] in the range of their scales; some are zero, infinite or
+    out of range."""
     rng = np.random.default_rng(scales.shape)
     x = rng.standard_normal((*scales.shape, *shape))
     sizes = np.where((scales > 1e-7) & (scales < 1e4), scales, 1) * 2688.0
@@ -96,7 +96,7 @@ def test_encode_and_decode_use_the_scale_of_each_token(dtype, shape):
 
 
 def whole_exchanges(form, layout=LAYOUT):
-    """Return the number of unsplit exchanges of two dispatches, which share a separate route."""
+    """Return the number of unsplit exchanges of two dispatches and their shared route, if any."""
     if form == "halves":
         return 1
     return 3 if form == "routing" or layout is MANY else 2
@@ -174,7 +174,7 @@ def small_arguments(elements=2):
 
 
 def by_form(form, group, ids, **options):
-    """Return a function from (x, scales) to decoded rows, or without scales to unquantized ones."""
+    """Return a function from (x, scales) to decoded rows; without scales, it does not quantize."""
 
     def rows(x, scales):
         given = dict(options)

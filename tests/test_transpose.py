@@ -198,7 +198,7 @@ def test_the_gradient_of_a_layer_moves_rows_once_each_way():
 
 @pytest.mark.exchanges(0)
 @pytest.mark.parametrize("shared", (True, False), ids=("shared_routing", "own_routings"))
-def test_layers_in_a_row_move_rows_once_each_way_each_and_route_once_if_they_share_it(shared):
+def test_each_of_several_layers_moves_rows_once_each_way_and_shared_ids_are_routed_once(shared):
     group = harness.group_of(RANKS)
     floats, ids, _ = small_layer.arguments(RANKS)
 

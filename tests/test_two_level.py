@@ -67,7 +67,7 @@ def by_kernels(program):
 
 
 def on_each_rank(fn, mesh, has_rows=True):
-    """Compile `fn`; a run fails without a kernel, except without rows or with one rank per host."""
+    """Compile `fn`, with the check of `by_kernels` if there are rows and several ranks per host."""
     program = harness.on_each_rank(fn, mesh, compiler_options=harness.QUICKLY)
     is_alone = mesh is not None and mesh.shape[harness.AXIS] == 1
     return by_kernels(program) if has_rows and not is_alone else program
@@ -116,7 +116,7 @@ def test_any_number_of_hosts_returns_the_same_rows(hosts):
 @pytest.mark.gpu
 @pytest.mark.skipif(not ON_ONE_GPU, reason="of ranks that share one GPU")
 @every_hosts
-def test_each_exchange_within_hosts_is_one_of_kernels(hosts):
+def test_each_exchange_within_hosts_is_one_launch(hosts):
     """A route, a dispatch and two combines are each one launch for all hosts."""
     if hosts == RANKS:
         pytest.skip("hosts of one rank")
@@ -340,7 +340,7 @@ def test_gradients_are_those_of_the_dense_layer(hosts):
     ],
     ids=("no_policy", "routing"),
 )
-def test_rematerialization_keeps_the_routing_of_both_levels_where_it_is_told(
+def test_rematerialization_keeps_the_routing_of_both_levels_if_its_policy_saves_it(
     policy, routes, dispatches
 ):
     floats, ids, kept = small_layer.arguments(RANKS)
@@ -381,7 +381,7 @@ def test_levels_are_groups_of_the_two_axes():
         (dict(two_level="yes"), "two_level must be a bool; got 'yes'"),
     ],
 )
-def test_levels_that_cannot_be_are_refused(arguments, naming):
+def test_impossible_levels_are_refused(arguments, naming):
     right = dict(mesh=AbstractMesh((2, 2, 2), ("dp", *AXES)), axis_name=AXES, two_level=True)
     with pytest.raises((TypeError, ValueError), match=naming):
         ma.Group(**{**right, **arguments})

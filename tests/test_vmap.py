@@ -90,7 +90,7 @@ def test_every_element_of_a_batch_is_exchanged_as_if_alone_in_one_exchange(batch
 
 
 @pytest.mark.exchanges(0)
-def test_unbatched_leaves_of_a_shared_routing_cross_once_and_come_back_unbatched():
+def test_unbatched_leaves_of_a_shared_routing_are_sent_once_and_stay_unbatched():
     ids, x, weights, _ = elements()[0]
     group = harness.group_of(RANKS)
 
@@ -139,7 +139,7 @@ def test_no_row_is_lost_where_elements_share_flags(fmt):
 
 
 @pytest.mark.exchanges(4)
-def test_batch_axes_may_stand_anywhere():
+def test_batch_axes_may_have_any_position():
     ids, x, weights, y = (
         jax.tree.map(lambda *leaves: np.stack(leaves, axis=1), *values)
         for values in zip(*elements())
@@ -296,7 +296,7 @@ def test_another_batch_around_or_inside_the_emulation_is_one_exchange(outside, s
 
 
 @pytest.mark.exchanges(1)
-def test_the_rank_axis_may_stand_anywhere_and_arguments_may_lack_it():
+def test_the_rank_axis_may_have_any_position_and_arguments_may_lack_it():
     """The rank axis is the last of the tokens, and all ranks share the ids."""
     (x, _, _), ids, _ = small_layer.arguments(EMULATED)
     ids = ids[0]

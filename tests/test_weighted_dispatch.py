@@ -72,8 +72,8 @@ def test_a_weighted_dispatch_has_the_bits_of_the_separate_steps(layout):
     """Rows without a token, which are NaN, do not affect the results."""
     ranks = harness.SEVERAL
     rng = np.random.default_rng(0)
-    # Both programs have a route. Only the kernel makes one exchange per case; otherwise XLA merges
-    # all dispatches.
+    # Both programs have a route. The kernel makes one exchange for each of the three results;
+    # otherwise, XLA merges the dispatches into one.
     num_exchanges = (2 + (3 if layout.hidden == 24 else 1) + 1) * layout.has_rows(RANKS)
     for case in cases.cases_of(layout):
         ids = case.ids(ranks)
