@@ -145,7 +145,7 @@ def errors(
     *,
     fullest: int,
 ) -> dict[str, jax.Array]:
-    """Return, for each name in ``found``, ``operations.squares`` [2] of the first and the last
+    """Return ``operations.squares`` [2] of each array in ``found``, summed over the first and last
     expert."""
     starts = jnp.cumsum(sizes) - sizes
 

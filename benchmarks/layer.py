@@ -12,7 +12,7 @@ quantizes rows and weights for the products, with gradients. ``mosaic`` is ``all
 Mosaic GPU kernels. The expert ids of the tokens are inputs. Training is a forward pass, once
 without and once with the gradients of tokens, router weights and experts. Decode is a forward pass
 of up to 128 tokens. The results of a method must equal those of ``all_gather`` within a tolerance.
-If the capacity drops rows, they must equal those of ``ours``: plain JAX would drop other rows.
+If the capacity drops rows, the reference is ``ours``, because plain JAX would drop other rows.
 """
 
 from __future__ import annotations

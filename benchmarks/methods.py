@@ -22,7 +22,7 @@ import jax_moe_a2a as ma
 
 from .workload import DTYPE, Workload
 
-GLOBAL_SCALE = 0.002  # of NvFp4: the largest number is then 0.002 * 2688
+GLOBAL_SCALE = 0.002  # of NvFp4, whose largest number is 2688 times this scale
 
 
 class Dispatched(NamedTuple):
@@ -44,7 +44,7 @@ class Method(NamedTuple):
     """(rows [capacity, H], state) -> [T, H]."""
     route: Callable[[jax.Array], Any] | None = None
     decode: Callable[[Any], jax.Array] = lambda rows: rows
-    """Maps the rows of ``dispatch`` to those of ``combine``."""
+    """Maps the rows that ``dispatch`` returns to rows that ``combine`` accepts."""
 
 
 def ours(workload: Workload, group: ma.Group) -> Method:
@@ -129,8 +129,8 @@ def dense(workload: Workload, group: ma.Group) -> Method:
 
 
 def ragged(workload: Workload, group: ma.Group, updates: int = 1) -> Method:
-    """Send a row for each choice by ``lax.ragged_all_to_all``. XLA copies each of the ``updates``
-    for a peer with one thread block."""
+    """Send a row for each choice with ``lax.ragged_all_to_all``. The rows for a peer are divided
+    into ``updates`` parts, because XLA copies a part with only one thread block."""
     setting, axis, ranks = workload.setting, group.axis_name, group.size
     local_experts = setting.experts // ranks
 
@@ -198,8 +198,8 @@ class Links(NamedTuple):
 def sort_by_key(
     keys: jax.Array, num_keys: int, length: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return int32 arrays: entries in stable order [length], their places [N], group sizes. -1
-    means none."""
+    """Return int32 arrays: indices of ``keys`` in stable order [length], the place of each key in
+    this order [N], and how often each key occurs [num_keys]. -1 means none."""
     indices = jnp.arange(keys.size, dtype=jnp.int32)
     order = jnp.argsort(keys, stable=True).astype(jnp.int32)
     place = jnp.zeros_like(indices).at[order].set(indices, unique_indices=True)

@@ -44,7 +44,7 @@ from .run import Run, say
 from .slice_layers import ALONE, EXACT, LAYERS
 from .workload import Setting, draw
 
-# In bfloat16 without sparsity, by `device_kind`.
+# Of bfloat16 products without sparsity, by `device_kind`.
 PEAK_TFLOPS = {"NVIDIA H100 80GB HBM3": 989, "NVIDIA H200": 989}
 MEMORY_FRACTION = "0.88"  # our workspaces and NCCL's buffers need the rest
 RATE = 3e-4
@@ -58,7 +58,7 @@ BATCHES = 4
 ROUTINGS = ("uniform", "learned")
 OURS = ("moe_mlp", "moe_mlp_to_fp8", "local")
 TINY_ROWS = 16
-# Rows with equal entries replace each other.
+# A new row replaces an old row of the record that has equal entries for these keys.
 KEYS = ("geometry", "layers", "rows", "routing", "micro_batches", "method")
 ON_GPU = ("mosaic", "ragged32")
 
@@ -194,7 +194,7 @@ class Bench:
         self.rates = [jax.device_put(np.float32(rate), more[2]) for rate in (RATE, 0)]
         rows: dict[str, dict[str, Any]] = {}
         reference = None
-        is_exact = lambda method: LAYERS[method].tolerance == EXACT  # not FP8, drops or bounds
+        is_exact = lambda method: LAYERS[method].tolerance == EXACT  # no FP8, drops or bounds
         for method in sorted(self.programs, key=lambda m: (m != "all_gather", not is_exact(m))):
             with self.run.attempt(f"{self.step}, {method}"):
                 rows[method] = self.check(method, reference)
@@ -221,7 +221,7 @@ class Bench:
         return results
 
     def check(self, method: str, reference: Any) -> dict[str, Any]:
-        """Return a row without times. AssertionError: the losses differ too much from
+        """Return a row without times. Raise AssertionError if the losses differ too much from
         ``reference``."""
         program, layer = self.programs[method], LAYERS[method]
         self.state = None  # frees memory
@@ -322,7 +322,7 @@ class Bench:
 
 
 def mfu_of(tflops: float, device_kind: str) -> float | None:
-    """Return a share of the GPU's peak."""
+    """Return the share of the GPU's peak, or None if the peak is not known."""
     peak = PEAK_TFLOPS.get(device_kind)
     return round(tflops / peak, 4) if peak else None
 

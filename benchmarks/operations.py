@@ -39,7 +39,7 @@ class Operation(NamedTuple):
 
 
 def round_trip(method: Method, x: jax.Array, ids: Any, weights: jax.Array) -> jax.Array:
-    """Return x, because experts return their rows."""
+    """Return x up to rounding: experts return their rows, and weights of a token have sum 1."""
     dispatched = method.dispatch(x, ids, weights)
     return method.combine(method.decode(dispatched.rows), dispatched.state)
 
@@ -48,7 +48,7 @@ def prepare(
     method: Method, ops: Collection[Op] = STANDARD
 ) -> tuple[Callable[..., dict[str, Any]], list[Operation]]:
     """Return a function (x, ids, weights) of one rank, and operations. Trace the function before
-    the operations."""
+    the operations, because ``backward`` needs the structure of its ``vjp``."""
     vjp_treedef = None
 
     def run_once(x: jax.Array, ids: jax.Array, weights: jax.Array) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def prepare(
         for op in (ROUTE, EXCHANGE, ROUND_TRIP_ROUTED):
             del makers[op]
 
-    # The parts of an operation may read different integer arrays, which must all be tied.
+    # In plain JAX, parts of an operation may read different integer arrays: tie all of them.
     tied_axes = 2 if method.route is not None else None
     return run_once, [
         Operation(*op, *makers[op], tied_axes) for op in STANDARD if op in ops and op in makers

@@ -1,7 +1,7 @@
 """Simulate the load of ranks with a planned placement: ``python -m benchmarks.placement``.
 
 The simulation needs no GPU. The experts of a token are the ``top_k`` largest values of popularity
-plus Gumbel noise. The popularity of experts is normal with a sigma. The program plans a placement
+plus Gumbel noise. Popularity is normal with standard deviation sigma. The program plans a placement
 from the load of one batch, and measures the load of ranks in later batches of the same popularity.
 At the end, the program prints the table of docs/placement.md: times of layers with these loads,
 calculated from measured rates.

@@ -49,7 +49,7 @@ TINY = 64  # divisor of sizes without a GPU
 
 
 class Setting(NamedTuple):
-    """A product of rows [rows, k] with [groups, k, n], or experts of hidden size k with n / 2."""
+    """A product [rows, k] by [groups, k, n], or experts (hidden size k, intermediate n / 2)."""
 
     name: str
     k: int
@@ -126,7 +126,7 @@ def sizes_of(setting: Setting) -> Any:
 
 @functools.cache
 def products() -> dict[str, Callable[..., Any]]:
-    """Return products (rows, w, sizes) by implementation. FUSED computes experts."""
+    """Return products (rows, w, sizes) by implementation. FUSED instead computes whole experts."""
 
     def batched(rows: Any, w: Any, sizes: Any) -> Any:
         buckets = rows.reshape(w.shape[0], -1, rows.shape[1])

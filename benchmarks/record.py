@@ -79,7 +79,7 @@ def today() -> str:
 
 
 def read(path: pathlib.Path) -> dict[str, Any]:
-    """Old records get the entries that their rows do not have."""
+    """Read a record. Rows of old records get default values for entries that they lack."""
     record = json.loads(path.read_text())
     return dict(record, rows=[OLD_ROWS | row for row in record["rows"]])
 

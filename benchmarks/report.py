@@ -26,14 +26,14 @@ TITLES = {"": "Standard settings", "tokens": "Tokens", "sms": "SM budget"}  # of
 TITLES |= dict(formats="Token formats", products="Grouped products", model="Whole training steps")
 TITLES |= dict(stages="Stages of a whole layer")
 BARS = dict(products=("tflops", "TFLOP/s"), model=("tokens_per_s", "tokens/s per GPU"))
-LOG_FROM = 20  # largest value / smallest value
+LOG_FROM = 20  # above this ratio of the largest to the smallest value, an axis is logarithmic
 
 COMBINE: Row = dict(op="combine", method="ours")
 OURS, GATHER, DENSE, RAGGED = (
     dict(op="round_trip", includes_route=True, method=method)
     for method in ("ours", "all_gather", "dense", "ragged")
 )
-# For each column: entries of its row, and the ``name`` of the figure.
+# For each column: the entries that its row must have, and the ``name`` of the shown entry.
 SUMMARY: dict[str, Row] = {"`all_gather`": GATHER, "dense `all_to_all`": DENSE}
 SUMMARY |= {"`ragged_all_to_all`": RAGGED, "this package": OURS}
 SUMMARY |= {"link limit": dict(OURS, name="wire_us")}
@@ -229,7 +229,7 @@ def of_main_size(rows: Rows) -> list[Row]:
 
 
 def number(x: Any) -> str:
-    """Return few digits of a number, a name, or a dash for None or ""."""
+    """Return a number with few digits, a name, or a dash for None or ""."""
     if isinstance(x, float):
         return f"{x:,.0f}" if x >= 100 else f"{x:.1f}" if x >= 1 else f"{x:.2g}"
     if isinstance(x, int):

@@ -74,7 +74,7 @@ class Program(NamedTuple):
     compiling: concurrent.futures.Future
     reps: int
     exchanges: int
-    """The least number in each repetition."""
+    """The least number of exchanges in each repetition."""
     num_results: int
 
 

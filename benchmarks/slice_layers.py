@@ -28,10 +28,10 @@ ALONE = "self"  # a mesh axis of size one
 class Layer(NamedTuple):
     make: Callable[[Workload], MoE]
     tolerance: float | None = EXACT
-    """The largest difference of first losses from the reference. None: a bound, with other
-    losses."""
+    """The largest difference of first losses from the reference. None: the layer is a bound, whose
+    losses are different."""
     has_our_products: bool = True
-    """True: the time minus that of ``local`` is the exchange's."""
+    """True: the exchange takes the time of the layer minus the time of ``local``."""
     quantize: Callable[[Any], Any] | None = None
 
 
@@ -59,8 +59,8 @@ def local(workload: Workload) -> MoE:
 
 
 def multiply(dot: Any, rows: Any, sizes: Any, experts: ma.Experts) -> Any:
-    """Products with one-hot vectors add biases, so their gradients are products. Results after the
-    last group are zero with biases, and otherwise undefined."""
+    """Products with one-hot vectors add biases, so gradients of biases are products, too. Results
+    after the last group are zero with biases, and otherwise undefined."""
     expert = jnp.repeat(jnp.arange(sizes.size), sizes, total_repeat_length=len(rows))
     one_hot = jax.nn.one_hot(expert, sizes.size, dtype=rows.dtype)
     is_row = (jnp.arange(len(rows)) < sizes.sum())[:, None]

@@ -29,8 +29,8 @@ ADAMW = optax.chain(
     optax.scale_by_adam(b1=0.9, b2=0.95, eps=1e-8),
     optax.add_decayed_weights(0.1),
 )
-NOISE = 0.1  # of tokens, independent of the previous one
-IN_F32 = ("norm", "router")  # words in names
+NOISE = 0.1  # share of the tokens that do not depend on the previous token
+IN_F32 = ("norm", "router")  # words in names of parameters that stay in float32
 
 MoE = Callable[..., tuple[jax.Array, jax.Array]]
 """(x [T, H], ids and weights [T, K], ``Experts``) -> (sums [T, H], number of dropped choices)."""
@@ -74,8 +74,8 @@ GEOMETRIES = {
     "qwen3": Geometry(
         *("Qwen3-30B-A3B", 48, 151936, 2048, 32, 4, 128, 128, 8, 768), layers=8, qk_norm=True
     ),
-    # With 64 of 256 experts, each of 4 ranks has 16, as one of 16 ranks of the model. A head's 64
-    # elements with RoPE and 64 without are 64 and 128 in the model.
+    # With 64 of 256 experts, each of 4 ranks has 16, like each of 16 ranks for the whole model. A
+    # head has 64 elements with RoPE and 64 without; in the model, it has 64 and 128.
     "dsv3": Geometry(
         *("DeepSeek-V3", 61, 129280, 7168, 128, 128, 128, 64, 8, 2048),
         **dict(layers=3, shared=2048, q_rank=1536, kv_rank=512),
@@ -168,7 +168,7 @@ def flops(g: Geometry, length: int) -> tuple[int, int]:
 
 
 def batches(g: Geometry, shape: tuple[int, ...], number: int) -> np.ndarray:
-    """Return token ids [number, *shape]; most depend on the previous one."""
+    """Return token ids [number, *shape]. Most ids depend on the previous id."""
     rng = np.random.default_rng(0)
     follows = rng.permutation(g.vocabulary)
     tokens = rng.integers(0, g.vocabulary, (number, *shape), np.int32)

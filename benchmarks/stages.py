@@ -218,8 +218,8 @@ class Layer:
 def loop(
     step: Callable[..., Any], reps: int, args: Any, place: jax.Array, add: Callable[..., Any]
 ) -> jax.Array:
-    """``add(place, results)`` must return ``place`` unchanged, in a form that XLA cannot see
-    through."""
+    """Repeat ``step(*args)``. ``add(place, results)`` must return ``place`` unchanged, but in a way
+    that XLA does not recognize."""
 
     def body(_: Any, place: jax.Array) -> jax.Array:
         # XLA could otherwise move work out of the loop, or skip results.
@@ -230,7 +230,7 @@ def loop(
 
 
 def tied(place: jax.Array, results: list[jax.Array]) -> jax.Array:
-    """Return ``place`` unchanged after the results."""
+    """Return ``place`` unchanged, but only after the results are computed."""
     return timing.tie([place], [0], [leaf for leaf in results if leaf.size])[0]
 
 

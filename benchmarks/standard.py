@@ -5,9 +5,9 @@
     python -m benchmarks --sweep tokens,sigma      two sweeps, about 15 seconds each
     python -m benchmarks --sweep all --ranks 2     all sweeps on the first two GPUs
 
-The same run times plain JAX and the link limit. The program writes a JSON record and a plot to
-benchmarks/results/. Without a GPU, the program runs small sizes on virtual CPU devices, which only
-checks that the program works. It then writes a record only if --out names a path.
+The same run measures plain JAX and the link limit. The program writes a JSON record and a plot
+to benchmarks/results/. Without a GPU, the program runs small sizes on virtual CPU devices, which
+only checks that the program works. It then writes a record only if --out names a path.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def choose_settings(args: argparse.Namespace, on_gpu: bool) -> list[Setting]:
 
 
 def choose_methods(args: argparse.Namespace, setting: Setting, on_gpu: bool) -> tuple[str, ...]:
-    """``ours`` is first, because it makes the reference."""
+    """Return methods. ``ours`` is first, because the rows of others must equal its rows."""
     wanted = args.methods or METHODS
     is_pointless = setting.tokens not in RAGGED_TOKENS or setting.routing != "uniform"
     # XLA:CPU has no ragged_all_to_all.
@@ -71,7 +71,7 @@ def measure_wire(sizes: list[int], num_gpus: int) -> dict[str, Any] | None:
     say("the link limit: building and running wire.cu")
     try:
         measured = wire.measure(sizes, num_gpus)
-    except (RuntimeError, ValueError) as error:  # its output is not JSON
+    except (RuntimeError, ValueError) as error:  # ValueError: the output is not JSON
         say(f"the link limit is not known: {error}")
         return None
     rate = max(result["gb_per_s"] for result in measured["results"])

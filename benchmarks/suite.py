@@ -20,12 +20,12 @@ from .operations import Op
 from .run import Case, Job, Program, Row, Run, say
 from .workload import DTYPE, Setting, Workload
 
-# A tie takes at most as long as in the program that times ties.
+# Rows with a larger share of the tie are left out: the tie may take less time than was measured.
 MOST_OF_A_TIE = 0.4
 TIE_SAMPLES = 3
 # Elements of the largest tied array. Smaller ties take as long as the first size.
 TIE_SIZES = (1 << 14, 1 << 16, 1 << 18, 1 << 20)
-# (a, b, most): a repetition takes a microseconds plus b times the link limit. More repetitions than
+# (`a`, `b`, `most`): a repetition takes `a` µs plus `b` times the link limit. More repetitions than
 # `most` compile too slowly.
 PLAIN_COSTS = dict(
     all_gather=(100.0, 3.0, 8),
@@ -52,7 +52,7 @@ class Plan:
 
 
 class TieKey(NamedTuple):
-    """Ties of equal sizes take about equally long."""
+    """The sizes of a tie. Ties of equal sizes take about equally long."""
 
     num_tied: int
     num_elements: int
@@ -73,7 +73,7 @@ class Variant(NamedTuple):
     run_once: concurrent.futures.Future
     programs: list[Timed]
     text: str
-    """Before compilation."""
+    """The program's text before compilation."""
 
     def __str__(self) -> str:
         sms = f", num_sms={self.group.num_sms}" if self.group.num_sms else ""
@@ -161,7 +161,7 @@ def make_inputs(mesh: Mesh, workload: Workload) -> tuple[jax.Array, jax.Array, j
 
 
 def tie_key(operation: operations.Operation, state: Any, num_results: int) -> TieKey:
-    """Return sizes, rounded up to times fewer ties."""
+    """Return the sizes of a tie, rounded up so that fewer ties are measured."""
     leaves = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in jax.tree.leaves(state)]
     tied = [leaves[i] for i in timing.pick_tied(leaves, operation.tied_axes)]
     most = max(leaf.size for leaf in tied)
@@ -201,8 +201,8 @@ def measure_ties(run: Run, keys: Sequence[TieKey]) -> None:
 def case_of(
     run: Run, variant: Variant, inputs: tuple[jax.Array, ...], reference: dict[str, jax.Array]
 ) -> Case:
-    """The first variant of ``ours`` stores its rows in ``reference``. Later rows must equal
-    them."""
+    """Return a case. The first variant of ``ours`` stores its rows in ``reference``. The rows of
+    later variants must equal these rows."""
 
     def check() -> dict[str, Any]:
         prepared = variant.run_once.result()(*inputs)

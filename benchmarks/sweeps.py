@@ -26,7 +26,7 @@ CPU_SIZES = 3
 TOKENS, FEW_TOKENS = 4096, 128
 PLAIN_TOKENS = (128, 4096)
 PLAIN = ("ours", "all_gather", "dense")
-NUM_SMS = (16, 24, 32, 48, 64, 96)  # all SMs are added
+NUM_SMS = (16, 24, 32, 48, 64, 96)  # and all SMs of the GPU
 
 FORWARD = (DISPATCH, EXCHANGE, COMBINE)
 BOTH_WAYS = (*FORWARD, ROUND_TRIP, BACKWARD)

@@ -1,8 +1,8 @@
 """Measure the device time of an operation in one jitted program, which repeats it. A sample is the
 difference between few and many runs of the program, so it has no overhead of the host. A *tie* is
-the dependency between repetitions: one small kernel, which adds 0 to integers of the inputs. XLA
-cannot know the 0 before it has the previous results. All calls of this package read the integers. A
-row has the time without ties, and the measured time."""
+the dependency between repetitions: one small kernel, which adds 0 to integers of the inputs. This 0
+is computed from the previous results, and all calls of this package read these integers, so a
+repetition waits for the previous one. A row has the time without ties, and the measured time."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Timing(NamedTuple):
 
 
 def per_rank(fn: Callable[..., Any], mesh: Mesh) -> Any:
-    """Arguments and results of the function have a leading rank axis."""
+    """Run ``fn`` on each rank. Arguments and results of the program have a leading rank axis."""
     spec = PartitionSpec(mesh.axis_names)
     sharding = NamedSharding(mesh, spec)
 
@@ -91,7 +91,7 @@ def chain(
 
 
 def chain_of_ties(reps: int) -> Callable[[Any], list[jax.Array]]:
-    """The function's argument is a pair: tied arrays, and arrays in place of results."""
+    """Return a function of ties only. Its argument: tied arrays, and arrays in place of results."""
     tie_all = jax.jit(lambda tied, results: tie(tied, range(len(tied)), results))
 
     def repeated(state: tuple[list[jax.Array], list[jax.Array]]) -> list[jax.Array]:
@@ -105,8 +105,8 @@ def chain_of_ties(reps: int) -> Callable[[Any], list[jax.Array]]:
 
 def pick_tied(leaves: Sequence[Any], axes: int | None = 2) -> list[int]:
     """Return the indices of the arrays that a tie changes: the smallest integer array with at least
-    ``axes`` axes, because all our calls read it. None: all integer arrays. Without integers, the
-    smallest array."""
+    ``axes`` axes, because all our calls read it. If ``axes`` is None, return all integer arrays. If
+    there are no integers, return the smallest array."""
     by_size = sorted(range(len(leaves)), key=lambda i: leaves[i].size)
     integers = [i for i in by_size if jnp.issubdtype(leaves[i].dtype, jnp.integer)]
     if axes is None and integers:
@@ -133,7 +133,7 @@ def first_element(x: jax.Array) -> jax.Array:
 
 
 def check_unmerged(compiled: Any, reps: int, exchanges: int = 1) -> None:
-    """RuntimeError: there are fewer than ``reps`` times ``exchanges`` custom calls or
+    """Raise RuntimeError if there are fewer than ``reps`` times ``exchanges`` custom calls or
     collectives."""
     text = compiled.as_text()
     calls, collectives = len(_OURS.findall(text)), len(_COLLECTIVE.findall(text))
@@ -145,7 +145,7 @@ def check_unmerged(compiled: Any, reps: int, exchanges: int = 1) -> None:
 
 
 def count_fusions(compiled: Any) -> int:
-    """``chain_of_ties`` has one fusion per tie."""
+    """Count the fusions, because ``chain_of_ties`` has one fusion per tie."""
     return len(_FUSION.findall(compiled.as_text()))
 
 
@@ -166,8 +166,8 @@ def sampler(
     reps: int,
     sample_seconds: float = SAMPLE_SECONDS,
 ) -> Callable[[], float]:
-    """Return a function that measures the microseconds of a repetition. Samples in which many calls
-    take no longer than few calls are repeated."""
+    """Return a function that measures the microseconds of a repetition. It repeats a sample if many
+    calls have taken no longer than few calls."""
 
     def seconds(calls: int) -> float:
         start = time.perf_counter()

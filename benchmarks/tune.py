@@ -84,7 +84,7 @@ def measure(run: Run, name: str, timed_cases: Any, values: Sequence[int], chosen
                 variants[value] = suite.compile_variant(run, plan, "ours", {}, (op,))
         run.wait()
         expected = portable.run_once.result()(*inputs)
-        samplers: dict[str, Callable[[], float]] = {}  # by text: values may make equal programs
+        samplers: dict[str, Callable[[], float]] = {}  # by text, because programs may be equal
         state = None
         for value, variant in variants.items():
             if variant.text in samplers:
@@ -157,7 +157,7 @@ def main(argv: list[str] | None = None) -> int:
     if num_gpus == 1:
         raise SystemExit("benchmarks.tune needs two or more GPUs, because one GPU has no links")
     run = runs.open_run(args, num_gpus, ["tune"], "tune", SAMPLES if num_gpus else 1)
-    architecture, num_sms = "90", 132  # any numbers
+    architecture, num_sms = "90", 132  # without GPUs, any numbers
     if num_gpus:
         gpu = run.mesh.devices.flat[0]
         architecture, num_sms = gpu.compute_capability.replace(".", ""), gpu.core_count

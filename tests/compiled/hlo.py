@@ -121,13 +121,13 @@ class Module:
         return " and ".join(sorted(ops.intersection(MOVES))) if ops <= {*MOVES, *PLAIN} else ""
 
     def shapes_of(self, i):
-        """Return the shapes of a kernel's in-place updates, or else of the results."""
+        """Return the shapes of a kernel's in-place updates or, if it has none, of its results."""
         updates = [b.operands[1] for b in self.fused(i) if b.op == UPDATE]
         written = [s for name in updates for s in self.by_name[name].shapes]
         return " ".join(written or i.shapes)
 
     def scope(self, i):
-        """Return the innermost scope `moe_*` of an instruction, marked in the backward pass."""
+        """Return the innermost scope `moe_*` of an instruction, and whether it is "backward"."""
         names = re.findall(r"\bmoe_\w+", i.op_name.removesuffix(i.op_name.rsplit("/", 1)[-1]))
         of = f"of {names[-1]}" if names else "of no scope"
         return f"{of}, backward" if "transpose(" in i.op_name else of

@@ -1,6 +1,6 @@
 """Define the programs of tests/compiled/table.txt.
 
-No other size may equal the capacity, by which `hlo.py` finds arrays.
+No other size may equal the capacity, because `hlo.py` finds arrays of rows by the capacity.
 """
 
 import functools

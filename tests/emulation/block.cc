@@ -1,5 +1,5 @@
-// Compiled without instrumentation: ThreadSanitizer must not see the emulator's state of a block,
-// which a GPU does not have. publish() and observe() tell it the order of accesses on a GPU.
+// Compiled without instrumentation, because a GPU does not have the state that the emulator keeps
+// of a block. publish() and observe() tell ThreadSanitizer what orders memory on a GPU.
 #include "block.h"
 
 #include <link.h>
@@ -24,7 +24,7 @@ constexpr unsigned char kGarbage = 0xA5;
 
 enum class State { kReady, kAtWarp, kAtBarrier, kDone };
 
-// Must be the same for all lanes of a warp.
+// A collective of a warp. All lanes of the warp must wait at the same one.
 enum class Meeting { kNone, kSync, kShuffle, kBallot, kMatch, kSum };
 
 struct Thread {
@@ -37,7 +37,7 @@ struct Thread {
 };
 
 struct Warp {
-  // Of the current and the previous collective. Slow lanes may still read the previous ones.
+  // Values of the current and the previous collective. Slow lanes may still read the previous.
   uint64_t values[2][kLanes];
   int current = 0, arrived = 0;
   Meeting meeting = Meeting::kNone;
@@ -140,8 +140,8 @@ void run_thread() {
   die("a thread runs on after its end");
 }
 
-// A GPU does not initialize shared memory, so this fills it with garbage. The emulator's own
-// thread-local variables are still unset.
+// Fills shared memory with garbage, because a GPU does not initialize it. This also overwrites the
+// emulator's own thread-local variables, which are not set yet.
 int fill_shared(dl_phdr_info* info, size_t, void*) {
   for (int i = 0; i < info->dlpi_phnum; ++i) {
     if (info->dlpi_phdr[i].p_type == PT_TLS && info->dlpi_tls_data != nullptr) {
@@ -152,7 +152,7 @@ int fill_shared(dl_phdr_info* info, size_t, void*) {
 }
 
 // The n-th block of a launch reuses the fibers of the n-th block of the rank's previous launch.
-// That launch has ended, so ThreadSanitizer gets no wrong order.
+// ThreadSanitizer therefore orders the two blocks. This is right: the previous launch has ended.
 struct Fibers {
   static constexpr unsigned kMost = 512;
   Fiber fibers[kMost];

@@ -36,8 +36,8 @@ bool vote_of_block(bool vote, bool is_and, bool is_barrier);
 // Kernels call these functions where a thread reads memory that another thread may change.
 void yield();
 void yield_sometimes();
-// Called before and after each store that other ranks read, so that they can read memory between
-// two stores.
+// Called before and after each store that other ranks read, so that these ranks can read memory
+// between two stores.
 void pause_sometimes();
 void pause_often();  // stops the block in one of four calls
 
@@ -74,7 +74,7 @@ void observe_start();
 // Fences of shared memory publish this word, and bulk copies of the block observe it.
 char* shared_fence_of_block();
 
-// end_bulk_copies() checks that the thread has finished them.
+// The copies of the running thread. end_bulk_copies() checks that the thread has finished them.
 struct BulkCopies;
 BulkCopies*& bulk_copies();
 void end_bulk_copies(BulkCopies* copies);

@@ -32,7 +32,7 @@ void check_words(const char* to, const char* from, uint32_t bytes) {
 
 struct BulkCopies {
   std::vector<Copy> loads, stores;
-  int open_group = 0;  // of the next stores
+  int open_group = 0;  // the group of the next stores
   // Shared and global memory have separate proxies, because a fence for one does not order the
   // other.
   Proxy shared, global;

@@ -9,7 +9,7 @@ namespace emulation {
 
 class Domain {
  public:
-  // `half_bytes` is enough for every exchange.
+  // `half_bytes` must be enough for every exchange.
   Domain(int num_ranks, int64_t half_bytes);
 
   int num_ranks() const { return num_ranks_; }
@@ -21,7 +21,7 @@ class Domain {
   moe_a2a::RankView view(int rank, moe_a2a::Operation operation, uint64_t signature, double timeout,
                          double first_timeout);
 
-  // Returns "" without damage to memory that no exchange may write.
+  // Returns "", or which byte was written that no exchange may write.
   std::string damage();
 
  private:

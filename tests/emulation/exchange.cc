@@ -42,7 +42,7 @@ Routing::Routing(const Making& making, Random& random, int max_tokens, int max_t
   shape.num_ranks = making.num_ranks;
   shape.top_k = 1 + random.below(std::min(max_top_k, random.one_in(5) ? kMaxTopK : 4));
   shape.num_tokens = 1 + random.below(shape.top_k > 8 ? std::min(5, max_tokens) : max_tokens);
-  // Adjacent tokens then share a flag.
+  // If there are more than kMaxChunks tokens, adjacent tokens share a flag.
   if (may_have_parts && shape.top_k <= 4 && random.one_in(5) && making.max_tokens > kMaxChunks) {
     shape.num_tokens += kMaxChunks;
   }
@@ -65,7 +65,7 @@ Routing::Routing(const Making& making, Random& random, int max_tokens, int max_t
   plans = plans_of(shape, ids);
 }
 
-// The order in which choices are dropped (choice index, token, source) decides which rows exist.
+// Draws ids until one source's choice is kept and another source's equal choice is dropped.
 void Routing::move_to_threshold(Random& random, int max_tokens) {
   shape.parts = 1;
   do {

@@ -29,7 +29,7 @@ struct Making {
   int max_local_experts = 4;
   int max_groups = 12;        // of an encoded row, 128 numbers each
   int max_tokens = 1 << 20;   // of a rank
-  bool at_threshold = false;  // splits_sources() is true (oracle.h)
+  bool at_threshold = false;  // only routings for which splits_sources() is true (oracle.h)
   int crowded_rank = -1;      // its tokens have slots at every rank
   int corrupt_one_in = 0;     // about one of N indices is corrupted; 0: none
 };
@@ -38,8 +38,8 @@ class JointLaunch {
  public:
   explicit JointLaunch(int num_ranks) : params_(static_cast<size_t>(num_ranks)) {}
 
-  // The last rank calls launch(params, stream) with the parameters of ranks 0 and 1. Every rank
-  // gets the result.
+  // The last rank to arrive calls launch(params, stream). The kernel computes all parameters from
+  // those of ranks 0 and 1 (device/ranks.cuh). join() returns the result on every rank.
   template <typename Params, typename Launch>
   cudaError_t join(int rank, const Params& params, Launch&& launch) {
     std::unique_lock<std::mutex> lock(mutex_);
@@ -122,7 +122,7 @@ class Exchange {
  private:
   struct Output {
     Array array;
-    unsigned char fill;  // of each byte after a failure
+    unsigned char fill;  // the value of each byte after a failure
   };
   std::vector<std::vector<Output>> outputs_;
 };

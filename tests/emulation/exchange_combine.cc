@@ -184,7 +184,7 @@ class Combine : public Exchange {
     return a;
   }
 
-  // Returns -1 without a row, and sets `at` to the rank of the row.
+  // Sets `at` to the rank of the choice. Returns the choice's row there, or -1 if it has none.
   int row_of(int rank, int token, int k, int* at) const {
     const Shape& shape = routing_.shape;
     *at = routing_.plans[rank].choice_rank(shape, token, k);

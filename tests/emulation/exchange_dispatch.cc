@@ -184,7 +184,7 @@ class Payload : public Exchange {
   bool leaves_tail_;
 
  private:
-  // Such rows must stay unwritten.
+  // True for rows of the tail that the call must not write.
   bool is_left(const Plan& plan, int row) const { return leaves_tail_ && plan.is_tail(row); }
 
   static bool is_untouched(const Array& out, int row, int64_t bytes) {

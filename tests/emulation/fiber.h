@@ -29,7 +29,7 @@ class Fiber {
 };
 
 // Accesses of a proxy, such as those of bulk copies, have no order relative to its thread's other
-// accesses. For ThreadSanitizer, it is a separate thread.
+// accesses. For ThreadSanitizer, a proxy is a separate thread.
 class Proxy {
  public:
   Proxy();
@@ -50,7 +50,7 @@ class Proxy {
   void *sanitizer_ = nullptr, *caller_ = nullptr;
 };
 
-// ThreadSanitizer sees a release of the word, and an acquire of the word.
+// For ThreadSanitizer, publish() is a release of the word, and observe() is an acquire.
 void publish(void* word);
 void observe(void* word);
 

@@ -17,8 +17,8 @@
 
 namespace emulation {
 
-// Arrays that the thread makes meanwhile are in the memory of `rank`. All ranks must make arrays of
-// the same sizes in the same order.
+// While this object lives, arrays that the thread makes are in the memory of `rank`. All ranks must
+// make arrays of the same sizes in the same order.
 class InMemoryOf {
  public:
   explicit InMemoryOf(int rank) : previous_(current()) { current() = rank; }

@@ -120,8 +120,8 @@ std::vector<ExchangePtr> make_sequence(const Options& options, const Making& mak
 }
 
 struct Expectation {
-  bool may_fail = false;   // failed ranks have the results of a failure
-  bool must_fail = false;  // of some rank
+  bool may_fail = false;   // ranks may fail, and then have the results of a failure
+  bool must_fail = false;  // at least one rank must report a failure
   bool has_results = true;
 };
 
@@ -256,7 +256,7 @@ class Sequence {
     if (error != cudaSuccess) where("the launch failed");
     if (!exchange.is_intact_around(rank)) where("memory around a result was written");
     if (!expect_.has_results) return;
-    // No rank may succeed if one makes a different call, even a rank that receives nothing from it.
+    // If one rank makes a different call, all ranks must fail, also those that it sends nothing.
     const bool must_fail = (is_late && options_.has("heads")) || options_.has("other");
     if (must_fail && !exchange.is_failure(rank)) where("it has succeeded");
     if (expect_.may_fail && domain_->is_poisoned(rank) && exchange.is_failure(rank)) return;

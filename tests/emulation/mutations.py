@@ -8,7 +8,7 @@ from . import swaps
 
 CUDA = pathlib.Path(__file__).resolve().parents[2] / "cuda"
 
-# Most are defined in device/ptx.cuh.
+# Calls that order memory or wait. Most of the functions are defined in device/ptx.cuh.
 _CALL = re.compile(
     r"\b(__syncwarp|__syncthreads(?:_or|_and)?|(?:\w+\.)?sync|load_acquire_sys|store_release_sys|arrive"
     r"|fence_\w+|wait_until_read<[^>]*>|wait_until_loaded|wait_until_stored)\("
@@ -120,7 +120,7 @@ class Rule:
 
 
 _MISMATCH = ("--mismatch", 1, "--timeout", 2)
-# A peer that does not wait for the head of rank 1, which is late, ends without an error.
+# Rank 1 stores its wrong head late. A peer that does not wait for heads then ends without an error.
 _OTHER_HEADS = ("--heads", 1, "--stall", 1, "--phase", 3, "--delay", 0.05)
 RULES = [
     Rule("kIgnoreCredit", 1, "rdc", more=("--depth", 1)),
@@ -139,7 +139,7 @@ _ATOMIC = "it orders two words that are loaded as atomics: no race, and x86 keep
 _OVERLAP = "it matters only if launches overlap, which they do not in these sequences"
 _FLAG_FOLLOWS = "the flag follows both, and nothing reads them before the flag"
 _STATE = "only the rank's next launch reads this state, after the end of this launch"
-# At least one seed must detect a mutation. Most need one or two.
+# At least one of these seeds must detect each mutation. Most mutations need one or two seeds.
 MAX_SEEDS = 48
 # Saves time for mutations that seed 1 does not detect.
 _FIRST_SEED = {
@@ -200,7 +200,7 @@ def all_mutations():
 
 
 def places():
-    """By file and line."""
+    """Return all calls that a run can leave out, sorted by file and line."""
     found = []
     for path in sorted([*CUDA.glob("device/*.cuh"), *CUDA.glob("kernels/*.cu")]):
         if path.name != "ptx.cuh":

@@ -36,7 +36,7 @@ inline float read_number(const char* at, moe_a2a::ElementType type) {
 // Sums are exact in every type and any order.
 inline float small_integer(Random& random) { return static_cast<float>(random.between(-4, 4)); }
 
-// Of float4_e2m1fn, by code.
+// The magnitudes of float4_e2m1fn, indexed by code.
 constexpr float kFloat4[] = {0.f, 0.5f, 1.f, 1.5f, 2.f, 3.f, 4.f, 6.f};
 
 // Of 16 consecutive elements, at least one is 6 or -6, so the scale of a group is a power of two.

@@ -21,7 +21,7 @@ enum {
   kNumDropped
 };
 
-// Tokens of one rank get slots in their order.
+// At each destination, the tokens of a rank get slots in token order.
 void assign_slots(const Shape& s, const std::vector<int32_t>& ids, Plan& plan) {
   std::vector<int> next(static_cast<size_t>(s.num_ranks));
   const int per_part = s.num_tokens / s.parts;
@@ -66,7 +66,7 @@ std::vector<std::vector<bool>> kept_choices(const Shape& s, const Ids& ids, int 
   return kept;
 }
 
-// The order is expert, source, token, choice. Call assign_slots() for all ranks first.
+// Rows are ordered by expert, source, token and choice. Call assign_slots() for all ranks first.
 void assign_rows(const Shape& s, const Ids& ids, int rank, std::vector<Plan>& plans) {
   auto& arrays = plans[rank].arrays;
   const auto kept = kept_choices(s, ids, rank);

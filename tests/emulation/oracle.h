@@ -12,7 +12,7 @@ struct Shape {
   int num_ranks, num_tokens, top_k, local_experts, capacity, alignment;
   int group_experts = 1;  // how many consecutive experts form one group
   bool may_drop = true;   // false: the capacity is large enough for any routing
-  int parts = 1;          // of tokens, with separate slots, as under vmap
+  int parts = 1;          // ranges of tokens that have separate slots, as under vmap
 
   int num_choices() const { return num_tokens * top_k; }
   int num_experts() const { return num_ranks * local_experts; }
@@ -40,8 +40,8 @@ using Ids = std::vector<std::vector<int32_t>>;  // indexed by rank
 
 std::vector<Plan> plans_of(const Shape& shape, const Ids& ids);
 
-// True if a rank keeps a choice of one source, and drops another source's with equal token and
-// choice indices.
+// True if a rank keeps a choice of one source, but drops the choice of another source with equal
+// token and choice indices.
 bool splits_sources(const Shape& shape, const Ids& ids);
 
 }  // namespace emulation

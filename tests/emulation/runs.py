@@ -17,7 +17,7 @@ VARIANTS = ("plain", "tsan", "colocated", "colocated_tsan")
 
 
 def build(target):
-    """A lock lets only one process build at a time."""
+    """Build a target of the Makefile. A lock lets only one process build at a time."""
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None or shutil.which("make") is None:
         raise RuntimeError(
@@ -28,8 +28,8 @@ def build(target):
         fcntl.flock(lock, fcntl.LOCK_EX)
         swaps.write_sources(OUT / "swapped")
         command = ["make", "-s", "-j2", f"CXX={compiler}", f"OUT={OUT}", f"{OUT}/{target}"]
-        # With CCACHE_BASEDIR, ccache would write .d files with unknown targets, and changed headers
-        # would compile nothing.
+        # With CCACHE_BASEDIR, ccache would write unknown targets into .d files, and make would not
+        # compile again after a header has changed.
         environment = {k: v for k, v in os.environ.items() if k != "CCACHE_BASEDIR"}
         made = subprocess.run(command, cwd=HERE, capture_output=True, text=True, env=environment)
     if made.returncode != 0:
@@ -45,7 +45,7 @@ HOST_CHECKS = (
 def check_host(sanitizer, check, seconds):
     """Return an error, or ""."""
     command = [OUT / f"host_{sanitizer}" / "checks", check, str(seconds)]
-    # Some memory is kept until the process ends.
+    # These are no leaks: some memory is kept on purpose until the process ends.
     environment = os.environ | {"ASAN_OPTIONS": "detect_leaks=0", "TSAN_OPTIONS": "exitcode=66"}
     done = subprocess.run(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -83,8 +83,8 @@ class Outcome:
 
 
 def run(variant, seed, *options, program="emulate", seconds=300, ends_at_report=False):
-    """A run of more than `seconds` has the sign "hangs". ThreadSanitizer's first report ends it
-    with `ends_at_report`, because many reports take 100 times longer."""
+    """Run the emulator. After `seconds`, the run ends with the sign "hangs". With `ends_at_report`,
+    it ends at ThreadSanitizer's first report, because many reports take 100 times longer."""
     command = [OUT / variant / program, "--seed", str(seed), *map(str, options)]
     sanitizer = "exitcode=66 history_size=1 report_signal_unsafe=0 "
     sanitizer += f"halt_on_error={int(ends_at_report)}"
@@ -111,7 +111,7 @@ class Kind:
 
     variant: str
     options: Callable[[int], list]  # seed -> options
-    is_slow: bool = False  # a tenth of the seeds
+    is_slow: bool = False  # True: use only a tenth of the seeds
 
     def seeds(self, first, count):
         return range(first, first + (max(1, count // 10) if self.is_slow else count))
@@ -225,7 +225,7 @@ def run_kind(name, seed):
 
 
 def mutate(mutation, seed):
-    """The time limit is short, because a different seed detects the mutation sooner than a hang."""
+    """Run with a mutation. The time limit is short: after a hang, another seed is faster."""
     options = ["--ranks", 2 + seed % 2, "--steps", 4, "--timeout", 10, "--ops", mutation.letters]
     if seed % 3 == 0:
         options += ["--depth", 1]

@@ -13,7 +13,7 @@ struct Site {
   }
 };
 
-// Records that the run has reached this place.
+// True if the run leaves out this place. Also records that the run has reached the place.
 bool is_left_out(const Site& site);
 
 // `place` is `file:line`, without a folder.

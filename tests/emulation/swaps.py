@@ -12,7 +12,7 @@ CUDA = pathlib.Path(__file__).resolve().parents[2] / "cuda"
 _CALL = re.compile(r"\b((?:store|raise|send|write)(?:_\w+)?)(?:<\w+(?:, \w+)*>)?\(")
 _FIELD = re.compile(r"\b(own\.\w+(?= = )|record->\w+(?=\)? = )|head->\w+)")
 _IS_WORD = re.compile(r"\b(?:store|raise)_\w+(?:<\w+>)?\(|\*const_cast<volatile|\bown\.\w+ = ")
-# Allowed between two neighbouring stores.
+# These calls may stand between two neighbouring stores.
 _BETWEEN = re.compile(r"(delay_for_test|fence_\w+|wait_until_stored|__threadfence\w*)\(")
 # These statements end a run of stores.
 _OTHER = re.compile(r"(const|auto|static|return|break|continue|using)\b|if \(breaks\(|#")
@@ -42,7 +42,7 @@ def pairs():
 
 
 def write_sources(folder):
-    """Do not write unchanged files, so that make does not compile them again."""
+    """Write the sources. Unchanged files are not written, so make does not compile them again."""
     sources = _sources()
     for path in [*CUDA.glob("device/*"), *CUDA.glob("kernels/*")]:
         text = _Source(path).rewritten() if path in sources else path.read_text()

@@ -41,7 +41,7 @@ def kind_of(seed, number, kinds):
 
 def run_one(seed, number, kinds):
     kind = kind_of(seed, number, kinds)
-    forks()  # start the fork server, which outlives the run, before `leaks.Before`
+    forks()  # start the fork server first: it outlives the run, and must not look like a leak
     start, before = time.monotonic(), leaks.Before()
     outcome, error, to_error = "FAILURE", "", None
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:

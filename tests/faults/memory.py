@@ -101,7 +101,7 @@ class Member(Inside):
                 self.close()
         finally:
             self.holds_interrupts = True
-            self.reach(len(plan))  # no process then waits for this process
+            self.reach(len(plan))  # so that no process waits for this process
 
     def reach(self, cycle):
         (self.folder / f"reached{self.index}.new").write_text(str(cycle))
@@ -224,7 +224,7 @@ def churn(run, at=None, act=None, given=()):
 
 
 def settle(run, bound, but=()):
-    """Return the replies of living members not in `but`, each within `bound`."""
+    """Return the replies of living members except `but`. All must arrive within `bound`."""
     replies = {}
     start = time.monotonic()
     for worker in run.alive():
@@ -235,13 +235,13 @@ def settle(run, bound, but=()):
 
 
 def bound_of(run):
-    """Return one timeout per process, because processes may wait for each other in a chain."""
+    """Return the sum of all timeouts, because processes may wait for each other in a chain."""
     return run.options.get("timeout", TIMEOUT) * len(run.workers)
 
 
 def judge(run, replies, start, *patterns, must_fail=False):
-    """Return the outcome. Every error must name a process or match `patterns`, and one of the other
-    processes must name the victim, unless the victim has an error."""
+    """Return the outcome. Every error must name a process or match `patterns`. If other processes
+    have errors and the victim has none, one of these errors must name the victim."""
     errors = {index: reply.error for index, reply in replies.items() if reply.error}
     victim = rf"process {run.victim}\b"
     for index, error in errors.items():
@@ -385,7 +385,7 @@ def restarted_peer(run):
     if first.error or first.value[0] != "cuda":
         raise Wrong(f"the new process: {first}")
     close_all(run)
-    for worker in run.alive():  # this try may fail, as it may use the killed process's socket
+    for worker in run.alive():  # may fail, because it may use the killed process's socket
         worker.say("reserve", 64)
     judge(run, settle(run, bound_of(run)), start)
     end(run)

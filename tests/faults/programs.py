@@ -48,7 +48,7 @@ class Rank(Inside):
         self.group = ma.Group(self.mesh, axes, timeout=TIMEOUT, two_level=hosts > 1)
 
     def compile(self):
-        """Compile the program before any call, in which other processes would wait for it."""
+        """Compile before any call, because calls of other processes would wait for this process."""
         spec = PartitionSpec(self.group.axis_name)
         mapped = jax.shard_map(self.exchange, mesh=self.mesh, in_specs=spec, out_specs=spec)
         self.program = jax.jit(mapped).lower(*self.operands(0)[1]).compile()

@@ -179,7 +179,7 @@ class Run:
         self.workers = []
         self.started = []
         self.kept = contextlib.ExitStack()
-        self.error, self.seconds = "", None  # an error, and seconds from the fault to it
+        self.error, self.seconds = "", None  # an error, and seconds from the fault to the error
 
     def start_one(self, make, index, **arguments):
         log = self.folder / f"{index}.log"
@@ -208,7 +208,7 @@ class Run:
         return [worker.hear(seconds) for worker in self.alive()]
 
     def kill(self, but=()):
-        """Kill the workers and then all others except `but`; return the ids of those others."""
+        """Kill the workers, then other processes except `but`. Return the ids of the other ones."""
         for worker in self.started:
             worker.kill()
         found = leaks.processes() - set(but)

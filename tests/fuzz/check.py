@@ -25,7 +25,7 @@ def wire_of(name):
 
 
 def exchange(program, group, a):
-    """Return one rank's (Recv, sums) for the arrays `a` by name."""
+    """Return (Recv, sums) of one rank. `a` maps the names of inputs to arrays."""
     p = program
     leaves = [a[f"x{i}"] for i in range(len(p.x))]
     routed = draw.routed_by(p, group)
@@ -164,7 +164,7 @@ class Expected:
     routings: list[oracle.Routing]
 
     def each(self, fn, *arrays):
-        """Join fn(*arrays, routing) of all domains, or of all ranks if tokens are replicated."""
+        """Join fn(*arrays, routing) of each domain or, if tokens are replicated, of each rank."""
         alone = len(self.routings) > 1 or self.program.replicated
         found = []
         for r, routing in enumerate(self.routings):
@@ -374,7 +374,7 @@ class Expected:
         self.check_close(cotangents["topk_weights"], total, own, "topk_weights")
 
     def check_close(self, actual, expected, slack, name):
-        """A slack other than 0 grows by one rounding."""
+        """Allow a difference of `slack` and, if `slack` is not 0, one more rounding."""
         rounded = expected.astype(actual.dtype)
         slack = np.broadcast_to(np.asarray(slack, np.float64), rounded.shape)
         at_most = slack + (slack > 0) * oracle.epsilon(actual.dtype) * np.abs(expected)

@@ -175,7 +175,7 @@ def drawn_sizes(rng, p):
 
 
 def inputs(program, seed, number, run):
-    """Make random arrays, which are not finite after an element's last group."""
+    """Make random arrays. Rows after an element's last group are not finite."""
     p, rng = program, draw.generator(seed, number, run, 6)
     ranks = p.place.ranks
 
@@ -229,7 +229,7 @@ def canonical(p, kind, array):
 
 
 def axes_of_vmaps(p, kind):
-    """Return the axis of each vmap that batches the array, in the program and in `Inputs`."""
+    """For each vmap that batches the array, return its axis in the program and in `Inputs`."""
     at = (*NAMES, "sizes").index(kind)
     axes = [axes[at] for axes in p.axes if axes[at] is not None]
     return [(1 + number + axis, 1 + number) for number, axis in enumerate(axes)]

@@ -145,7 +145,7 @@ def some_of(rng, values):
 
 
 def program(seed, number, *, has_mesh=True):
-    """Without `has_mesh`, ranks are elements of a vmap."""
+    """Make a program. If `has_mesh` is False, its ranks are elements of a vmap."""
     rng = generator(seed, number)
     chance = lambda p: bool(rng.random() < p)
     numbers = drawn_sizes(rng)
@@ -156,7 +156,7 @@ def program(seed, number, *, has_mesh=True):
     float_dtypes = (*FORMAT_DTYPES, *(["float64"] * 3 * x64))
     fmt = one_of(rng, tuple(FORMATS)) if chance(0.25) else None
     decode = fmt is not None and chance(0.6)
-    # Rows of x must be whole groups of the token format, and of the wire format of gradients.
+    # Rows of x must consist of whole groups of the token format and of the gradients' wire format.
     dispatch_wire = wire(rng, fmt)
     group = group_size_of(fmt, dispatch_wire)
     if group:
@@ -207,7 +207,7 @@ def program(seed, number, *, has_mesh=True):
         has_load=chance(0.2),
         y=tuple(sums),
         y_weights=y_weights,
-        # A rounded product could change a sum's nearest value in an 8-bit wire dtype.
+        # In an 8-bit wire dtype, a sum of rounded products could become a different value.
         weights_are_powers=combine_wire in (*FORMATS, "float8_e4m3fn", "float8_e5m2")
         or chance(0.5),
         dispatch_wire=dispatch_wire,
@@ -306,7 +306,7 @@ def ids_of(rng, program):
     name = one_of(rng, NAMES) if program.tokens and program.top_k else "all_masked"
     ids = np.asarray(ROUTINGS[name](rng, program.ranks, layout), np.int64)
     limits = np.iinfo(program.ids_dtype)
-    # Ids that the dtype does not have become the dtype's largest number, an invalid id.
+    # The dtype's largest number, which is an invalid id, replaces ids that the dtype cannot hold.
     fits = np.array([limits.min <= int(i) <= limits.max for i in ids.flat], bool)
     ids = np.where(fits.reshape(ids.shape), ids, 0).astype(program.ids_dtype)
     ids[~fits.reshape(ids.shape)] = limits.max
@@ -321,7 +321,7 @@ def routings_of(program, ids):
 
 
 def has_row(program, routings):
-    """Return a bool for each choice [R, T, K']: True if it has a row."""
+    """Return a bool for each choice [R, T, K' >= K]: True if the choice has a row."""
     kept = np.concatenate([r.choice_row for r in routings]) >= 0
     if program.replicated:
         kept = np.broadcast_to(kept.any(axis=0), kept.shape)
@@ -372,7 +372,7 @@ def inputs(program, seed, number, run):
     routings = own if len(own) == elements else own * elements
 
     def drawn(name, shape, draw, is_same_on_ranks):
-        """Make one array [R, *shape], or [R, B, *shape] if the array is batched."""
+        """Make a list of arrays [R, *shape]: one, or one for each element if it is batched."""
         count = elements if axis_of(name) in p.batched else 1
         arrays = [draw((p.ranks, *shape)) for _ in range(count)]
         if is_same_on_ranks:
@@ -450,7 +450,7 @@ def inputs(program, seed, number, run):
 
 
 def tokens(rng, program, leaf):
-    """Return a function from a shape to random tokens (random bits without a format)."""
+    """Return a function that maps a shape to random tokens (without a format: random bits)."""
 
     def for_a_format(shape):
         x = rng.standard_normal(shape) * 10.0 ** rng.uniform(

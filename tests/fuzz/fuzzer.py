@@ -58,7 +58,7 @@ def numbers_of(seed, kinds=None):
 
 
 def fuzz(seed, *, seconds=float("inf"), numbers=None, keep_going=False, report=print):
-    """Run these programs (None: 0, 1, ...), and report a command that repeats each failure."""
+    """Run programs `numbers` (None: 0, 1, ...). Report a command that repeats each failure."""
     done, begin, last = Done(), time.monotonic(), time.monotonic()
     for number in numbers_of(seed) if numbers is None else numbers:
         if time.monotonic() - begin > seconds:

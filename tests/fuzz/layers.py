@@ -73,7 +73,7 @@ ACTIVATIONS = {
 }
 
 
-# For absolute values, these functions bound ACTIVATIONS and their derivatives, up to a factor.
+# At |h|, these functions bound the absolute ACTIVATIONS and derivatives at h, up to a factor.
 MAJORANT = dict(
     plain=oracle.elementwise(lambda h: 1.5 * (h + h * h), lambda h: 1.5 + 3 * h),
     gated=oracle.gated(lambda h: 1.5 * (h + h * h), lambda h: 1.5 + 3 * h),
@@ -149,7 +149,7 @@ class Program(draw.Routed):
 
 
 def program(seed, number, *, has_mesh=True):
-    """Without `has_mesh`, ranks are elements of a vmap."""
+    """Make a program. If `has_mesh` is False, its ranks are elements of a vmap."""
     rng = draw.generator(seed, number, 3)
     chance = lambda p: bool(rng.random() < p)
     one_of = functools.partial(draw.one_of, rng)
@@ -330,8 +330,8 @@ def is_summed_result(program, name):
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """Arrays [R, batch, layer, ...], without axis 1 if shared, and without a layer axis if depth is
-    0."""
+    """Arrays [R, batch, layer, ...]. An array that all elements share has no batch axis. With depth
+    0, no array has a layer axis."""
 
     floats: dict[str, np.ndarray]
     others: dict[str, np.ndarray]

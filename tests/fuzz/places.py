@@ -16,7 +16,7 @@ BATCH_AXIS = "data"
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """With a batch, an array is [R, B, ...], or [R, ...] if all elements share the array."""
+    """A mesh or vmaps. In a batch, an array is [R, B, ...], or [R, ...] if elements share it."""
 
     kind: str  # "vmap", or the kind of mesh axes: "auto" or "explicit"
     ranks: int
@@ -55,7 +55,7 @@ class Place:
         return Mesh(devices, axes, axis_types=(kind,) * len(axes))
 
     def over_ranks(self, fn, in_batched, out_batched):
-        """Map `fn`, from dicts to a dict; True marks arrays that differ between elements."""
+        """Map `fn` (dicts -> dict) over ranks. True marks arrays that differ between elements."""
         if self.batch and not self.has_domains:
             axes = tuple({n: 0 if is_batched else None for n, is_batched in own.items()}
                          for own in in_batched)  # fmt: skip

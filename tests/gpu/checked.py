@@ -1,7 +1,7 @@
 """Define programs that exchange tokens and check the results on the device.
 
-All moved values are hashes of (step, rank, token, ...), so every rank knows which must arrive. The
-values are small integers, so sums are exact in any dtype and order.
+All moved values are hashes of (step, rank, token, ...), so every rank can compute the values
+that must arrive. They are small integers, so sums are exact in any dtype and order.
 
 With MOE_A2A_TEST_RANKS_ON_ONE_GPU=N, all N ranks share one GPU, and a program is a vmap.
 """
@@ -40,7 +40,7 @@ def mesh_of(devices):
     return None if ONE_GPU else Mesh(np.array(devices), (AXIS,))
 
 
-# Each order of devices has a separate workspace, so tests in other folders cannot disturb these.
+# This order of devices has its own workspace, so tests in other folders do not disturb the tests.
 MESH = mesh_of(DEVICES[1::2] + DEVICES[::2])
 
 
@@ -353,7 +353,7 @@ def count_psum(group, step, size):
     return counted(wrong=total != jnp.sum(every, axis=0, dtype=every.dtype))
 
 
-# Exchanges since a workspace was opened, by the number of ranks, if all ranks share one GPU.
+# If all ranks share one GPU: number of ranks -> exchanges since the group's workspace was opened.
 _noted = collections.defaultdict(Count)
 _noting = threading.Lock()
 
@@ -369,7 +369,7 @@ def close(group):
 
 
 def close_all():
-    """No exchange of these groups may be running."""
+    """Close the open groups of every size on one GPU. Their exchanges must have ended."""
     for size in range(2, native.limit("MAX_RANKS") + 1):
         group = ma.Group(axis_name=AXIS, size=size, implementation="cuda")
         if any(epochs_of(group.topology, kind) for kind in native.WORKSPACE_KINDS):
@@ -396,8 +396,8 @@ def assert_counted(group=GROUP):
 
 
 class Noted:
-    """A program that adds its exchanges to `_noted` in each call. If `exchanges` is None, the
-    counters show their number."""
+    """A program that adds its exchanges to `_noted` in each call. If `exchanges` is None, the first
+    call reads their number from the device's counters."""
 
     def __init__(self, program, group, exchanges=None):
         self.program, self.group, self.exchanges = program, group, exchanges
@@ -424,7 +424,7 @@ class Noted:
         return self.program.lower(*args)
 
 
-# An *order* maps (shape, group, step) to the counts of one rank, after a step's exchanges.
+# An *order* is a function (shape, group, step) that runs one step's exchanges and returns Counts.
 
 
 def received(shape, group, step, recv):
@@ -462,7 +462,7 @@ def dispatch_only(shape, group, step):
 
 
 def two_dispatches_first(shape, group, step):
-    """The second dispatch is combined before the first."""
+    """Run two dispatches, and combine the rows of the second one first."""
     steps = (2 * step, 2 * step + 1)
     recvs = [dispatch(shape, group, s, route(shape, group, s)) for s in steps]
     recvs = lax.optimization_barrier(recvs)
@@ -494,7 +494,7 @@ def combine_given(shape, group, step, routing):
 
 
 def mapped(fn, group):
-    """Run `fn` on all ranks, which are axis 0, by a vmap on one GPU or by a shard_map."""
+    """Map `fn` over the ranks, axis 0: by vmap if they share one GPU, otherwise by shard_map."""
     if group.mesh is None:
         return jax.vmap(fn, axis_name=group.axis_name, axis_size=group.size)
     spec = PartitionSpec(group.mesh.axis_names)
@@ -514,7 +514,7 @@ def on_all_ranks(fn, group, exchanges=None, **jit_options):
 
 
 class MetProgram:
-    """A program whose first call waits until all processes have compiled it, against timeouts."""
+    """A program that all processes compile before the first call, because calls have timeouts."""
 
     def __init__(self, program):
         self.program, self.met = program, set()
@@ -636,7 +636,7 @@ def own_counts(state):
 
 
 def outcome(run, group=GROUP):
-    """Return one outcome for all processes, after the state of `run` has arrived."""
+    """Call `run`, wait for its state, and return an outcome that is equal in all processes."""
     counts, error = None, ""
     start = time.perf_counter()
     try:
@@ -656,7 +656,7 @@ def outcome(run, group=GROUP):
     else:
         by_rank = sorted((rank, own) for each in counts for rank, own in each.items())
         counts = Counts(*np.stack([own for _, own in by_rank]).T)
-    # Ranks that the first failed rank stops report "stopped:".
+    # Prefer the error of the first failed rank. Ranks that it has stopped report "stopped:".
     error = min(filter(None, errors), key=lambda error: "stopped:" in error, default="")
     return Outcome(counts, error, max(seconds))
 

@@ -1,4 +1,4 @@
-"""Skip the tests without MOE_A2A_TEST_GPU=1; with it, a missing GPU or test hook is an error."""
+"""Skip these tests unless MOE_A2A_TEST_GPU=1. If it is set, missing GPUs or hooks are errors."""
 
 import os
 import pathlib
@@ -47,7 +47,7 @@ def machine_and_build_are_fit():
 
 @pytest.fixture(scope="module", autouse=True)
 def counters_begin_anew(machine_and_build_are_fit):
-    """`checked` has not counted the exchanges of other tests."""
+    """Close all groups, because `checked` has not counted the exchanges of other tests."""
     import checked
 
     if harness.RANKS_ON_ONE_GPU:

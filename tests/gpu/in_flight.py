@@ -10,7 +10,7 @@ from jax_moe_a2a._src.exchange import split
 
 
 def in_order(inflights, *arrays):
-    """No use of a returned array begins before all arrays are computed."""
+    """Return arrays that XLA cannot use before all arrays and `inflights` are computed."""
     tied = iter(split.tie(*(a for each in inflights for a in each._arrays), *arrays))
     for each in inflights:
         each._arrays = [next(tied) for _ in each._arrays]
@@ -42,7 +42,7 @@ def split_whole(shape, group, step):
 
 
 def product(step):
-    """Return a product of ones that the compiler does not know."""
+    """Return a product whose elements are 1, which XLA cannot compute at compile time."""
     side = 512
     ones = jnp.ones((side, side), jnp.bfloat16) + (step * 0).astype(jnp.bfloat16)
     return ones @ jnp.full((side, side), 1 / side, jnp.bfloat16)
@@ -78,7 +78,7 @@ def random_script(seed, num_actions=14, most=4):
 
 
 def scripted(script):
-    """Return an order that performs (name, index); ("done", i) of a dispatch starts a combine."""
+    """Return an order that runs the actions of a script. A done dispatch starts its combine."""
 
     def order(shape, group, step):
         pool, counts, first = [], checked.counted(), len(script) * step

@@ -19,7 +19,7 @@ TIGHT_CAPACITY = CHOICES * 3 // 4 | 1  # fewer rows than an average rank receive
 STEPS = 500 if checked.ON_GPU else 3  # steps in one call of a program
 KERNELS = checked.new_group(timeout=10.0, cuda_graphs=None)
 PORTABLE = checked.new_group(implementation="portable")
-POPULARITY_STEPS = 100  # steps between random popularities of experts
+POPULARITY_STEPS = 100  # after so many steps, the experts get new random popularities
 
 
 def random_numbers(group, step, salt):
@@ -88,7 +88,7 @@ def one_expert_with_90_percent(group, step):
 
 
 def skewed(sigma):
-    """Each token chooses the experts with the largest b_e + Gumbel noise; b_e has deviation sigma.
+    """Return a routing to the largest b_e + Gumbel noise, where b_e has standard deviation sigma.
 
     With 256 experts on 32 ranks, the sigmas of ROUTINGS give the most even, the mean and the least
     even load of DeepSeek-R1's layers.

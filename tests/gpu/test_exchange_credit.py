@@ -23,7 +23,7 @@ def test_a_slow_reader_is_not_overwritten(depth):
     "ranks that share one GPU end a launch together: every credit has arrived before it is needed"
 )
 @pytest.mark.parametrize("mutation", (Mutation.IGNORE_CREDIT, Mutation.CREDIT_BY_FIRST_BLOCK))
-def test_a_slow_reader_is_overwritten_where_the_rule_is_broken(mutation):
+def test_a_slow_reader_is_overwritten_if_the_rule_is_broken(mutation):
     """With a broken credit rule and one ring half, at least one of 20 tries is wrong."""
     run = checked.program()
     state = checked.repeat(run, 2)

@@ -131,7 +131,7 @@ def test_a_group_that_does_not_raise_returns_nan_until_it_is_closed():
 
 
 @pytest.mark.several_devices("devices in another order; one device has no other order")
-def test_a_program_over_another_order_of_devices_is_told_so():
+def test_a_program_over_another_order_of_devices_gets_the_error_wrong_rank():
     group = checked.new_group(checked.mesh_of(checked.MESH.devices[::-1]), timeout=TIMEOUT)
     on_rank = checked.steps_of(lambda step: checked.whole(SHAPE, group, step), 1)
     run = checked.on_all_ranks(on_rank, GROUP)

@@ -9,7 +9,7 @@ from hooks import DELAYABLE, Mutation, Phase, hooked
 
 import jax_moe_a2a as ma
 
-# Rank 0 sends after all other ranks have begun to poll, which takes longer on one GPU.
+# Rank 0 sends only after all other ranks wait for it. On one GPU, they need longer to begin.
 LATE = dict(phase=Phase.SEND, rank=0, delay=5e-3 if checked.ONE_GPU else 200e-6)
 DISPATCH, COMBINE = checked.dispatch_given, checked.combine_given
 AT_ONCE = checked.routed_dispatch_only
@@ -35,14 +35,14 @@ CASES = {
     "bulk_stores": case_of(DISPATCH, 512, 256)._replace(
         mutation=Mutation.FLAG_BEFORE_STORED, calls=500
     ),
-    # Rows of 32 KB take long to encode, and several of 5000 tokens share a flag.
+    # Rows of 32 KB take long to encode. If there are 5000 tokens, several of them share a flag.
     "encoded_rows": case_of(DISPATCH, 1024, 8192, format=ma.MxFp8()),
     "encoded_rows_shared_flags": case_of(
         DISPATCH, 5000, 128, 2, "bfloat16", format=ma.BlockwiseFp8()
     ),
     "encoded_sums": case_of(COMBINE, 1024, 8192, 2, wire=ma.MxFp8()),
     "encoded_sums_shared_flags": case_of(COMBINE, 5000, 128, 2, "bfloat16", wire=ma.BlockwiseFp8()),
-    # One launch takes at most 256 tokens, and long rows are written after places are computed.
+    # One launch takes at most 256 tokens. Rows are long, because a receiver first computes places.
     **{
         f"at_once_{name}": case_of(AT_ONCE, 256, 32768, format=format)
         for name, format in FORMATS.items()
@@ -77,7 +77,7 @@ def test_rows_have_arrived_when_their_flag_has(name):
             checked.assert_right(checked.repeat(run, CASES[name].calls))
 
 
-# On H200, stores of a bulk copy are visible after `wait_group.read`, but not by PTX's rules.
+# On H200, stores of a bulk copy are visible after `wait_group.read`, but PTX does not ensure this.
 NOT_SHOWN_BY_HOPPER = pytest.mark.xfail(
     reason="Hopper shows no difference between read and stored", strict=False
 )

@@ -60,7 +60,7 @@ def in_order(first, second):
     return both
 
 
-# Each value: (calls of rank 0, of each other rank), with equally many flags except in the last.
+# Each value: (calls of rank 0, calls of other ranks), with equally many flags except in the last.
 CASES = {
     "another_shape": (dispatch_narrower, dispatch),
     "another_number_of_arrays": (dispatch_two_arrays, dispatch),
@@ -118,7 +118,7 @@ def programs_are_compiled():
 @RANKS_DIFFER
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.usefixtures("programs_are_compiled")
-def test_ranks_that_make_different_calls_are_told_so_at_once(case):
+def test_ranks_that_make_different_calls_get_an_error_at_once(case):
     """The error "mismatched calls" comes before the timeout."""
     mismatched = run_mismatched(case)
     assert "mismatched calls" in mismatched.error, mismatched
@@ -130,7 +130,7 @@ def test_ranks_that_make_different_calls_are_told_so_at_once(case):
 @RANKS_DIFFER
 @pytest.mark.parametrize("case", ("another_shape", "another_order"))
 @pytest.mark.usefixtures("programs_are_compiled")
-def test_the_signature_is_what_tells_them(case):
+def test_different_calls_are_not_noticed_without_signatures(case):
     checked.assert_right(checked.repeat(checked.program(SHAPE), 1))
     with hooked(GROUP, mutation=Mutation.IGNORE_SIGNATURE):
         unnoticed = run_mismatched(case)
@@ -138,7 +138,7 @@ def test_the_signature_is_what_tells_them(case):
 
 
 def run_in_two_threads():
-    """Fail if a call in two threads is wrong without an error."""
+    """Call programs from two threads. Fail if a result is wrong and there is no error."""
     programs = [
         checked.program(SHAPE),
         checked.program(checked.Shape(tokens=200)),

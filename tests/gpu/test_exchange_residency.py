@@ -40,5 +40,5 @@ def test_exchanges_on_all_multiprocessors_end_alongside_collectives_and_products
 
 
 @pytest.mark.one_process("it starts a process of its own")
-def test_exchanges_end_alongside_them_with_a_single_hardware_queue():
+def test_exchanges_end_alongside_collectives_with_a_single_hardware_queue():
     run_alone(run_beside_collectives_and_products, CUDA_DEVICE_MAX_CONNECTIONS="1")

@@ -9,12 +9,12 @@ from hooks import DELAYABLE, Mutation, hooked, set_hooks, uncapped
 
 # With this shape, dispatch and combine have work for more than 400 blocks.
 MANY_CHUNKS = checked.fitting(checked.Shape(tokens=4096, hidden=64))
-# With `num_sms` 200 or 400, each rank uses all multiprocessors of its share.
+# With `num_sms` 200 or 400, each rank uses its whole GPU, or its whole share of one GPU.
 GROUPS = {num_sms: checked.new_group(num_sms=num_sms) for num_sms in (1, 2, 200, 400)}
 SMALL_GRID = checked.new_group(num_sms=16)
 # A launch with FLOOD has more receiver blocks than a GPU can run at once.
 if checked.ONE_GPU:
-    # Each rank may have 400 blocks, but outside of `uncapped` only those that fit.
+    # Within `uncapped`, each rank launches up to 400 blocks, and otherwise only those that fit.
     FLOOD = checked.fitting(checked.Shape(tokens=2048, hidden=8, top_k=1), gigabytes=1.0)
     FLOODED = checked.new_group(num_sms=400, timeout=1.0)
 else:
@@ -53,7 +53,7 @@ def test_a_slow_rank_changes_no_result(num_sms):
 
 
 def test_blocks_that_outnumber_the_gpu_end_because_senders_are_admitted_first():
-    """With RECEIVERS_FIRST, a call fails."""
+    """If receivers are admitted first (RECEIVERS_FIRST), a call fails."""
     run = checked.program(FLOOD, FLOODED)
     with uncapped(FLOODED) if checked.ONE_GPU else contextlib.nullcontext():
         state = checked.repeat(run, 3)
@@ -64,7 +64,7 @@ def test_blocks_that_outnumber_the_gpu_end_because_senders_are_admitted_first():
     checked.assert_right(checked.repeat(run, 3), FLOODED)
 
 
-def test_the_order_of_admission_is_free_where_all_blocks_run_at_once():
+def test_the_order_of_admission_does_not_matter_if_all_blocks_run_at_once():
     for group in (FLOODED, SMALL_GRID) if checked.ONE_GPU else (SMALL_GRID,):
         run = checked.program(FLOOD if group is FLOODED else checked.SMALL, group)
         state = checked.repeat(run, 1)

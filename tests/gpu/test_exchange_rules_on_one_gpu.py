@@ -38,7 +38,7 @@ def test_a_rank_that_makes_another_call_is_noticed(order):
     checked.assert_right(checked.repeat(run, 2), GROUP)
 
 
-def test_a_rank_waits_for_a_credit_that_is_not_there_and_says_so():
+def test_a_wait_for_a_missing_credit_times_out():
     run = checked.program(checked.SMALL, GROUP)
     state = checked.repeat(run, 2)
     checked.assert_right(state, GROUP)
@@ -53,7 +53,7 @@ def test_a_rank_waits_for_a_credit_that_is_not_there_and_says_so():
     checked.assert_right(checked.repeat(run, 2), GROUP)
 
 
-def test_a_missing_credit_is_not_noticed_where_the_rule_is_broken():
+def test_a_missing_credit_is_not_noticed_if_the_rule_is_broken():
     """With IGNORE_CREDIT, a call succeeds although a rank has no credits."""
     run = checked.program(checked.SMALL, GROUP)
     state = checked.repeat(run, 2)

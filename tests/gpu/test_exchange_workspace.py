@@ -76,7 +76,7 @@ def test_a_program_finds_what_was_reserved_for_it(group):
 
 
 def test_programs_that_exist_go_on_when_the_workspace_grows(group):
-    """A program is right after growth, although graphs may have old addresses."""
+    """Old programs are right after growth, also in graphs that were recorded before it."""
     old = checked.new_program(SHAPE, group)
     state = checked.repeat(old, 20, begin())  # later calls are replays
     before = group.memory()[0].mapped_bytes

@@ -8,7 +8,7 @@ LIMITS = (2**31, 2**32, 2**47)  # from epoch 2**47 on, the highest bit of flags 
 
 
 @pytest.mark.parametrize("limit", LIMITS)
-def test_a_flag_raised_before_the_limit_is_no_flag_of_after_it(limit):
+def test_a_flag_from_before_the_limit_is_not_accepted_after_it(limit):
     large, small = checked.program(checked.MANY_CHUNKS), checked.program(checked.ONE_CHUNK)
     state = checked.repeat(large, 2)
     with hooked(checked.GROUP):

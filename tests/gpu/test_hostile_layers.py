@@ -44,7 +44,7 @@ class Layout:
 
     @property
     def largest(self):
-        """In bfloat16, outputs are at most 8 activations * 16 * weight 2 = 256, which is exact."""
+        """Return the largest input. With 1, weighted bfloat16 rows are at most 256, so exact."""
         return 1 if self.dtype == "bfloat16" else 2
 
     @property
@@ -135,6 +135,6 @@ def test_layers_and_their_portable_form_agree_in_every_step(layout, name):
     assert not any(differences(program(layout), name))
 
 
-def test_a_single_other_number_is_counted_as_a_difference():
+def test_a_single_changed_number_is_counted_as_a_difference():
     found = differences(program(LAYOUTS[0], is_broken=True), "own_rank_only")
     assert found.out and found.w_in, found

@@ -1,5 +1,5 @@
-"""Test layers next to independent NCCL collectives, as in FSDP, against the portable path and
-numbers that every rank computes alone.
+"""Test layers next to independent NCCL collectives, as in FSDP. Layers must agree with the portable
+path, and collectives with numbers that each rank computes alone.
 """
 
 import checked
@@ -17,7 +17,7 @@ pytestmark = [
 ]
 GATHERED = 1 << (20 if checked.ON_GPU else 10)  # integers per rank in a collective
 NAMES = list(ROUTINGS)
-# Two sums: the differences of layers, and the wrong elements of each of the three collectives.
+# Zeros for two sums: differences of layers, and wrong elements of each of the three collectives.
 ZEROS = tuple(
     np.zeros((routings.RANKS, number), np.int32) for number in (len(layers.Differences._fields), 3)
 )

@@ -97,7 +97,7 @@ class Job:
         return ""
 
     def until_it_fails(self, program):
-        """Return the first error of repeated calls, and the number of wrong numbers."""
+        """Repeat calls until one fails. Return its error, or the number of wrong elements."""
         state, checked = self.begin(), self.checked
         try:
             while True:
@@ -470,7 +470,7 @@ def assert_names_who_and_where(found, seconds, who=VICTIM):
 # ------------------------------------------------------------------------------------------- tests
 
 
-def test_a_process_that_is_killed_is_an_error_of_the_others_in_time(folder):
+def test_other_processes_get_an_error_in_time_if_a_process_is_killed(folder):
     with Pair(loop_until_it_fails, folder) as pair:
         assert not any(ready["wrong"] for ready in pair.hear("ready"))
         time.sleep(0.3)
@@ -481,7 +481,7 @@ def test_a_process_that_is_killed_is_an_error_of_the_others_in_time(folder):
         pair.survivor.finish()
 
 
-def test_a_process_that_is_stopped_is_an_error_of_the_others_in_time(folder):
+def test_other_processes_get_an_error_in_time_if_a_process_is_stopped(folder):
     with Pair(loop_until_it_fails, folder) as pair:
         pair.hear("ready")
         time.sleep(0.3)
@@ -544,15 +544,15 @@ def assert_never_comes(scenario, folder, compiling=0):
         pair.survivor.finish()
 
 
-def test_a_process_that_makes_no_group_is_an_error_of_the_others_in_time(folder):
+def test_other_processes_get_an_error_in_time_if_a_process_makes_no_group(folder):
     assert_never_comes(never_makes_a_group, folder, COMPILE)
 
 
-def test_a_process_that_never_calls_is_an_error_of_the_others_in_time(folder):
+def test_other_processes_get_an_error_in_time_if_a_process_never_calls(folder):
     assert_never_comes(never_calls, folder)
 
 
-def test_programs_that_run_in_another_order_in_each_process_are_told_so(folder):
+def test_programs_that_run_in_another_order_in_each_process_get_an_error(folder):
     with Pair(other_order_of_execution, folder) as pair:
         pair.hear("ready")
         start = time.monotonic()
@@ -572,7 +572,7 @@ def test_the_workspace_of_several_processes_grows_closes_and_opens_again(folder)
 
 
 @pytest.mark.several_devices("it fills the GPU of one process")
-def test_less_can_be_reserved_when_another_process_had_no_room_for_more(folder):
+def test_a_small_reservation_succeeds_after_another_process_had_no_room_for_a_large_one(folder):
     with Pair(no_room, folder) as pair:
         found = pair.hear_right()
         error = found[SURVIVOR]["error"]

@@ -88,7 +88,7 @@ def test_a_done_of_what_is_not_in_flight_is_an_error(routing, misuse):
     GROUP.check()
 
 
-def test_a_start_without_a_done_is_told_by_the_next_execution(routing):
+def test_the_next_execution_reports_a_start_without_a_done(routing):
     run, right = program(never_done), program(once)
     jax.block_until_ready(right(tokens(), routing))
     jax.block_until_ready(run(tokens(), routing))

@@ -15,7 +15,7 @@ from jax_moe_a2a._src.group import native
 
 SHAPE = checked.SMALL
 SHAPES = (checked.ONE_CHUNK, SHAPE, checked.MANY_CHUNKS)
-MANY = 24  # more than the pool has events, and more than the ring has halves
+MANY = 24  # more exchanges than events in the pool, and than ring halves
 ORDERS = {
     "split_whole": in_flight.split_whole,
     "in_the_order_of_starts": in_flight.scripted(in_flight.started_first(2, reverse=False)),

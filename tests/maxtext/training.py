@@ -65,7 +65,7 @@ MODELS = dict(
         n_routing_groups=4,
         topk_routing_group=2,
         routed_bias_update_rate=0.01,
-        load_balance_loss_weight=0.0,  # MaxText's dense layer has another loss: with the bias
+        load_balance_loss_weight=0.0,  # MaxText's dense layer includes the bias in this loss
     ),
     gpt_oss=dict(model_name="gpt-oss-20b"),
     llama4=dict(model_name="llama4-17b-16e", num_experts_per_tok=1, base_num_decoder_layers=4),

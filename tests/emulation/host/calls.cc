@@ -1,6 +1,6 @@
 // The package's calls as custom-call targets of XLA on CPU, over the fake driver. No kernel runs.
 // `call_report` returns NaN after a failure, as a kernel would. XLA on CPU passes no stream and no
-// ordinal, so these handlers differ from the package's, but use its CallState.
+// ordinal, so these handlers are not those of the package, but use the package's CallState.
 #include <cuda_runtime_api.h>
 
 #include <atomic>

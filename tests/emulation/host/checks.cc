@@ -121,7 +121,7 @@ void use_at_random(const std::vector<Topology>& topologies, const Endpoint& self
         require_no(workspace.ReadCounters(&values));
         break;
       }
-      case 7: {  // sent by another process to Workspace::Serve()
+      case 7: {  // a request, as another process sends it to Workspace::Serve()
         const Request request = {kProtocolVersion,
                                  static_cast<int64_t>(random() % 2),
                                  4,
@@ -229,7 +229,7 @@ void check_processes(int seconds) {
     usleep(static_cast<useconds_t>(own_random() % 3000));
     require_no(
         workspace.Reserve(bytes + (static_cast<int64_t>(own_random() % 3) << 16), kTimeoutNs));
-    channel.say("here");  // as ranks of an exchange wait
+    channel.say("here");  // the processes wait for each other, as in an exchange
     channel.hear();
     RankView view = {};
     require_no(workspace.View(2 * self, &view));
@@ -359,7 +359,7 @@ void check_memory(int) {
   for (int i = 0; i < 2; ++i) AddDevice(i, {0, i});
   Workspace& workspace = Workspace::Get(topology_of({0, 1}), WorkspaceKind::kWhole);
   fake_driver::room[1] = int64_t{64} << 20;
-  // Reserve() must free what it got on device 0, which alone has enough memory.
+  // Only device 0 has enough memory. Reserve() must free the memory that it has got there.
   const Problem full = workspace.Reserve(int64_t{8} << 30, kTimeoutNs);
   require(!full.empty(), "8 GiB fit into 64 MiB");
   require_nothing_left();

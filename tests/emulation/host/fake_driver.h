@@ -20,7 +20,7 @@ extern std::atomic<bool> are_busy;
 
 extern std::atomic<long> launches;
 
-// Calls that succeed before one fails, except calls that never fail. Negative: no call fails.
+// So many calls succeed before one fails. Calls that cannot fail do not count. Negative: never.
 extern std::atomic<long> calls_until_failure;
 
 }  // namespace fake_driver

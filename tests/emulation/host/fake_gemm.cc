@@ -1,4 +1,4 @@
-// For programs that are lowered but never run.
+// Replaces the kernels of products, for programs that are lowered but never run.
 #include "gemm/grouped_gemm.h"
 
 #include "gemm/act_encode.h"

@@ -1,4 +1,4 @@
-// For gemm/form.h.
+// The part of the driver's API that gemm/form.h needs.
 #pragma once
 
 #include <cstdint>

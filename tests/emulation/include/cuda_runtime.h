@@ -43,7 +43,7 @@ struct alignas(8) float2 {
 };
 inline float2 make_float2(float x, float y) { return {x, y}; }
 
-// ---- Barriers. Without its `site`, a barrier does nothing.
+// ---- Barriers. A barrier does nothing if the run leaves out its `site`.
 
 inline void __syncwarp(emulation::Site site = emulation::Site::here()) {
   if (!emulation::is_left_out(site)) emulation::sync_warp();
@@ -51,7 +51,7 @@ inline void __syncwarp(emulation::Site site = emulation::Site::here()) {
 inline void __syncthreads(emulation::Site site = emulation::Site::here()) {
   if (!emulation::is_left_out(site)) emulation::sync_named(0, emulation::block_threads());
 }
-// Without this barrier, the vote is correct, but orders no memory.
+// If the run leaves out this `site`, the vote is still correct, but orders no memory.
 inline int __syncthreads_or(int vote, emulation::Site site = emulation::Site::here()) {
   return emulation::vote_of_block(vote != 0, /*is_and=*/false, !emulation::is_left_out(site));
 }

@@ -1,5 +1,5 @@
 // Computes grouped products of bfloat16. Accepts only the arguments that cuBLASLt documents for
-// them.
+// grouped products.
 #include "fake_cublas_lt.h"
 
 #include <cstdint>
