@@ -9,6 +9,7 @@
 #include "gemm/activation.cuh"
 #include "gemm/hopper.cuh"
 #include "gemm/schedule.cuh"
+#include "gemm/store_queue.cuh"
 
 namespace moe_a2a::gemm {
 
@@ -25,61 +26,34 @@ struct Plane {
   __device__ Box box(int32_t column, int32_t row) const { return {column, first + row, c2, c3}; }
 };
 
-// A warp's buffers for boxes of results. The warp fills and stores its buffers in turn.
-template <typename F>
-class BoxBuffers {
- public:
-  __device__ explicit BoxBuffers(char (&buffers)[kStoreBuffers][F::kStoreBytes])
-      : buffers_(buffers) {}
-
-  // Waits until the next buffer is free, and returns it.
-  __device__ char* next() {
-    if (lane_index() == 0) wait_until_read<kStoreBuffers - 1>();
-    __syncwarp();
-    char* buffer = buffers_[next_];
-    next_ = (next_ + 1) % kStoreBuffers;
-    return buffer;
-  }
-  // Stores a buffer after all lanes have filled it.
-  static __device__ void store(const CUtensorMap& map, const Box& box, const char* buffer) {
-    fence_shared_for_bulk();
-    __syncwarp();
-    if (lane_index() != 0) return;
-    store_box(&map, box, buffer);
-    end_store_group();
-  }
-
- private:
-  char (&buffers_)[kStoreBuffers][F::kStoreBytes];
-  int next_ = 0;
-};
-
 // Stores boxes of 16-bit results.
 template <typename F>
-class BoxWriter : BoxBuffers<F> {
+class BoxWriter : public BoxBuffers<F> {
  public:
   static constexpr int kColumns = F::kIsTurned ? F::kStoreRows : kBoxElements;  // of n
   static constexpr int kWords = kColumns / 4;
   using BoxBuffers<F>::BoxBuffers;
 
-  // Stores a box of 16 rows of m.
+  // Stores a box of 64 rows of m. This warp has 16 of them.
   __device__ void write(const CUtensorMap& map, const Box& box, const uint32_t (&words)[kWords]) {
     char* buffer = this->next();
     // Matrices 0 and 1 are the two halves of the rows for the first 8 n; 2 and 3, for the next 8 n.
     const int matrix = lane_index() / 8, row = lane_index() % 8;
+    const int warp = threadIdx.x % kGroupThreads / kWarpThreads;
 #pragma unroll
     for (int n = 0; n < 4 * kWords; n += 16) {
-      char* address;
+      char* address;  // swizzled as by the tensor map
       if constexpr (F::kIsTurned) {
-        address = buffer + (n + matrix / 2 * 8 + row) * 32 + matrix % 2 * 16;
+        const int chunk = (2 * warp + matrix % 2) ^ row;
+        address = buffer + (n + matrix / 2 * 8 + row) * 128 + chunk * 16;
       } else {
-        const int chunk = (n / 8 + matrix / 2) ^ row;  // as the tensor map swizzles
-        address = buffer + (matrix % 2 * 8 + row) * 128 + chunk * 16;
+        const int chunk = (n / 8 + matrix / 2) ^ row;
+        address = buffer + (16 * warp + matrix % 2 * 8 + row) * 128 + chunk * 16;
       }
       const uint32_t* of = words + n / 4;
       store_matrices<F::kIsTurned>(address, {of[0], of[1], of[2], of[3]});
     }
-    this->store(map, box, buffer);
+    this->store(&map, box);
   }
 
   template <typename T, int kSize>
@@ -150,7 +124,7 @@ __device__ inline void each_box(const Tile<F>& tile, Body&& body) {
   }
 }
 
-// Stores a warp's results of a transposed tile: 16 indices of m per product, 64 apart.
+// Stores a warp group's results of a transposed tile: 64 indices of m per product.
 template <typename T, typename F, int kProducts, int kSize>
 __device__ inline void store_products(const GemmParams& p, BoxWriter<F>& writer,
                                       const Tile<F>& tile, const Plane& plane, int32_t m,
@@ -165,8 +139,8 @@ __device__ inline void store_products(const GemmParams& p, BoxWriter<F>& writer,
   }
 }
 
-// The rounded results of a warp's previous tile. The warp stores them while the products of the
-// current tile run. These products therefore wait only for the rounding.
+// A warp's rounded results of the previous tile. The warp group stores them while the products of
+// the current tile run. These products therefore wait only for the rounding.
 template <typename F>
 class Rounded {
  public:
@@ -181,22 +155,28 @@ class Rounded {
     }
     box_ = plane.box(tile.n, m);
     columns_ = tile.end_n - tile.n;
+    next_ = 0;
   }
 
-  // Stores box number `box` if it exists. Store all boxes in turn before the next take().
-  __device__ void store(const CUtensorMap& map, BoxWriter<F>& writer, int box) {
+  // Stores the next box, if one is left.
+  __device__ void store_next(const CUtensorMap& map, BoxWriter<F>& writer) {
 #pragma unroll
     for (int i = 0; i < kBoxes; ++i) {
-      if (i != box || i * kBoxElements >= columns_) continue;
+      if (i != next_ || i * kBoxElements >= columns_) continue;
       writer.write(map, {box_.c0 + i * kBoxElements, box_.c1, box_.c2, box_.c3}, words_[i]);
     }
-    if (box == kBoxes - 1) columns_ = 0;
+    ++next_;
+  }
+  // Stores all boxes that are left. Call it before take().
+  __device__ void store_rest(const CUtensorMap& map, BoxWriter<F>& writer) {
+    while (next_ < kBoxes) store_next(map, writer);
   }
 
  private:
   uint32_t words_[kBoxes][kBoxElements / 4];
   Box box_;
-  int32_t columns_ = 0;  // from the tile's first column to the last; 0 if all is stored
+  int32_t columns_;    // from the tile's first column to the last
+  int next_ = kBoxes;  // the first box that is not stored
 };
 
 // Applies biases, activation and router weights, if rows lie along m. Stores the activations, and

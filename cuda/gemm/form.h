@@ -26,8 +26,10 @@ static_assert(kBoxElements * 2 == 128, "the hardware swizzles rows of 128 bytes"
 
 constexpr int kConsumerGroups = 2;  // warp groups that multiply: each has half of a tile's m
 constexpr int kConsumerWarps = 4 * kConsumerGroups;
-constexpr int kGemmThreads = 128 * (kConsumerGroups + 1);  // the last warp group loads
-constexpr int kStoreBuffers = 2;                           // each warp's, for results
+constexpr int kGroupThreads = 128;
+// The last warp group takes tiles, loads operands and stores results.
+constexpr int kGemmThreads = kGroupThreads * (kConsumerGroups + 1);
+constexpr int kStoreBuffers = 2;  // each warp group's, for results
 // A band is this number of rows of tiles. Clusters take tiles band by band, so that tiles of the
 // same time share rows and columns of operands.
 constexpr int kBand = Tuning::kGemmBand;
@@ -91,12 +93,11 @@ struct Form {
   static constexpr bool kWeightsAreA = !kHasRaggedA;
   // Results are [rows, columns], so a tile is transposed when it is stored if rows lie along n.
   static constexpr bool kIsTurned = kRows == Axis::kN;
-  // A warp stores a box of results at a time.
-  static constexpr int kStoreColumns = kIsTurned ? 16 : kAdds ? kBoxElements / 2 : kBoxElements;
-  static constexpr int kStoreRows = kVaries ? kTileN / 3 : kIsTurned ? kTileN : 16;
-  // The bytes of a buffer for results. An FP8 product may store 16 x 32 numbers of 4 bytes.
-  static constexpr int kStoreBytes = kVaries ? kStoreColumns * kStoreRows * 2 : 2048;
-  static_assert(kStoreColumns * kStoreRows * (kAdds ? 4 : 2) <= kStoreBytes);
+  // Results are stored in boxes. A box has the results of a warp group, or of a warp if kReads.
+  static constexpr int kStoreColumns = kAdds ? kBoxElements / 2 : kBoxElements;
+  static constexpr int kStoreRows = kVaries ? kTileN / 3 : kIsTurned ? kTileN : kReads ? 16 : 64;
+  // The bytes of a box. A box of float32 results of an FP8 product has half as many columns.
+  static constexpr int kStoreBytes = kStoreColumns * kStoreRows * (kAdds ? 4 : 2);
   static_assert(!kAdds || kRows == Axis::kK);
   static_assert(kBlocks == 1 || (kBlocks == 2 && kBoxesA % 2 == 0 && kBoxesB % 2 == 0));
   static_assert(!kVaries || (kRows == Axis::kN && kBlocks == 2));

@@ -16,9 +16,8 @@ Problem LaunchFp8(const Fp8Gemm& gemm, cudaStream_t stream) {
     return TensorMap{1, data, gemm.k, false, gemm.n, num, kFp8Block, kColumnsOfBox};
   };
   const TensorMap matrices = matrices_of(gemm.matrices, gemm.num_weights);
-  constexpr int kAlongM = 16, kAlongN = WriterOf<T, F>::kColumns;
-  TensorMap d = {Element<T>::kBytes, gemm.d, gemm.n, true, 0, 0, kAlongN, kAlongM};
-  if (F::kIsTurned) std::swap(d.box_columns, d.box_rows);
+  constexpr int kBytes = Element<T>::kBytes;
+  const TensorMap d = {kBytes, gemm.d, gemm.n, true, 0, 0, 128 / kBytes, F::kStoreRows};
 
   Fp8Params p = {};
   MOE_A2A_TRY(EncodeTensorMap(F::kIsTurned ? matrices : rows, &p.a));

@@ -183,35 +183,53 @@ struct Fp8Shared : GemmShared<F> {
   typename Scales<F>::Shared scales[kConsumerWarps];
 };
 
-// Stores boxes of float32 results: 16 along m by 32 along n.
+// Stores boxes of float32 results. Their rows have 128 bytes.
 template <typename F>
-class FloatWriter : BoxBuffers<F> {
+class FloatWriter : public BoxBuffers<F> {
  public:
-  static constexpr int kColumns = 32;  // of n
+  static constexpr int kColumns = F::kIsTurned ? F::kTileN : 32;  // of n
   using BoxBuffers<F>::BoxBuffers;
 
-  // Stores d[first], d[first + 1], ... as in gemm/epilogue.cuh.
+  // Stores the results d[first], d[first + 1], ... (gemm/epilogue.cuh) of 64 rows of m.
   template <typename, int kSize>
   __device__ void write(const CUtensorMap& map, const Box& box, const float (&d)[kSize],
                         int first) {
+    const int warp = threadIdx.x % kGroupThreads / kWarpThreads;
+    if constexpr (F::kIsTurned) {  // a box has the results of two warps
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        char* buffer = this->next();
+        if (warp / 2 == half) write_to(buffer, warp % 2 * 16, d, first);
+        this->store(&map, {box.c0 + 32 * half, box.c1, box.c2, box.c3});
+      }
+    } else {
+      write_to(this->next(), warp * 16, d, first);
+      this->store(&map, box);
+    }
+  }
+
+ private:
+  // Writes this warp's results, which begin at index `first_m` of m in the box. Rows are swizzled.
+  template <int kSize>
+  static __device__ void write_to(char* buffer, int first_m, const float (&d)[kSize], int first) {
     const int quad = lane_index() / 4, place = lane_index() % 4;
-    char* buffer = this->next();
 #pragma unroll
     for (int j = 0; j < kColumns / 8; ++j) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const float2 x = {d[first + 4 * j + 2 * r], d[first + 4 * j + 2 * r + 1]};
-        const int m = quad + 8 * r;
-        if constexpr (F::kIsTurned) {  // rows of 16 of m
-          auto* to = reinterpret_cast<float*>(buffer) + (8 * j + 2 * place) * 16 + m;
-          to[0] = x.x, to[16] = x.y;
+        const int m = first_m + quad + 8 * r, n = 8 * j + 2 * place;
+        const auto at = [&](int row, int column) {
+          return reinterpret_cast<float*>(buffer + row * 128 + (column / 4 ^ row % 8) * 16) +
+                 column % 4;
+        };
+        if constexpr (F::kIsTurned) {
+          *at(n, m) = x.x, *at(n + 1, m) = x.y;
         } else {
-          const int chunk = (2 * j + place / 2) ^ quad;  // as the tensor map swizzles
-          *reinterpret_cast<float2*>(buffer + m * 128 + chunk * 16 + place % 2 * 8) = x;
+          *reinterpret_cast<float2*>(at(m, n)) = x;
         }
       }
     }
-    this->store(map, box, buffer);
   }
 };
 
@@ -220,12 +238,12 @@ using WriterOf = std::conditional_t<std::is_same_v<T, float>, FloatWriter<F>, Bo
 
 template <typename T, typename F>
 __device__ inline void store_results(const Fp8Params& p, WriterOf<T, F>& writer,
-                                     const Tile<F>& tile, const Plane& plane, int32_t warp_m,
+                                     const Tile<F>& tile, const Plane& plane, int32_t first_m,
                                      const float (&d)[F::kParts * F::kPartSize]) {
   constexpr int kColumns = WriterOf<T, F>::kColumns;
 #pragma unroll
   for (int i = 0; i < F::kParts; ++i) {
-    const int32_t m = tile.m + warp_m + i * 64;
+    const int32_t m = tile.m + first_m + i * 64;
 #pragma unroll
     for (int n = 0; n < F::kTileN; n += kColumns) {
       if (m >= tile.end_m || tile.n + n >= tile.end_n) break;
@@ -235,15 +253,12 @@ __device__ inline void store_results(const Fp8Params& p, WriterOf<T, F>& writer,
   }
 }
 
-// Tells the compiler that all lanes have the same value.
-__device__ inline uint32_t uniform(uint32_t value) { return __shfl_sync(kAllLanes, value, 0); }
-
 template <typename T, typename F>
 __device__ inline void multiply_fp8_tiles(const Fp8Params& p, Fp8Shared<F>& shared, uint32_t rank) {
   constexpr int kWarpGroupM = F::kTileM / kConsumerGroups;
   const int warp = static_cast<int>(uniform(threadIdx.x / kWarpThreads));
   const int first_m = warp / 4 * kWarpGroupM, warp_m = first_m + warp % 4 * 16;
-  WriterOf<T, F> writer(shared.results[warp]);
+  WriterOf<T, F> writer(shared.results[warp / 4], shared.stores[warp / 4]);
   const auto descriptor_of = [](const char* operand) {
     return uniform(operand_descriptor(operand, Major::kK));
   };
@@ -360,10 +375,10 @@ __device__ inline void multiply_fp8_tiles(const Fp8Params& p, Fp8Shared<F>& shar
     const Work next = take_work();
     const Work done = read_work(shared.current[warp]);
     store_results<T, F>(p, writer, Tile<F>(p, done, rank), Plane(F::kHasRaggedD, done, done.size),
-                        warp_m, d);
+                        first_m, d);
     work = next;
   }
-  if (lane_index() == 0) wait_until_stored();
+  writer.end();
 }
 
 template <typename T, typename F>

@@ -8,10 +8,12 @@
 // Layout: gemm/form.h describes the axis of the rows, and the layout of tiles in shared memory.
 //
 // Roles: in the last warp group of a block, one warp takes tiles of d. Another warp loads tiles of
-// a and b into kStages stages. The two other warp groups are consumers: each multiplies and stores
-// half of the tile's rows. Without an activation, they store a tile while the next tile's products
-// run. A cluster's first block takes tiles, from a counter or in turn, and tells the other block.
-// Any number of blocks completes the work. With a counter, blocks that start late take fewer tiles.
+// a and b into kStages stages. The two other warp groups are consumers: each multiplies half of the
+// tile's rows, and writes the results to buffers in shared memory, whose boxes one of the two other
+// warps stores (gemm/store_queue.cuh). Without an activation, this is done while the next tile's
+// products run. A cluster's first block takes tiles, from a counter or in turn, and tells the other
+// block. Any number of blocks completes the work. With a counter, blocks that start late take fewer
+// tiles.
 //
 // For an epilogue that reads an array, such as pre-activations, the loader fills kReadStages stages
 // after a tile's operands. A block uses all these stages, even for fewer columns.
@@ -36,25 +38,12 @@ template <typename F>
 struct alignas(1024) GemmShared {
   char a[F::kStages][F::kBytesA];
   char b[F::kStages][F::kBytesB];
-  char results[kConsumerWarps][kStoreBuffers][F::kStoreBytes];
+  StoreBuffers<F> results[kConsumerGroups];
   uint64_t loaded[F::kStages], released[F::kStages];
   // work_read: all warps of this block (in a cluster's first block: of both blocks) have read it.
   uint64_t work_sent[kWorkEntries], work_read[kWorkEntries];
   Work work[kWorkEntries];
-};
-
-// A position in a circular buffer of kSize entries, and the parity of the phase of its barriers.
-template <int kSize>
-struct Cursor {
-  int place = 0;
-  uint32_t parity = 0;
-
-  __device__ void advance() {
-    if (++place == kSize) {
-      place = 0;
-      parity ^= 1;
-    }
-  }
+  StoreQueue stores[kConsumerGroups];
 };
 
 template <Major kMajor>
@@ -257,14 +246,14 @@ template <typename T, typename F>
 __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared, uint32_t rank) {
   constexpr int kWarpGroupM = F::kTileM / kConsumerGroups;
   constexpr int kResultM = F::kResultM / kConsumerGroups;  // of this warp group's results
-  const int warp = threadIdx.x / kWarpThreads;
-  const int first_m = warp / 4 * kWarpGroupM;
-  BoxWriter<F> writer(shared.results[warp]);
+  const int warp = static_cast<int>(uniform(threadIdx.x / kWarpThreads)), group = warp / 4;
+  const int first_m = group * kWarpGroupM;
+  BoxWriter<F> writer(shared.results[group], shared.stores[group]);
   constexpr bool kStoresLate = F::kEpilogue == Epilogue::kStore && !F::kIsTurned;
   std::conditional_t<kStoresLate, Rounded<F>, Nothing> rounded;
   const uint32_t descriptor_a =
-      operand_descriptor(shared.a[0] + first_m / kBoxElements * kBoxBytes, F::kMajorA);
-  const uint32_t descriptor_b = operand_descriptor(shared.b[0], F::kMajorB);
+      uniform(operand_descriptor(shared.a[0] + first_m / kBoxElements * kBoxBytes, F::kMajorA));
+  const uint32_t descriptor_b = uniform(operand_descriptor(shared.b[0], F::kMajorB));
   Cursor<kWorkEntries> entry;
   Cursor<F::kStages> stage;
   const auto release = [&](int place) {
@@ -283,11 +272,11 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
   constexpr std::integral_constant<int, 1> kLast;
   Work work, next = receive_work(shared, rank, entry);
   Tile<F> tile, next_tile(p, next, rank);
-  bool is_loaded = false;  // the first step of the next tile is loaded
+  bool is_loaded = false;  // the next step is known to be loaded
   while (!next.is_end()) {
     work = next, tile = next_tile;
     const int steps = tile.steps();
-    const int32_t m = tile.m + warp / 4 * kResultM;
+    const int32_t m = tile.m + group * kResultM;
     if (m >= tile.end_m || tile.n >= tile.end_n) {
       if constexpr (F::kReads) release_held(kNone);
       for (int step = 0; step < steps + F::kReadStages; ++step) {
@@ -308,12 +297,18 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
     // If rows lie along k, a last step may be partial. Its rows are multiplied 16 at a time, with a
     // wait after each product. Without these waits, the compiler would not let products overlap.
     const int whole = F::kRows == Axis::kK ? tile.whole_steps() : steps;
+    // The two warp groups store at different steps if there are enough steps. While one group
+    // stores, the products of the other group keep the tensor cores busy.
+    constexpr int kBoxes = F::kTileN / kBoxElements;
+    const int steps_of_box = max(1, whole / kBoxes);
+    int store_at = group * (whole / (kConsumerGroups * kBoxes));
     with_extent(tile, [&](auto extent) {
       constexpr int kExtent = decltype(extent)::value;
       for (int step = 0; step < whole; ++step) {
-        if (step > 0 || !is_loaded) wait_for(&shared.loaded[stage.place], stage.parity);
-        const uint32_t a = descriptor_a + stage.place * (F::kBytesA >> 4);
-        const uint32_t b = descriptor_b + stage.place * (F::kBytesB >> 4);
+        if (!is_loaded) wait_until_loaded(&shared.loaded[stage.place], stage.parity);
+        __syncwarp();
+        const uint32_t a = uniform(descriptor_a + stage.place * (F::kBytesA >> 4));
+        const uint32_t b = uniform(descriptor_b + stage.place * (F::kBytesB >> 4));
 #pragma unroll
         for (int i = 0; i < F::kProducts; ++i) fence_registers<kExtent / 2>(d[i]);
         begin_products();
@@ -329,6 +324,9 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
         end_products();
 #pragma unroll
         for (int i = 0; i < F::kProducts; ++i) fence_registers<kExtent / 2>(d[i]);
+        const int place = stage.place;
+        stage.advance();
+        is_loaded = is_complete(&shared.loaded[stage.place], stage.parity);
         wait_for_products<1>();
         if (step > 0) {
           release(previous);
@@ -337,10 +335,12 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
         }
         // Store after the stage's release, because a store may wait for earlier stores.
         if constexpr (kStoresLate) {
-          if (step < rounded.kBoxes) rounded.store(p.d, writer, step);
+          if (step == store_at) {
+            rounded.store_next(p.d, writer);
+            store_at += steps_of_box;
+          }
         }
-        previous = stage.place;
-        stage.advance();
+        previous = place;
       }
       // Prepare the first products of the next tile while the last products run.
       next = receive_work(shared, rank, entry);
@@ -391,23 +391,23 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
         stage.advance();
       };
       before.store(plane, d[0], take, give);
-    } else if (warp_m >= tile.end_m) {
-      continue;
     } else if constexpr (kStoresLate) {
-      for (int box = whole; box < rounded.kBoxes; ++box) rounded.store(p.d, writer, box);
-      rounded.template take<T>(tile, plane, warp_m, d[0]);
+      rounded.store_rest(p.d, writer);
+      rounded.template take<T>(tile, plane, m, d[0]);
     } else if constexpr (F::kEpilogue == Epilogue::kStore) {
-      store_products<T, F>(p, writer, tile, plane, warp_m, d);
+      store_products<T, F>(p, writer, tile, plane, m, d);
     } else if constexpr (F::kIsTurned) {
-      store_activations_along_n<T, F>(p, writer, work, tile, plane, warp_m, before, d);
+      store_activations_along_n<T, F>(p, writer, work, tile, plane, m, before, d);
     } else {
-      store_activations_along_m<T, F>(p, writer, work, tile, plane, warp_m, before, d[0]);
+      store_activations_along_m<T, F>(p, writer, work, tile, plane, m, before, d[0]);
     }
   }
-  if constexpr (kStoresLate) {
-    for (int box = 0; box < rounded.kBoxes; ++box) rounded.store(p.d, writer, box);
+  if constexpr (kStoresLate) rounded.store_rest(p.d, writer);
+  if constexpr (!F::kReads) {
+    writer.end();
+  } else if (lane_index() == 0) {
+    wait_until_stored();
   }
-  if (lane_index() == 0) wait_until_stored();
 }
 
 // Runs a block. Consumers call `multiply`, which multiplies and stores all tiles.
@@ -427,6 +427,7 @@ __device__ inline void run_block(const GemmParams& p, GemmShared<F>& shared, uin
       // One arrival for each consumer, for the loader, and for the second block.
       init_barrier(&shared.work_read[i], kConsumerWarps + F::kBlocks);
     }
+    for (StoreQueue& queue : shared.stores) queue.init();
     fence_load_barriers();
   }
   sync_cluster();
@@ -440,6 +441,10 @@ __device__ inline void run_block(const GemmParams& p, GemmShared<F>& shared, uin
     release_registers<kLoaderRegisters>();
     if (warp == kConsumerWarps) load_tiles<T, F>(p, shared, rank);
     if (warp == kConsumerWarps + 1) take_tiles(p, shared, rank);
+    const int group = warp - kConsumerWarps - 2;
+    if (!F::kReads && group >= 0 && lane_index() == 0) {
+      store_boxes<F>(shared.results[group], shared.stores[group]);
+    }
   } else {
     take_registers<kConsumerRegisters>();
     multiply();

@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "device/ptx.cuh"
+#include "device/team.cuh"
 #include "gemm/form.h"
 
 namespace moe_a2a::gemm {
@@ -35,6 +36,11 @@ __device__ inline uint32_t shared_address_of(const void* pointer, uint32_t rank)
 __device__ inline void init_barrier(uint64_t* barrier, int num_arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
                "r"(num_arrivals)
+               : "memory");
+}
+
+__device__ inline void arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
                : "memory");
 }
 
@@ -85,6 +91,32 @@ __device__ inline void wait_for(uint64_t* barrier, uint32_t parity) {
   }
   __syncwarp();
 }
+
+// Returns true if the phase of this block's barrier with this parity is complete. Does not wait.
+__device__ inline bool is_complete(uint64_t* barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n\t.reg .pred p;\n\tmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
+      "selp.u32 %0, 1, 0, p;\n\t}"
+      : "=r"(done)
+      : "r"(shared_address(barrier)), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
+// A position in a circular buffer of kSize entries, and the parity of the phase of its barriers.
+template <int kSize>
+struct Cursor {
+  int place = 0;
+  uint32_t parity = 0;
+
+  __device__ void advance() {
+    if (++place == kSize) {
+      place = 0;
+      parity ^= 1;
+    }
+  }
+};
 
 // Stores `value` in block `rank` of the cluster, and completes a phase of `barrier` there.
 __device__ inline void send(int4* to, uint64_t* barrier, uint32_t rank, int4 value) {
@@ -142,6 +174,10 @@ __device__ inline void store_box(const CUtensorMap* map, const Box& box, const v
 constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
 constexpr uint64_t kEightRows = uint64_t{8 * 128 >> 4} << 32;  // distance of eight rows
 constexpr uint64_t kHigh = kSwizzle128 | kEightRows;
+
+// Tells the compiler that all lanes have the same value. Descriptors of operands are then in
+// uniform registers, so products need no instructions that move them there.
+__device__ inline uint32_t uniform(uint32_t value) { return __shfl_sync(kAllLanes, value, 0); }
 
 // Returns the lower word of an operand's descriptor. kHigh is the upper word.
 __device__ inline uint32_t operand_descriptor(const void* shared, Major major) {
