@@ -187,6 +187,7 @@ NB_MODULE(_native, m) {
       NumbersOf<GroupedProduct>({{"FORWARD", GroupedProduct::kForward},
                                  {"FORWARD_FEW", GroupedProduct::kForwardFew},
                                  {"TRANSPOSED", GroupedProduct::kTransposed},
+                                 {"TRANSPOSED_FEW", GroupedProduct::kTransposedFew},
                                  {"WEIGHT_GRADIENT", GroupedProduct::kWeightGradient}});
   m.attr("ACTIVATIONS") = NumbersOf<Activation>({{"silu", Activation::kSilu},
                                                  {"gelu", Activation::kGelu},

@@ -107,16 +107,18 @@ struct Sm90 {
     int m, n, blocks, stages;
   };
   static constexpr GemmTile kForward = {128, 256, 2, 4};
-  // In a tile of kForwardFew, rows lie along n.
-  static constexpr GemmTile kForwardFew = {256, 144, 2, 4};
+  // Of kForwardFew and kTransposedFew. Rows lie along n.
+  static constexpr GemmTile kFew = {256, 144, 2, 4};
   static constexpr GemmTile kTransposed = {128, 256, 2, 4};
   static constexpr GemmTile kWeightGradient = {128, 256, 2, 4};
   static constexpr int kGemmBand = 8;
   // "Few tiles": with at most this number of tiles per block, clusters take tiles in turn.
   static constexpr int kGemmTilesInTurn = 8;
-  // Python chooses kForwardFew up to this number of rows per group. With 96 and 256 rows per group,
-  // kForwardFew takes 0.77 and 0.99 times as long as kForward (H200, "Between few and many rows").
-  static constexpr int kGemmFewRows = 128;
+  // Python chooses kForwardFew and kTransposedFew up to this number of rows per group. With 256
+  // rows on average in groups of random sizes, they need 0.91 to 1.02 times the cycles of kForward
+  // and kTransposed, and with 256 in each group, 1.01 to 1.05 times (H200, "Between few and many
+  // rows").
+  static constexpr int kGemmFewRows = 320;
   // For FP8: 32 groups of 64 and 128 rows take 149 and 187 us with kForwardFew, and 150 and 160 us
   // with kForward.
   static constexpr int kFp8FewRows = 64;

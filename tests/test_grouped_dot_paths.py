@@ -139,12 +139,14 @@ def test_other_gpus_decode_products_in_fp8(monkeypatch):
 
 @needs_kernel
 def test_each_product_is_one_call(hopper):
-    forward, few, transposed, gradient = range(4)
-    assert products(ma.grouped_dot, *avals(num_rows=4 * 128)) == [few]
-    assert products(ma.grouped_dot, *avals(num_rows=4 * 128 + 1)) == [forward]
-    assert sorted(products(gradients, *avals())) == [transposed, gradient]
+    forward, few, transposed, transposed_few, gradient = range(5)
+    few_rows = 4 * native.tuning("GEMM_FEW_ROWS")
+    assert products(ma.grouped_dot, *avals(num_rows=few_rows)) == [few]
+    assert products(ma.grouped_dot, *avals(num_rows=few_rows + 1)) == [forward]
+    assert sorted(products(gradients, *avals())) == [transposed_few, gradient]
+    assert sorted(products(gradients, *avals(num_rows=few_rows + 1))) == [transposed, gradient]
     assert products(jax.vmap(ma.grouped_dot), *avals(lead=(3,))) == [few]
-    assert sorted(products(jax.vmap(gradients), *avals(lead=(3,)))) == [transposed, gradient]
+    assert sorted(products(jax.vmap(gradients), *avals(lead=(3,)))) == [transposed_few, gradient]
 
 
 @pytest.fixture
@@ -169,7 +171,7 @@ def by_library(fn, *args):
 @needs_kernel
 def test_blackwell_gpus_multiply_by_cublas_lt(blackwell):
     blackwell(13, 6, 1)
-    _, few, transposed, gradient = range(4)
+    _, few, _, transposed, gradient = range(5)
     assert by_library(ma.grouped_dot, *avals()) == [(few, 103)]
     whole = functools.partial(ma.grouped_dot, tail="unspecified")
     assert by_library(whole, *avals()) == [(few, 128)]

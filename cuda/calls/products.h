@@ -104,12 +104,11 @@ inline Problem DescribeGemm(const Array& rows, const Array& weights, const Array
   gemm->n = weights.dimensions[2];
   // Check this first, so that an unsupported dtype is reported as such.
   MOE_A2A_TRY(WhyNotGroupedGemm(name, gemm->num_rows, table.dimensions[1], gemm->k, gemm->n));
-  const bool is_transposed = gemm->product == GroupedProduct::kTransposed;
-  return FirstOf(
-      {Take(rows, "rows", rows.type, {gemm->num_rows, is_transposed ? gemm->n : gemm->k}, &gemm->a),
-       Take(weights, "weights", gemm->adds ? kFloat32 : rows.type,
-            {gemm->num_weights, gemm->k, gemm->n}, &gemm->b),
-       TakeGroups(table, counter, gemm)});
+  const int64_t columns = is_transposed(gemm->product) ? gemm->n : gemm->k;
+  return FirstOf({Take(rows, "rows", rows.type, {gemm->num_rows, columns}, &gemm->a),
+                  Take(weights, "weights", gemm->adds ? kFloat32 : rows.type,
+                       {gemm->num_weights, gemm->k, gemm->n}, &gemm->b),
+                  TakeGroups(table, counter, gemm)});
 }
 
 // A product of 16-bit numbers. Operands: a, b, table, and optionally for kWeightGradient a total.
@@ -128,17 +127,17 @@ struct GroupedGemmCall : ProductCall<GroupedGemm, LoadGroupedGemm, LaunchGrouped
       return Concat("grouped_dot has no product ", product);
     }
     gemm->product = static_cast<GroupedProduct>(product);
-    const bool is_gradient = gemm->product == GroupedProduct::kWeightGradient,
-               is_transposed = gemm->product == GroupedProduct::kTransposed;
+    const bool is_gradient = gemm->product == GroupedProduct::kWeightGradient;
     MOE_A2A_TRY(CheckCounts(args, 3, 4, results, 2));
     const Array &a = args[0], &b = args[1], &d = results[0];
     gemm->adds = is_gradient && args.size() == 4;
     MOE_A2A_TRY(DescribeGemm(a, is_gradient ? d : b, args[2], results[1], gemm));
     gemm->d = d.data;
     if (!is_gradient) {
-      return FirstOf({TakeSpare(args.from(3), b, gemm),
-                      CheckShape(d, "the result", a.type,
-                                 {gemm->num_rows, is_transposed ? gemm->k : gemm->n})});
+      return FirstOf(
+          {TakeSpare(args.from(3), b, gemm),
+           CheckShape(d, "the result", a.type,
+                      {gemm->num_rows, is_transposed(gemm->product) ? gemm->k : gemm->n})});
     }
     void* total = d.data;
     if (gemm->adds) {

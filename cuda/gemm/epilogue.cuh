@@ -124,46 +124,44 @@ __device__ inline void each_box(const Tile<F>& tile, Body&& body) {
   }
 }
 
-// Stores a warp group's results of a transposed tile: 64 indices of m per product.
-template <typename T, typename F, int kProducts, int kSize>
-__device__ inline void store_products(const GemmParams& p, BoxWriter<F>& writer,
-                                      const Tile<F>& tile, const Plane& plane, int32_t m,
-                                      const float (&d)[kProducts][kSize]) {
-  static_assert(F::kIsTurned);
-#pragma unroll
-  for (int i = 0; i < kProducts; ++i) {
-    if (m + 64 * i >= tile.end_m) break;
-    each_box(tile, [&](int first, int n) {
-      writer.template write<T>(p.d, plane.box(m + 64 * i, tile.n + n), d[i], first);
-    });
-  }
-}
-
 // A warp's rounded results of the previous tile. The warp group stores them while the products of
 // the current tile run. These products therefore wait only for the rounding.
+//
+// If rows lie along n, a tile has more boxes than registers can hold. The first boxes are stored
+// before the products of the next tile, when both buffers of the warp group are empty.
 template <typename F>
 class Rounded {
  public:
-  static constexpr int kBoxes = F::kTileN / kBoxElements;
+  static constexpr int kBoxes = 4;  // that registers hold
 
+  // Takes the results of a tile. `m` is the warp group's first row of m.
   template <typename T, int kSize>
-  __device__ void take(const Tile<F>& tile, const Plane& plane, int32_t m,
-                       const float (&d)[kSize]) {
-#pragma unroll
-    for (int i = 0; i < kSize / 2; ++i) {
-      words_[i / (kBoxElements / 4)][i % (kBoxElements / 4)] = pack<T>(d[2 * i], d[2 * i + 1]);
-    }
-    box_ = plane.box(tile.n, m);
-    columns_ = tile.end_n - tile.n;
+  __device__ void take(const GemmParams& p, BoxWriter<F>& writer, const Tile<F>& tile,
+                       const Plane& plane, int32_t m, const float (&d)[F::kProducts][kSize]) {
+    box_ = F::kIsTurned ? plane.box(m, tile.n) : plane.box(tile.n, m);
+    rest_m_ = tile.end_m - m;
+    rest_n_ = tile.end_n - tile.n;
     next_ = 0;
+#pragma unroll
+    for (int i = 0; i < kAtOnce + kBoxes; ++i) {
+      const float (&of)[kSize] = d[i / kBoxesN];
+      const int first = i % kBoxesN * kColumns / 2;
+      if (i < kAtOnce) {
+        if (exists(i)) writer.template write<T>(p.d, at(i), of, first);
+        continue;
+      }
+#pragma unroll
+      for (int j = 0; j < kWords; ++j) {
+        words_[i - kAtOnce][j] = pack<T>(of[first + 2 * j], of[first + 2 * j + 1]);
+      }
+    }
   }
 
   // Stores the next box, if one is left.
   __device__ void store_next(const CUtensorMap& map, BoxWriter<F>& writer) {
 #pragma unroll
     for (int i = 0; i < kBoxes; ++i) {
-      if (i != next_ || i * kBoxElements >= columns_) continue;
-      writer.write(map, {box_.c0 + i * kBoxElements, box_.c1, box_.c2, box_.c3}, words_[i]);
+      if (i == next_ && exists(kAtOnce + i)) writer.write(map, at(kAtOnce + i), words_[i]);
     }
     ++next_;
   }
@@ -173,10 +171,24 @@ class Rounded {
   }
 
  private:
-  uint32_t words_[kBoxes][kBoxElements / 4];
+  static constexpr int kColumns = BoxWriter<F>::kColumns, kWords = BoxWriter<F>::kWords;
+  static constexpr int kBoxesN = F::kTileN / kColumns;  // of a product
+  static constexpr int kAtOnce = F::kProducts * kBoxesN - kBoxes;
+  static_assert(0 <= kAtOnce && kAtOnce <= kStoreBuffers);
+
+  // Box number i has columns `n_of(i)` and later of n, and 64 rows from `m_of(i)` of m.
+  static __device__ int m_of(int i) { return i / kBoxesN * 64; }
+  static __device__ int n_of(int i) { return i % kBoxesN * kColumns; }
+  __device__ bool exists(int i) const { return m_of(i) < rest_m_ && n_of(i) < rest_n_; }
+  __device__ Box at(int i) const {
+    const int first = F::kIsTurned ? m_of(i) : n_of(i), second = F::kIsTurned ? n_of(i) : m_of(i);
+    return {box_.c0 + first, box_.c1 + second, box_.c2, box_.c3};
+  }
+
+  uint32_t words_[kBoxes][kWords];
   Box box_;
-  int32_t columns_;    // from the tile's first column to the last
-  int next_ = kBoxes;  // the first box that is not stored
+  int32_t rest_m_, rest_n_;  // from the first index of m and n to the end of the product
+  int next_ = kBoxes;        // the first box that is not stored
 };
 
 // Applies biases, activation and router weights, if rows lie along m. Stores the activations, and

@@ -26,6 +26,8 @@ void each_kernel(Body&& body) {
      [](auto e) { return Type<gemm::ForwardFew<decltype(e)::value>>{}; });
   of(GroupedProduct::kTransposed, kTransposed,
      [](auto e) { return Type<gemm::Transposed<decltype(e)::value>>{}; });
+  of(GroupedProduct::kTransposedFew, Constants<Epilogue::kStore>{},
+     [](auto e) { return Type<gemm::TransposedFew<decltype(e)::value>>{}; });
   of(GroupedProduct::kWeightGradient, kGradient,
      [](auto e) { return Type<gemm::WeightGradient<decltype(e)::value>>{}; });
 }

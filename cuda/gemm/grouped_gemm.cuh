@@ -249,7 +249,7 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
   const int warp = static_cast<int>(uniform(threadIdx.x / kWarpThreads)), group = warp / 4;
   const int first_m = group * kWarpGroupM;
   BoxWriter<F> writer(shared.results[group], shared.stores[group]);
-  constexpr bool kStoresLate = F::kEpilogue == Epilogue::kStore && !F::kIsTurned;
+  constexpr bool kStoresLate = F::kEpilogue == Epilogue::kStore;
   std::conditional_t<kStoresLate, Rounded<F>, Nothing> rounded;
   const uint32_t descriptor_a =
       uniform(operand_descriptor(shared.a[0] + first_m / kBoxElements * kBoxBytes, F::kMajorA));
@@ -299,7 +299,7 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
     const int whole = F::kRows == Axis::kK ? tile.whole_steps() : steps;
     // The two warp groups store at different steps if there are enough steps. While one group
     // stores, the products of the other group keep the tensor cores busy.
-    constexpr int kBoxes = F::kTileN / kBoxElements;
+    constexpr int kBoxes = Rounded<F>::kBoxes;
     const int steps_of_box = max(1, whole / kBoxes);
     int store_at = group * (whole / (kConsumerGroups * kBoxes));
     with_extent(tile, [&](auto extent) {
@@ -393,9 +393,7 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
       before.store(plane, d[0], take, give);
     } else if constexpr (kStoresLate) {
       rounded.store_rest(p.d, writer);
-      rounded.template take<T>(tile, plane, m, d[0]);
-    } else if constexpr (F::kEpilogue == Epilogue::kStore) {
-      store_products<T, F>(p, writer, tile, plane, m, d);
+      rounded.template take<T>(p, writer, tile, plane, m, d);
     } else if constexpr (F::kIsTurned) {
       store_activations_along_n<T, F>(p, writer, work, tile, plane, m, before, d);
     } else {

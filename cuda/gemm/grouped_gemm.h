@@ -20,8 +20,13 @@ enum class GroupedProduct : int32_t {
   kForward,         // a: rows [C, K], b: weights [L, K, N], d: [C, N]
   kForwardFew,      // the product of kForward for groups of few rows
   kTransposed,      // a: rows [C, N], b: weights [L, K, N], d: [C, K]
+  kTransposedFew,   // the product of kTransposed for groups of few rows
   kWeightGradient,  // a: rows [C, K], b: rows [C, N], d: [L, K, N]
 };
+
+constexpr bool is_transposed(GroupedProduct product) {
+  return product == GroupedProduct::kTransposed || product == GroupedProduct::kTransposedFew;
+}
 
 // The additional operands and results of a product with an activation. P is I. For a gated
 // activation, P is 2 I, and the gate columns come first.

@@ -41,6 +41,10 @@ Problem MakeParams(const GroupedGemm& gemm, GemmParams* p) {
       a = rows_of(gemm.a, n), b = weights_of(gemm.b, gemm.num_weights), d = rows_of(gemm.d, k);
       p->m = 0, p->n = k, p->k = n;
       break;
+    case GroupedProduct::kTransposedFew:
+      a = weights_of(gemm.b, gemm.num_weights), b = rows_of(gemm.a, n), d = rows_of(gemm.d, k);
+      p->m = k, p->n = 0, p->k = n;
+      break;
     case GroupedProduct::kWeightGradient:
       a = rows_of(gemm.a, k), b = rows_of(gemm.b, n), d = weights_of(gemm.d, gemm.num_weights);
       if (F::kAdds) d.element_bytes = sizeof(float);

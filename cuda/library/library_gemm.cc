@@ -35,13 +35,13 @@ struct Description {
 Problem Describe(const CublasLt& library, const GroupedGemm& gemm, int num_sms,
                  const int32_t* dimensions, Description* made) {
   const bool is_gradient = gemm.product == GroupedProduct::kWeightGradient,
-             is_transposed = gemm.product == GroupedProduct::kTransposed;
+             transposes = is_transposed(gemm.product);
   MOE_A2A_TRY(
       Check("MatmulDescInit", library.init_description(&made->call, sizeof(made->call),
                                                        CublasLt::kComputeFloat, CublasLt::kFloat)));
   for (const auto& [attribute, value] :
        {std::pair<int, int32_t>{CublasLt::kPointerMode, CublasLt::kDevicePointers},
-        {CublasLt::kTransposeA, is_transposed ? CublasLt::kTransposed : 0},
+        {CublasLt::kTransposeA, transposes ? CublasLt::kTransposed : 0},
         {CublasLt::kTransposeB, is_gradient ? CublasLt::kTransposed : 0},
         {CublasLt::kSms, num_sms}}) {
     MOE_A2A_TRY(Check("MatmulDescSetAttribute",
@@ -56,15 +56,15 @@ Problem Describe(const CublasLt& library, const GroupedGemm& gemm, int num_sms,
         library.init_layout(layout, sizeof(*layout), type, gemm.num_groups, first, second, first));
   };
   MOE_A2A_TRY(lay_out(n, is_gradient ? rows : k, &made->a));
-  MOE_A2A_TRY(lay_out(is_transposed ? n : k, rows, &made->b));
-  return lay_out(is_transposed ? k : n, is_gradient ? k : rows, &made->d);
+  MOE_A2A_TRY(lay_out(transposes ? n : k, rows, &made->b));
+  return lay_out(transposes ? k : n, is_gradient ? k : rows, &made->d);
 }
 
 // Sets `algorithm` to what the library expects to be fastest for groups of `rows` rows.
 Problem Find(const CublasLt& library, void* handle, const Description& product,
              const GroupedGemm& gemm, int64_t rows, CublasLt::Algorithm* algorithm) {
   int64_t first = gemm.n, second = rows, reduction = gemm.k;
-  if (gemm.product == GroupedProduct::kTransposed) std::swap(first, reduction);
+  if (is_transposed(gemm.product)) std::swap(first, reduction);
   if (gemm.product == GroupedProduct::kWeightGradient) std::swap(second, reduction);
   CublasLt::Object preference;
   MOE_A2A_TRY(
@@ -108,7 +108,7 @@ Problem LaunchLibraryGemm(const LibraryGemm& gemm, int num_sms, cudaStream_t str
     return "this process has no cuBLASLt with grouped products. Lower the program again";
   }
   const bool is_gradient = gemm.product == GroupedProduct::kWeightGradient,
-             is_transposed = gemm.product == GroupedProduct::kTransposed;
+             transposes = is_transposed(gemm.product);
   const auto data = [](const void* array) { return static_cast<char*>(const_cast<void*>(array)); };
   const auto rows = [&](const void* array, int64_t columns) -> GroupedArray {
     return {data(array), columns * kElementBytes, -1};
@@ -121,9 +121,9 @@ Problem LaunchLibraryGemm(const LibraryGemm& gemm, int num_sms, cudaStream_t str
   auto* const dimensions = reinterpret_cast<int32_t*>(pointers + 3 * stride);
   auto* const factors = reinterpret_cast<float*>(dimensions + 3 * stride);
   const GroupedArray a = is_gradient ? rows(gemm.b, gemm.n) : matrices(gemm.b);
-  const GroupedArray b = rows(gemm.a, is_transposed ? gemm.n : gemm.k);
+  const GroupedArray b = rows(gemm.a, transposes ? gemm.n : gemm.k);
   const GroupedArray d =
-      is_gradient ? matrices(gemm.d) : rows(gemm.d, is_transposed ? gemm.k : gemm.n);
+      is_gradient ? matrices(gemm.d) : rows(gemm.d, transposes ? gemm.k : gemm.n);
   const auto k = static_cast<int32_t>(gemm.k), n = static_cast<int32_t>(gemm.n);
   const GroupArrays arrays = {gemm.starts, gemm.sizes, gemm.weights, gemm.num_groups, k,      n,
                               {a, b, d},   stride,     pointers,     dimensions,      factors};

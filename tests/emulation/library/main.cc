@@ -36,7 +36,7 @@ Numbers numbers(size_t count) {
 }
 
 struct Product {
-  GroupedProduct product = static_cast<GroupedProduct>(random_int(0, 3));
+  GroupedProduct product = static_cast<GroupedProduct>(random_int(0, 4));
   int k = 8 * random_int(1, 3), n = 8 * random_int(1, 3), num_weights = random_int(1, 5);
   bool is_gradient = product == GroupedProduct::kWeightGradient;
   int num_spare = is_gradient ? 0 : random_int(0, 2), num_rows = 0;
@@ -47,11 +47,11 @@ struct Product {
   Product() {
     for (int g = 0; g < num_weights + num_spare; ++g) add(random_int(0, 1) * random_int(1, 9), g);
     if (!is_gradient) add(random_int(0, 9), -1);
-    const bool is_transposed = product == GroupedProduct::kTransposed;
-    a = numbers(size_t(num_rows) * (is_transposed ? n : k));
+    const bool transposes = is_transposed(product);
+    a = numbers(size_t(num_rows) * (transposes ? n : k));
     b = numbers(is_gradient ? size_t(num_rows) * n : size_t(num_weights) * k * n);
     spare = numbers(size_t(num_spare) * k * n);
-    const size_t of_rows = size_t(num_rows) * (is_transposed ? k : n);
+    const size_t of_rows = size_t(num_rows) * (transposes ? k : n);
     d.assign(is_gradient ? size_t(num_weights) * k * n : of_rows, {0x7FC0});
     scratch.assign(LibraryScratch(static_cast<int64_t>(sizes.size())), -1);
   }
@@ -101,13 +101,13 @@ struct Product {
         }
         continue;
       }
-      const bool is_transposed = product == GroupedProduct::kTransposed;
-      const int columns = is_transposed ? k : n, inner = is_transposed ? n : k;
+      const bool transposes = is_transposed(product);
+      const int columns = transposes ? k : n, inner = transposes ? n : k;
       for (int r = first; r < end; ++r) {
         for (int c = 0; c < columns; ++c) {
           float sum = 0;
           for (int i = 0; i < inner; ++i) {
-            sum += at(a, r * inner + i) * (is_transposed ? weight(c, i) : weight(i, c));
+            sum += at(a, r * inner + i) * (transposes ? weight(c, i) : weight(i, c));
           }
           require_equal(sum, r * columns + c);
         }
