@@ -67,7 +67,7 @@ def exact(ct, pre, weights, activation):
     wide = np.concatenate([ct, ct], axis=1) if activation.gated else ct
     scale = weights.astype(np.float64)[:, None]
     power = 2 if activation.kind == "squared_relu" else 1
-    near = np.abs(gate) ** power  # bounds the terms of an activation
+    near = np.abs(gate) ** power  # no term of the activation is larger
     near_slopes = (1 + power * near) * (np.abs(up) + 1), near
     near_slopes = np.concatenate(near_slopes, axis=1)[:, : x.shape[1]]
     near = near * (np.abs(up) + 1)

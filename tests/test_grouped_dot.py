@@ -43,6 +43,7 @@ def read_table(target, results, arrays, num_sms, aliases=None, *, product):
         d = np.full(out.shape, np.nan, out.dtype)
         added = total and total[0].copy()
         is_gradient = product == lowered.WEIGHT_GRADIENT
+        transposed = lowered.TRANSPOSED, lowered.TRANSPOSED_FEW
         for start, size, weight in table.T.tolist():
             assert start >= 0 and size >= 0 and start + size <= a.shape[0]
             rows = slice(start, start + size)
@@ -57,7 +58,7 @@ def read_table(target, results, arrays, num_sms, aliases=None, *, product):
                 d[rows] = 0
             else:
                 w = b[weight].astype(np.float64)
-                d[rows] = x @ (w.T if product == lowered.TRANSPOSED else w)
+                d[rows] = x @ (w.T if product in transposed else w)
         return added if total else d
 
     assert target == lowered.TARGET and aliases == ({3: 0} if len(arrays) == 4 else None)

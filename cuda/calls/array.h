@@ -61,7 +61,8 @@ struct Array {
   Slice<const int64_t> dimensions;
   int64_t bytes;
   void* data = nullptr;  // on the device's first rank; null during lowering
-  // The bitwise or of the array's addresses on all ranks of the device; 0 if all count as aligned.
+  // The bitwise or of the array's addresses on all ranks of the device. It tells their alignment,
+  // so it is 0 if they are assumed to be aligned.
   uintptr_t address_bits = 0;
   size_t index = 0;  // in the list of the call's operands and then its results
 };

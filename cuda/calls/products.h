@@ -367,8 +367,9 @@ struct EncodeCall : ActivationCall<KernelParams, LoadActEncode, kLaunch> {
   }
 };
 
-// The activation between two products in FP8. Operands: the first product [B, C, P], the table of B
-// * L groups, router weights. Without router weights, encodes the product itself.
+// Applies the activation between two products in FP8, and encodes the result. Operands: the first
+// product [B, C, P], the table of B * L groups, and the router weights. Without router weights, the
+// call encodes the first product, without an activation.
 struct ActEncodeCall : EncodeCall<ActEncode, LaunchActEncode> {
   static constexpr const char* kTarget = "moe_a2a_act_encode";
 

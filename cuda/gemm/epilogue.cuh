@@ -128,7 +128,7 @@ __device__ inline void each_box(const Tile<F>& tile, Body&& body) {
 // the current tile run. These products therefore wait only for the rounding.
 //
 // If rows lie along n, a tile has more boxes than registers can hold. The first boxes are stored
-// before the products of the next tile, when both buffers of the warp group are empty.
+// before the products of the next tile.
 template <typename F>
 class Rounded {
  public:
@@ -245,9 +245,10 @@ __device__ inline void store_activations_along_m(const GemmParams& p, BoxWriter<
   store(p.d, 0);
 }
 
-// Replaces store_activations_along_m() if rows lie along n. The two products of a gated tile are
-// gate and up. The two products of other tiles are 64 columns apart. This function copies results
-// to other registers. Otherwise, the compiler would not let products of any step overlap.
+// Replaces store_activations_along_m() if rows lie along n. `column` is the warp group's first
+// column. The two products of a gated tile are gate and up. The two products of other tiles are 64
+// columns apart. This function copies results to other registers. Otherwise, the compiler would not
+// let products of any step overlap.
 template <typename T, typename F, int kSize>
 __device__ inline void store_activations_along_n(const GemmParams& p, BoxWriter<F>& writer,
                                                  const Work& work, const Tile<F>& tile,
@@ -257,13 +258,14 @@ __device__ inline void store_activations_along_n(const GemmParams& p, BoxWriter<
   const ActivationParams& a = p.activation;
   constexpr bool kIsGated = F::kIsGated;
   const bool is_scaled = !kIsGated && a.function == Activation::kScaledBias;
+  const int32_t of_warp = column + threadIdx.x % kGroupThreads / kWarpThreads * 16;
   float bias[2][2] = {};  // for d[i][j], at [i][j / 2 % 2]
   if (a.bias != nullptr && work.weight >= 0) {
     const T* of =
         static_cast<const T*>(a.bias) + int64_t{work.weight} * a.num_columns * (kIsGated ? 2 : 1);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int32_t at = column + lane_index() / 4 + i % 2 * 8 + (kIsGated ? 0 : i / 2 * 64);
+      const int32_t at = of_warp + lane_index() / 4 + i % 2 * 8 + (kIsGated ? 0 : i / 2 * 64);
       if (at < a.num_columns) {
         bias[i / 2][i % 2] = float(of[at + (kIsGated ? i / 2 * a.num_columns : 0)]);
       }

@@ -10,10 +10,10 @@
 // Roles: in the last warp group of a block, one warp takes tiles of d. Another warp loads tiles of
 // a and b into kStages stages. The two other warp groups are consumers: each multiplies half of the
 // tile's rows, and writes the results to buffers in shared memory, whose boxes one of the two other
-// warps stores (gemm/store_queue.cuh). Without an activation, this is done while the next tile's
-// products run. A cluster's first block takes tiles, from a counter or in turn, and tells the other
-// block. Any number of blocks completes the work. With a counter, blocks that start late take fewer
-// tiles.
+// warps stores (gemm/store_queue.cuh). Results without an activation are written while the next
+// tile's products run. An epilogue that reads an array stores its results itself. A cluster's first
+// block takes tiles, from a counter or in turn, and tells the other block. Any number of blocks
+// completes the work. With a counter, blocks that start late take fewer tiles.
 //
 // For an epilogue that reads an array, such as pre-activations, the loader fills kReadStages stages
 // after a tile's operands. A block uses all these stages, even for fewer columns.

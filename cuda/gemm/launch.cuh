@@ -96,9 +96,10 @@ Problem LaunchForm(void (*kernel)(Params), Params params, const Gemm& gemm, cuda
   params.num_groups = gemm.num_groups;
   params.first_spare = static_cast<int32_t>(gemm.num_weights);
   // With few rows and few tiles, a counter costs more time than it saves.
-  const int64_t columns_of_tiles = ceil_div(params.m, F::kResultM);
+  const int64_t columns_of_tiles = ceil_div(params.m, F::kResultM),
+                rows_of_tiles = std::max<int64_t>(gemm.num_groups, gemm.num_rows / RowTiles::kBase);
   if (F::kRows != Axis::kN ||
-      gemm.num_groups * columns_of_tiles > int64_t{Tuning::kGemmTilesInTurn} * gemm.num_sms) {
+      rows_of_tiles * columns_of_tiles > int64_t{Tuning::kGemmTilesInTurn} * gemm.num_sms) {
     params.next_tile = gemm.counter;
     MOE_A2A_TRY(ProblemOf(cudaMemsetAsync(params.next_tile, 0, sizeof(int32_t), stream)));
   }

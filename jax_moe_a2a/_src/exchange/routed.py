@@ -62,8 +62,8 @@ def bind_routed_dispatch(
     emulated: bool = False,
     **params: object,
 ) -> tuple[RoutePlan, list[Any]]:
-    """Bind ``routed_dispatch_p`` to ids int32 [T, K] and a payload for ``DISPATCH``. The plan does
-    not vary over mesh axes over which only the payload varies."""
+    """Bind ``routed_dispatch_p`` to ids int32 [T, K] and a payload for ``DISPATCH``. The plan
+    varies over the axes of the group and of ids, even if the payload varies over more axes."""
     axes = crossed_axes(group, emulated)
     (ids,) = compat.align_varying([ids], axes)
     ids = _for_own_devices(ids, group)

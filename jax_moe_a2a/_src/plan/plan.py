@@ -184,7 +184,7 @@ def number_slots(choice_rank: jax.Array, rank: jax.Array) -> Slots:
 
 def rows_of_slots(slots: Slots, is_here: jax.Array, row: jax.Array) -> jax.Array:
     """Return ``slot_rows``. ``is_here``, bool [R, T, K], says which choices are for this rank.
-    ``row``, int32 [R, T, K], is the row of these choices, or a negative number without a row."""
+    ``row``, int32 [R, T, K], is the row of each of these choices, or negative if it has none."""
     if row.size == 0:
         return row
     r, k = (lax.broadcasted_iota(jnp.int32, row.shape, axis) for axis in (0, 2))
