@@ -521,8 +521,8 @@ class Rows:
 
 
 def rows_of(ids, local_experts, routings, replicated):
-    """With replicated tokens, a row's source is its expert's owner, which computes a partial
-    sum."""
+    """Return the ``Rows`` of all ranks. If tokens are replicated, the source of a row is the owner
+    of its expert, because each rank computes partial sums from its own copy of the tokens."""
     new_ids, _ = mode_ids(ids, local_experts, replicated)
     found = []
     for rank, (domain, routing) in enumerate(zip(new_ids, routings, strict=True)):

@@ -141,7 +141,7 @@ class ScalesAlongN {
     load(p, 0, steps);
   }
 
-  // Sets `scales` to those of `step`: index 2 * j + i is for d[r, 8 j + 2 (lane % 4) + i].
+  // Sets `scales` to those of `step`. Scale 2 j + i is for results at n = 8 j + 2 (lane % 4) + i.
   __device__ void get(const Fp8Params& p, int step, int steps, float (&scales)[kSize]) {
     float of_lane[kReads];
 #pragma unroll

@@ -60,7 +60,7 @@ class Group(GroupValue):
         program still end in all processes. ``check`` reports the failure in both cases. See "When
         an exchange fails" in ``docs/troubleshooting.md``.
       implementation: ``"portable"`` selects the portable path. ``"cuda"`` selects the CUDA kernels,
-        and raises an error if they cannot run. With two levels, they must run within each host.
+        and raises an error if they cannot run (with two levels: within a host).
         None selects the kernels if they can run, otherwise the portable path. Inside ``jax.vmap``
         over the group's axis, None means the portable path. ``"cuda"`` then runs the kernels for
         all ranks on one GPU, in one launch.
@@ -101,7 +101,7 @@ class Group(GroupValue):
           RuntimeError: if another process of the mesh has not announced itself within
             ``first_timeout``, or if ``jax.distributed.initialize()`` was not called.
           ValueError: if the group has ``implementation="cuda"``, and the kernels cannot run. With
-            two levels, the kernels must run within each host.
+            two levels, only if they cannot run within a host.
         """
         if self.two_level:
             between, within = (level.path for level in self.levels)

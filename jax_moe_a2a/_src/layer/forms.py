@@ -53,7 +53,8 @@ unless the weights are trained in FP8."""
 
 
 def choose_form(weights: Experts, activation: Activation, tail: Tail) -> Form:
-    """Return the form for weights in the shapes of ``flat``. ``tail`` is as in the dispatch."""
+    """Return the form for ``weights``, whose w_in has gate and up side by side (``weights.flat``).
+    ``tail`` is the argument of the dispatch."""
     width, intermediate = weights.w_in.shape[-1], weights.w_out.shape[-2]
     # If the kernels know this activation, use the function in ``KINDS``, because some versions of
     # JAX cannot differentiate the function that the caller passed.
