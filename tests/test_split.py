@@ -169,8 +169,8 @@ def emulated(layer):
     return jax.grad(small_layer.loss_of(on_all, ids), OF_FLOATS)
 
 
-# For each transform: the starts of the split layer, and the numbers of unsplit exchanges (including
-# routes) and of split exchanges of both layers together.
+# For each transform: the starts in the split layer's jaxpr, and how many unsplit exchanges
+# (including routes) and split exchanges run if the split layer and then the whole layer run.
 TRANSFORMS = {
     outside: (FORWARD_AND_BACKWARD, 6, 4),
     forward_over_reverse: ({"dispatch_start": 4, "combine_start": 4}, 10, 8),

@@ -102,8 +102,8 @@ class Patience {
     if (++polls_ > Tuning::kPollsWithoutPause) __nanosleep(Tuning::kPauseNs);
     return polls_ % 64 == 0;
   }
-  // Returns true if `timeout_ns` have elapsed since the first call with this argument. The shorter
-  // timeout of a peer (timeout_of()) therefore starts when the peer announces its call.
+  // Returns true if `timeout_ns` have elapsed since the first call with this value. When a peer
+  // announces its first call, its timeout becomes shorter (timeout_of()), and starts again.
   __device__ bool is_over(uint64_t timeout_ns) {
     const uint64_t now = global_time_ns();
     if (timeout_ns != timeout_ns_) start_ = now;

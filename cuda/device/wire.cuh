@@ -108,7 +108,7 @@ class EncodedWire {
   GlobalScale global_;
   int64_t scales_;
   uint32_t kept_ = 0;  // a scale that this lane has not stored yet
-  int num_kept_ = 0;   // the number of adjacent words of a warp whose scales are kept
+  int num_kept_ = 0;   // scales of this number of consecutive steps are kept; a lane has a word
 };
 
 }  // namespace moe_a2a

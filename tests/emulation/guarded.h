@@ -1,5 +1,6 @@
-// Code must not access the page after an array, or change the bytes before it. Arrays of rank r and
-// rank r + 1 have the same distance for all r, as on a device that the ranks share.
+// Code must not access the page after an array, or change the bytes before it. The
+// distance in memory between an array of rank r and the same array of rank r + 1 is the same for
+// all r, as on a device that the ranks share.
 #pragma once
 
 #include <sys/mman.h>
