@@ -213,7 +213,7 @@ def differences(model: Model, mesh: jax.sharding.Mesh) -> dict[str, float]:
     ours = expert_parallel(weights, x, dy, mesh)
     found: dict[str, float] = {}
     for name, value in theirs.items():
-        # A bias that only affects choices has a zero gradient in JAX and PyTorch.
+        # A bias that only affects choices has a zero gradient, also in PyTorch: do not divide by 0.
         difference = float(abs(ours[name] - value).max() / (abs(value).max() or 1))
         kind = name.partition(".")[0]
         found[kind] = float(np.max([difference, found.get(kind, 0.0)]))  # keeps a NaN

@@ -3,9 +3,9 @@
 The operands are ct_h [*B, C, I], pre [*B, C, I'], weights [*B, C] float32, and sizes [*B, L]. pre
 is the input of the activation, and ct_h is the cotangent of h (see below). The first results are
 ``ct_pre = weights * act'(pre) * ct_h``, ``h = weights * act(pre)``, and ``ct_weights = <ct_h,
-act(pre)>``. The others are the values [*B, C, I'] and scales [*B, C, I' / 128] of ct_pre in
-``BlockwiseFp8``. ``primitives.py`` describes the axes B and rows without a token. The derivatives
-are the derivatives of ``gradients``. The values and scales in FP8 have no derivatives.
+act(pre)>``. The other results are the values [*B, C, I'] and scales [*B, C, I' / 128] of
+ct_pre in ``BlockwiseFp8``, without derivatives. The first three results have the derivatives of
+the function ``gradients``. ``primitives.py`` describes the axes B and rows without a token.
 """
 
 from __future__ import annotations

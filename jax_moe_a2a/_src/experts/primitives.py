@@ -177,8 +177,7 @@ def bind_experts(
 
 
 def _dot(rows: Any, w: Any, sizes: jax.Array, *, transposed: bool = False) -> jax.Array:
-    """Return products of rows and weights, which are unspecified after the last group. If the
-    weights are in FP8, the product is in FP8."""
+    """Multiply rows by weights. If the weights are in FP8, the product is in FP8."""
     if isinstance(w, QuantizedExperts):
         return dot_in_fp8(rows, w, sizes, transposed=transposed)
     return unspecified_dot(rows, w, sizes, transposed=transposed)
@@ -537,7 +536,7 @@ def _jvp_of(fn: Callable[..., Any], primals: compat.Primals, tangents: compat.Ta
 def _grad_transpose(
     cts: compat.Tangents, *operands: Any, tree: jax.tree_util.PyTreeDef, **params: object
 ) -> list[Any]:
-    """Return the result of ``act_dot_tangent_p``: the cotangent of ``ct``."""
+    """Compute the cotangent of ``ct`` with ``act_dot_tangent_p``. Other operands get None."""
     ct_pre, _, ct_weights = (None if is_zero(c) else c for c in cts)
     ct, pre, weights, w_out, sizes = tree.unflatten(operands)
     found: Any = ad.Zero(ct.aval)

@@ -33,7 +33,7 @@ INFINITY = 0xFF << 23
 E4M3_MAX = 0x7E  # 448
 E4M3_NAN = 0x7F
 E4M3_MAX_EXPONENT = 8  # 2**8 is the largest E4M3 power of two
-# 2**-117 times 2**-9, the smallest float8_e4m3fn, is still a normal float32.
+# The smallest float8_e4m3fn is 2**-9. With this scale, it decodes to a normal float32, 2**-126.
 MIN_SCALE_EXPONENT = -117
 
 # 6 is the largest float4_e2m1fn. XLA may replace x / 6 with x * (1 / 6), so always multiply.
@@ -114,7 +114,7 @@ class TokenFormat:
 
     @property
     def token_scales(self) -> jax.Array | None:
-        """Return the global scale of each token, or None without a separate scale per token."""
+        """Return the global scale of each token, or None if tokens have no separate scales."""
         return None
 
     def check_numbers(self, x: jax.Array, name: str = "x") -> None:

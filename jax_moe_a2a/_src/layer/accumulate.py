@@ -27,8 +27,8 @@ def accumulate_grads(loss: Callable[..., Any], *, has_aux: bool = False) -> Call
 
     ``moe`` returns a ``Totals`` in ``MoEStatistics``, and ``moe_mlp`` returns one as second result
     with ``return_totals``. If the loss returns this ``Totals`` in its auxiliary result, kernels add
-    the gradients of expert weights directly to the totals, without rounding. If the loss uses the
-    same experts twice, the second call needs the first ``Totals``: ``experts.replace(totals=...)``.
+    the gradients of expert weights directly to the totals, without rounding. If two calls use the
+    same experts, give the second call the ``Totals`` of the first: ``experts.replace(totals=...)``.
 
     Args:
       loss: a function of parameters (a pytree of float arrays) and other arguments. It returns a
@@ -76,7 +76,7 @@ def accumulate_grads(loss: Callable[..., Any], *, has_aux: bool = False) -> Call
 
         zeros = jax.tree.map(jnp.zeros_like, given)
         (value, returned), transpose, aux = jax.vjp(of, zeros, has_aux=True)
-        # Products add gradients to the cotangents of ``Totals``, so start these with the totals.
+        # Products add gradients to the cotangents of ``Totals``. The first cotangent is ``given``.
         ends = {name: x.of(given[int(name)]) for name, x in returned.items()}
         (found,) = transpose((jnp.ones_like(value), ends))
         sums = jax.tree.map(jnp.add, given, found)

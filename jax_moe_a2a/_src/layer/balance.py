@@ -40,10 +40,10 @@ def load_balancing_loss(
     sequence, it is the sequence-wise loss of DeepSeek-V3 (arXiv:2412.19437, section 2.1.2). For
     that loss, pass ids that were chosen without ``select_bias``.
 
-    In transformers, ``load_balancing_loss_func`` of Mixtral, Qwen3-MoE and GPT-OSS computes one
-    loss from the tokens of all layers, and divides the choices by the number of tokens. Its result
-    is ``top_k`` times this loss for scores and ids with an axis of layers. Switch in transformers
-    returns the mean of this loss over sequences.
+    In transformers, ``load_balancing_loss_func`` of Mixtral, Qwen3-MoE and GPT-OSS divides choices
+    by the number of tokens and not of choices, and includes the tokens of all layers. It returns
+    ``top_k`` times the result of this function for scores and ids with an axis of layers. Switch in
+    transformers returns the mean of this loss over sequences.
 
     Tokens without a valid id are ignored. If all scores of a token are 0, the loss uses equal
     scores. ``f`` includes choices that a capacity drops. The loss has three variants:
@@ -123,8 +123,8 @@ def shares_of(scores: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @scopes.losses
 def balance_loss_of(sums: jax.Array, num_tokens: jax.Array, counts: jax.Array) -> jax.Array:
-    """Return the balance loss. ``sums`` [E] are sums over tokens of the first result of
-    ``shares_of``. ``counts`` [E] are the numbers of choices of each expert."""
+    """Return the balance loss. ``sums`` [E] is the first result of ``shares_of``, added over all
+    tokens. ``counts`` [E] are the numbers of choices of each expert."""
     num_choices = jnp.maximum(counts.sum(), 1).astype(sums.dtype)
     scale = counts.size / (num_choices * jnp.maximum(num_tokens, 1))
     return jnp.sum(counts.astype(sums.dtype) * sums) * scale

@@ -92,7 +92,7 @@ def choose(
 
 def best(keys: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
     """Return the highest keys and their indices. Among equal keys, the lowest index is first."""
-    # ``top_k`` sorts 0.0 before -0.0, so replace -0.0. XLA would remove ``keys + 0.0``.
+    # ``top_k`` sorts 0.0 before -0.0, so ``where`` replaces -0.0. XLA would remove ``keys + 0.0``.
     values, ids = lax.top_k(jnp.where(keys == 0, 0.0, keys), number)
     # The minimum does not change the ids. Without it, a program over Auto axes whose only result is
     # the ids would return zeros on GPUs and TPUs (https://github.com/openxla/xla/issues/49005).
@@ -100,8 +100,8 @@ def best(keys: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
 
 
 def at(values: jax.Array, ids: jax.Array) -> jax.Array:
-    """Return the values of the ids [..., K], with 0 for ids outside [0, E). This is a sum and no
-    gather: a gather needs a sharding over Explicit axes, and its transpose is a scatter."""
+    """Return the values of the ids [..., K], with 0 for ids outside [0, E). This is a sum,
+    because a gather would need a sharding over Explicit axes, and its transpose is a scatter."""
     chosen = one_hot(ids, values.shape[-1])
     return jnp.where(chosen, values[..., None, :], 0).sum(axis=-1)
 

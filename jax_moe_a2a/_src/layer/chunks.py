@@ -39,7 +39,7 @@ class LayerWeights(NamedTuple):
     experts: Experts
     """Weights of the rank's home experts, or of the experts in all its slots."""
     fetched: Experts | None = None
-    """Weights of the spare slots, or None if the layer must fetch them."""
+    """Weights of the spare slots, or None if the layer fetches them or has no such slots."""
     shared: Experts | None = None
 
 
@@ -65,7 +65,7 @@ def in_chunks(
     Args:
       layer: a function that returns the arrays of a chunk (a pytree), and the totals after this
         chunk. It runs under ``jax.checkpoint``.
-      tokens: arrays [T, ...], which are divided into chunks, or numbers or None for all chunks.
+      tokens: arrays [T, ...] are divided into chunks. Numbers and None are passed to all chunks.
       weights: JAX arrays. Their gradients are summed over the chunks in float32. Values and scales
         of ``QuantizedExperts`` have no gradient.
       totals: the totals of the experts, or a ``Totals`` without arrays.
@@ -106,7 +106,7 @@ def in_chunks(
 
 
 def _floats(w: Any) -> Any:
-    """Return the float array of the weights that has gradients, or None if no array has."""
+    """Return the float array of ``w`` that gets gradients, or None if ``w`` has no such array."""
     return w.source if isinstance(w, QuantizedExperts) else w
 
 

@@ -19,8 +19,8 @@ ROWS_CHECKPOINT_NAME = "moe_a2a_rows"
 """Checkpoint name, a str, of the rows that ``moe_mlp`` dispatches and of their router weights.
 
 If a policy saves this name and ``ROUTING_CHECKPOINT_NAME``, the backward pass of ``jax.checkpoint``
-does not dispatch the tokens again. If experts are trained in FP8, the policy saves rows that arrive
-in FP8 twice: in FP8 and decoded."""
+does not dispatch the tokens again. If experts are trained in FP8 and rows arrive in FP8, the policy
+saves each row in two forms: in FP8, and decoded to floats."""
 
 
 def dispatch_rows(arguments: DispatchArguments) -> Recv:
@@ -34,8 +34,8 @@ def dispatch_rows(arguments: DispatchArguments) -> Recv:
 def dispatch_in_fp8(arguments: DispatchArguments) -> Recv:
     """Dispatch the tokens of a layer in ``BlockwiseFp8``, for products with frozen weights.
 
-    The rows of the ``Recv`` are ``RowsInFp8``. The derivatives are those of one dispatch of floats,
-    for tokens and router weights together, so one exchange returns the gradients of both.
+    The rows of the ``Recv`` are ``RowsInFp8``. The derivative is the derivative of one dispatch of
+    float tokens with their router weights, so one exchange returns the gradients of both.
     """
     (x,), weights = arguments.leaves, arguments.choice_arrays
     known = arguments._replace(leaves=[fixed(x)], choice_arrays=list(map(fixed, weights)))

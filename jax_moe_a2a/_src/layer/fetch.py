@@ -1,9 +1,9 @@
 """Copy the weights of experts from their home ranks to the spare slots that have replicas.
 
-An expert's weights are cut into pieces of equal size. One dispatch sends the pieces like tokens, to
-the spare slots in place of experts. All ranks know the placement, so each rank computes its routing
-without communication. The transpose is a combine, which adds the gradients of replicas on the home
-rank.
+An expert's weights are cut into pieces of equal size. One dispatch sends these pieces in place of
+tokens, and spare slots take the place of experts. All ranks know the placement, so each rank
+computes its routing without communication. The transpose is a combine, which adds the gradients of
+replicas on the home rank.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ FETCHED_CHECKPOINT_NAME = "moe_a2a_fetched"
 If a policy of ``jax.checkpoint`` does not save this name, the backward pass fetches the weights
 again."""
 
-# Large arrays are cut into pieces of this many elements or more, but below twice as many. Smaller
-# pieces keep more SMs busy, but need larger routing arrays: an entry per piece, rank and replica.
+# If the largest array is cut, its pieces have at least this many elements, but under twice as many.
+# Smaller pieces keep more SMs busy, but routing arrays have an entry per piece, rank and replica.
 PIECE_ELEMENTS = 2**15
 
 
@@ -53,7 +53,7 @@ def fetch_experts(w: PyTree, placement: Placement, *, group: GroupOrAxes) -> PyT
 
     Returns:
       Arrays [S, ...] like ``w``: for each of this rank's S spare slots, the weights of its expert,
-      or zeros if it is empty.
+      or zeros for an empty slot.
 
     Raises:
       TypeError: if an argument has the wrong type or dtype, or the arrays of the placement have

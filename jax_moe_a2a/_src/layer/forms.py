@@ -193,10 +193,10 @@ def _activate(
     """Return ``row_weights * activation(product)``, [C, I], in the dtype of ``product``.
 
     Rows without a token, and their weights, have unspecified values, which must not affect a
-    gradient. The activation may read an array of the enclosing function. Each row without a token
-    then adds 0 * act'(row) to the gradient of that array. Zeros in place of these rows would not be
-    safe, because act' may be infinite at 0, or at any other fixed value. Therefore each row without
-    a token is replaced by a row with a token before the activation, and by zeros after it.
+    gradient. If the activation reads an array of the enclosing function, each row without a token
+    adds 0 * act'(row) to the gradient of that array. This product is NaN if act' is infinite, and
+    act' may be infinite at 0, or at any other fixed value. Therefore each row without a token is
+    replaced by a row with a token before the activation, and by zeros after it.
     """
     has_token = is_row[:, None]
     # If any row has a token, the first row has one. If no row has, use 0.5, where most activations

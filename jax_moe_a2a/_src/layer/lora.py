@@ -44,7 +44,7 @@ class LoRA:
 def draw_lora(
     key: jax.Array, w: Any, num_lead: int, rank: int, scale: float, dtype: DTypeLike
 ) -> LoRA:
-    """Return a new random adapter of weights, which have ``num_lead`` axes before K."""
+    """Return an adapter with random a and zero b, for weights with ``num_lead`` axes before K."""
     check_int("rank", rank, least=1)
     *lead, k = w.shape[: num_lead + 1]
     a = jax.random.normal(key, (*lead, k, rank), dtype) * k**-0.5

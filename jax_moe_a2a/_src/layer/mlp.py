@@ -196,8 +196,8 @@ def quantized_once(
     weights: LayerWeights,
     totals: Totals,
 ) -> tuple[Totals, Any]:
-    """Return the result of ``in_chunks``. For training in FP8, the forward pass and the backward
-    pass each quantize the weights once for all chunks."""
+    """Return the result of ``in_chunks``. For training in FP8 without fetched weights, the
+    forward pass and the backward pass each quantize the weights once for all chunks."""
     experts = weights.experts
     is_done = not experts.is_trained_in_fp8 or experts.w_in.values is not None
     if is_done or weights.fetched is not None:

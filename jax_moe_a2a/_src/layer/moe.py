@@ -151,8 +151,8 @@ def moe(
         ``Group`` in ``axes``, defines the mesh. If one axis divides the experts and spans 2 to 32
         hosts, and if all mesh axes are Auto, tokens travel in two levels, as in a ``Group`` with
         ``two_level=True``.
-      shared: a shared expert, which is applied to all tokens, or None: ``Experts`` without the axis
-        E, with any size I and the dtype of ``x``.
+      shared: None, or a shared expert, which is applied to all tokens. It is an ``Experts`` without
+        the axis E, with any size I and the dtype of ``x``.
       mask: booleans [...], False for tokens that choose no expert, such as padding; or None. Masked
         tokens may have any values. Their outputs and gradients are zero.
       router_input: floats [..., H'] that the router reads in place of ``x``, or None. Use it, for
@@ -381,7 +381,7 @@ def _open_gates(x: jax.Array, output_gate: jax.Array) -> jax.Array:
 
 
 def _biased_once(experts: Experts, tensor: str | None) -> Experts:
-    """Return experts with ``b_out`` only on index 0, so that a sum over ``tensor`` adds it once."""
+    """Return experts with ``b_out`` only at index 0 of ``tensor``, so that a sum adds it once."""
     if experts.b_out is None or tensor is None:
         return experts
     return experts.replace(b_out=jnp.where(lax.axis_index(tensor) == 0, experts.b_out, 0))
@@ -485,7 +485,7 @@ class _Tokens(NamedTuple):
 
     @property
     def unpadded(self) -> P:
-        """Return ``spec`` without mesh axes that divide padded axes, to add and remove padding."""
+        """Return the placement of arrays without padding: ``spec``, with None for padded axes."""
         spec = (*self.spec, *(None,) * (len(self.padding) - len(self.spec)))
         return P(*(None if more else axes for axes, more in zip(spec, self.padding)))
 
@@ -592,7 +592,7 @@ def _check_scope(axes: Axes) -> _Scope:
     here = jax.sharding.get_abstract_mesh()
     mesh = of_group if here.empty else here
     if mesh is None or (here.empty and of_devices is None):
-        # A program cannot read the mesh of ``with mesh:`` with a public function of JAX.
+        # The mesh of ``with mesh:`` is not enough: no public function of JAX returns it.
         found = (
             "only the mesh of `with mesh:`" if compat.in_context_of_old() else "no mesh in scope"
         )

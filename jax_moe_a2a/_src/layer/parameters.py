@@ -178,13 +178,13 @@ def init_moe(key: jax.Array, config: MoEConfig, axes: AxesLike | None = None) ->
     if axes is None:
         return compiled(config, None)(key)
     params = compiled(config, as_axes(axes))(key)
-    # Inside an outer ``jit``, the types of these results do not contain their placements.
+    # Inside an outer ``jit``, the types of these results do not contain placements, so add them.
     return jax.tree.map(place, params, moe_partition_specs(params, axes))
 
 
 def place(array: jax.Array, spec: P) -> jax.Array:
-    """Reshard an array over the Explicit axes of the mesh in scope, because ``shard_map`` accepts
-    no other placement over these axes. Over Auto axes, the compiler reshards."""
+    """Reshard an array to ``spec`` over the Explicit axes of the mesh in scope, because there
+    ``shard_map`` accepts only the placement of its specs. Over Auto axes, the compiler reshards."""
     mesh = jax.sharding.get_abstract_mesh()
     every = zip(mesh.axis_names, mesh.axis_types, strict=True)
     explicit = {name for name, of_axis in every if of_axis is AxisType.Explicit}

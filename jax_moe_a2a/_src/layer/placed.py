@@ -1,4 +1,4 @@
-"""Apply a rank's home experts, and the replicas in its spare slots with fetched weights.
+"""Apply a rank's home experts, and replicas in its spare slots, whose weights are fetched.
 
 Most products accept two arrays, the home weights and the spare weights. Products that quantize
 weights accept only one array. In that case, the home experts are applied first, and the experts in

@@ -145,7 +145,7 @@ def num_outputs(router: Any, tokens: Any) -> int | None:
 
 
 def check_router(router: RouterLike, tokens: Any, num_experts: int) -> RouterLike:
-    """Return a router that ``num_outputs`` accepted, with JAX arrays, or raise an error."""
+    """Return the router with JAX arrays, or raise an error. Call ``num_outputs`` first."""
     leading = tokens.shape[:-1]
     if isinstance(router, RouterChoices):
         return check_choices("router", router, leading, num_experts)

@@ -211,7 +211,7 @@ class TopK:
           select_bias: floats [E], as in a call.
           mask: as in a call. Masked tokens are not counted.
           num_bins: N. The bins have equal width, from ``min(select_bias) - 1`` to
-            ``max(select_bias) + 1``. No token is outside of it, because scores are in [0, 1].
+            ``max(select_bias) + 1``. No token is outside this range, because scores are in [0, 1].
             Use more bins if scores are small, as in a softmax over many experts.
 
         Returns:

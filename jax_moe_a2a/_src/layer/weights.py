@@ -47,7 +47,7 @@ class Totals:
     """A name that ``accumulate_grads`` gives to the ``Experts`` of these totals."""
 
     def of(self, experts: Experts) -> Totals:
-        """Return these totals with the weights of ``experts`` in place of the sums."""
+        """Return a copy with the fields ``w_in`` and ``w_out`` of ``experts``."""
         return dataclasses.replace(self, w_in=experts.w_in, w_out=experts.w_out)
 
     def like(self, others: Totals) -> Totals:
@@ -62,8 +62,8 @@ class Experts:
 
     Expert e maps a token to ``activation(x @ w_in[e] + b_in[e]) @ w_out[e] + b_out[e]``. The arrays
     are leaves of the pytree, and ``activation`` is static. A shared expert, which is applied to all
-    tokens, has arrays without the axis E. Inside ``jax.shard_map``, the axis has only the L experts
-    of the rank.
+    tokens, has arrays without the axis E. Inside ``jax.shard_map``, the axis E has only the L
+    experts of the rank.
 
     Both ``w_in`` and ``w_out`` are arrays with the dtype of the tokens, or both are
     ``QuantizedExperts``. With ``QuantizedExperts``, products are in FP8 (docs/fp8.md), tokens are
@@ -116,10 +116,11 @@ class Experts:
     def in_fp8(self) -> Experts:
         """Return experts whose products are in FP8, for training.
 
-        Each call of a layer quantizes the weights once, and keeps the FP8 values, one byte per
-        weight, for the backward pass. The derivative of quantization is defined as the identity, so
-        the weights have gradients. To quantize only once for several micro-batches, call
-        ``quantize_experts(experts, trainable=True)`` instead. Both return ``padded`` experts.
+        Each call of a layer quantizes the weights, and keeps the FP8 values, one byte per weight,
+        for the backward pass. With ``num_chunks`` or fetched weights, the backward pass quantizes
+        again instead. The derivative of quantization is defined as the identity, so the weights
+        have gradients. To quantize once for several micro-batches, call ``quantize_experts(experts,
+        trainable=True)`` instead. Both return ``padded`` experts.
         """
         return self.padded().map_weights(lambda w: QuantizedExperts(source=w))
 
@@ -211,7 +212,7 @@ def quantize_experts(
         change. Its values are float8_e4m3fn in one of these shapes. Its scales are float32 [L, K /
         128, N / 128 rounded up], or [L, K / 128, 2, I / 128 rounded up].
       transposed: True to also return the values as [L, K, N], for the gradient of rows.
-      trainable: True to also return these values, and ``w`` as ``source``, which gets gradients.
+      trainable: True to return transposed values, and ``w`` as ``source``, which gets gradients.
 
     Returns:
       ``QuantizedExperts``, or ``Experts`` that contain them, placed like the weights over a mesh.
@@ -222,7 +223,7 @@ def quantize_experts(
     Raises:
       TypeError: if an array has the wrong dtype, or if ``trainable`` is True for quantized weights.
       ValueError: if an array has the wrong shape, or contains an infinity or a NaN. Inside
-        ``jax.jit``, these raise no error, and products with their blocks are NaN.
+        ``jax.jit``, such a number raises no error, and products with its block are NaN.
     """
     quantize = partial(quantize_weights, transposed=transposed, trainable=trainable)
     if not isinstance(w, Experts):

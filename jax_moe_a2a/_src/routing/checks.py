@@ -158,8 +158,8 @@ def axes_of(group: object, argument: str = "group") -> tuple[str, ...]:
 
 
 def check_scope(group: object) -> Group:
-    """Return a ``Group``, or the group over given axes. Raise an error if the group does not match
-    the axes or the mesh in scope, or if it requires CUDA kernels that cannot run."""
+    """Return ``group`` as a ``Group``: names become a group over these axes. Raise an error if the
+    group does not match the axes or mesh in scope, or needs CUDA kernels that cannot run."""
     axes = axes_of(group)
     if not isinstance(group, Group):
         return Group(axis_name=axes, size=math.prod(_sizes_in_scope(axes, repr(group))))
