@@ -413,7 +413,7 @@ class _Driver:
         return f"{number.value // 1000}.{number.value % 1000 // 10}"
 
     def free_bytes(self, device: int) -> int:
-        """Return the free bytes of a device. JAX has created the device's primary context."""
+        """Return the free bytes of a device, whose primary context JAX has already created."""
         free, total, context = ctypes.c_size_t(), ctypes.c_size_t(), ctypes.c_void_p()
         if self._library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device):
             return 0

@@ -41,9 +41,8 @@ def varying_axes(x: Any) -> frozenset[str]:
 
 
 def align_varying(args: Sequence[Any], axes: Iterable[str]) -> list[Any]:
-    """Cast all arrays to vary over the same mesh axes: ``axes``, and every axis over which one of
-    the arrays varies. Axes that are not manual in the mesh in scope are left out, for example axes
-    of ``vmap``."""
+    """Cast all arrays to vary over the same mesh axes: every axis over which one of the arrays
+    varies, and the ``axes`` that are manual in the mesh in scope (axes of ``vmap`` are not)."""
     manual_axes = jax.sharding.get_abstract_mesh().manual_axes
     wanted = frozenset(axis for axis in axes if axis in manual_axes)
     wanted = wanted.union(*(varying_axes(arg) for arg in args))

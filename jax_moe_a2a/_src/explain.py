@@ -98,8 +98,8 @@ def explain(
 ) -> Explanation:
     """Return which path each exchange and product of a program takes, and why.
 
-    The program is traced as by ``jax.jit``, but not compiled and not run. ``explain`` and the
-    compiled program use the same functions to choose paths. Equal calls are counted in one row.
+    JAX traces the program as under ``jax.jit``, but does not compile or run it. ``explain`` and the
+    lowering of a program use the same functions to choose paths. Equal calls share a row.
     Calls inside ``jit``, ``shard_map``, loops, branches and derivatives are included. To include
     the backward pass, explain ``jax.grad(loss)``.
 

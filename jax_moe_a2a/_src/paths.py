@@ -48,7 +48,7 @@ class Unknown(Exception):
 
 choosers: dict[compat.Primitive, Callable[..., Choice]] = {}
 compositions: dict[compat.Primitive, Callable[..., Any]] = {}
-"""Maps each primitive that always runs as other primitives to the function that binds them."""
+"""For each primitive that only runs other primitives: the function that binds these primitives."""
 
 _explained: ContextVar[NamedGpu | bool] = ContextVar("explained", default=False)
 

@@ -64,7 +64,7 @@ def as_numpy(value: Any) -> Any:
 
 
 def checked(name: str, array: np.ndarray, param: str) -> np.ndarray:
-    """Return values or scales in FP8 files, or raise an error. Scales are cast to float32."""
+    """Check values or scales from FP8 files, and return them. Scales are cast to float32."""
     are_scales = param.endswith(".scales")
     expected = ("float32", "bfloat16") if are_scales else (VALUE_DTYPE.name,)
     if array.dtype.name not in expected:

@@ -142,7 +142,7 @@ def enable(
     @functools.wraps(init)
     def checked_init(self: _RoutedMoE, *args: object, **kwargs: object) -> None:
         init(self, *args, **kwargs)
-        _check_config(self)  # some schedules never call the layer's methods
+        _check_config(self)  # already here, because some schedules never call the layer's methods
 
     @functools.wraps(call)
     def checked_call(self: _RoutedMoE, *args: object, **kwargs: object) -> Any:
@@ -400,7 +400,7 @@ def _is_loss_of_sequences(layer: _RoutedMoE) -> bool:
 def _balance_loss(
     layer: _RoutedMoE, scores: jax.Array, ids: jax.Array, num_chunks: int, axes: tuple[str, ...]
 ) -> jax.Array | None:
-    """Return the mean balance loss of chunks. Return None if there is no loss, or if
+    """Return the balance loss, averaged over chunks. Return None if there is no loss, or if
     ``_sparse_matmul`` computes a loss for each sequence."""
     if not _has_loss(layer) or _is_loss_of_sequences(layer):
         return None

@@ -144,12 +144,12 @@ def from_state_dict(
     Returns:
       A dict of arguments of ``ma.moe`` with numpy arrays, for H features and E experts with I
       columns. ``router`` is a ``Router`` with a kernel [H, E]. ``experts`` are ``Experts`` with
-      ``w_in`` [E, H, 2, I] (gate at index 0) and ``w_out`` [E, I, H]. ``choose`` and ``activation``
-      are as in ``moe_config``. Some model families also have the router's ``select_bias`` [E], or a
-      shared expert ``shared``, which has an ``output_gate`` [H] in Qwen2-MoE and Qwen3-Next.
-      GPT-OSS has the router's ``bias`` [E] and the experts' ``b_in`` [E, 2, I] and ``b_out`` [E,
-      H]. Arrays in bfloat16 have the dtype ``jax.numpy.bfloat16``. Weights in FP8 are
-      ``QuantizedExperts``. Scales in bfloat16 become float32.
+      ``w_in`` [E, H, 2, I] (gate at index 0) and ``w_out`` [E, I, H]. The router's ``choose`` and
+      the experts' ``activation`` are as in ``moe_config``. Some model families also have the
+      router's ``select_bias`` [E], or a shared expert ``shared``, which has an ``output_gate`` [H]
+      in Qwen2-MoE and Qwen3-Next. GPT-OSS has the router's ``bias`` [E] and the experts' ``b_in``
+      [E, 2, I] and ``b_out`` [E, H]. Arrays in bfloat16 have the dtype ``jax.numpy.bfloat16``.
+      Weights in FP8 are ``QuantizedExperts``. Scales in bfloat16 become float32.
 
     Raises:
       TypeError: if a tensor has an unexpected dtype, or if tensors that form one array have
@@ -359,7 +359,7 @@ class _Tensor(NamedTuple):
     param: str
     shape: tuple[int, ...]
     view: Callable[[np.ndarray], np.ndarray]
-    """A function that maps the parameter to a view of it, with the tensor's elements in order."""
+    """Maps the parameter's array to a view of this tensor's elements, in the tensor's order."""
 
 
 def _tensors(family: _Family, sizes: ma.MoEConfig, per_expert: bool) -> dict[str, _Tensor]:

@@ -35,8 +35,8 @@ from .recv import Recv, recv_of
 class DispatchArguments(NamedTuple):
     """The checked arguments of ``dispatch`` or ``dispatch_start``.
 
-    To quantize inside the primitive, bind ``payload`` with ``params``, and call ``recv``. To
-    quantize before the primitive, use ``encoded`` and ``recv_of_encoded``."""
+    To quantize inside the primitive, bind ``payload`` with ``params``, and pass the results to
+    ``recv``. To quantize before the primitive, bind ``encoded``, and use ``recv_of_encoded``."""
 
     source: CheckedIds | AnyRouting
     leaves: list[jax.Array]
@@ -58,7 +58,7 @@ class DispatchArguments(NamedTuple):
     def params(self) -> dict[str, Any]:
         options, num_choice_arrays = self.options, len(self.choice_arrays)
         if options.token_format is not None:
-            # An array of global scales is an operand. The static format has the default scale.
+            # If the global scale is an array, it is an operand, and not part of the static format.
             scaled = bool(self._token_scales)
             static = NvFp4() if scaled else options.token_format
             options = options._replace(token_format=static, has_token_scales=scaled)
@@ -77,8 +77,8 @@ class DispatchArguments(NamedTuple):
 
     @property
     def _scales_of_choices(self) -> list[jax.Array]:
-        """Return a list with one choice array, uint32 [T, K], which brings the bits of each token's
-        scale to its rows. The list is empty if rows are decoded, or if all tokens share a scale."""
+        """Return [the bits of each token's scale for each choice, uint32 [T, K]], or [] if rows are
+        decoded or all tokens share a scale. As a choice array, the scales travel to the rows."""
         fmt, source = self.options.token_format, self.source
         if fmt is None or fmt.token_scales is None or self.options.decode:
             return []
@@ -296,8 +296,8 @@ def check_wire_dtype(
     *,
     has_levels: bool,
 ) -> WireDtype:
-    """Return the checked argument ``wire_dtype``. With two levels, it must not have more bits than
-    the dtype of a leaf, because each host rounds its sum to the dtype of the leaf."""
+    """Return the checked ``wire_dtype``. With two levels, a dtype with more bits than the dtype
+    of a leaf is an error, because each host rounds its sum to the dtype of the leaf."""
     dtype = as_wire_dtype(wire_dtype)
     if isinstance(dtype, TokenFormat):
         for leaf in leaves:

@@ -1,12 +1,12 @@
 """Define the primitives of dispatch and combine.
 
 With ``has_token_scales``, the last payload operand of a dispatch is the tokens' global scales. A
-dispatch with a token format returns, in this order: with ``decode``, decoded rows of all leaves;
-with ``keeps_encoded`` or without ``decode``, values and scales of each leaf; and choice arrays.
+dispatch with a token format returns decoded rows of all leaves (with ``decode``), then values and
+scales of each leaf (without ``decode``, or with ``keeps_encoded``), then choice arrays.
 
-With ``tail="unspecified"``, rows of a dispatch and their tangents have any values after the last
-group. The transpose, a combine, does not read these rows of the cotangents. The transpose of a
-combine is a dispatch with the ``tail`` option of the combine.
+With ``tail="unspecified"``, a dispatch and its jvp return any values in rows after the last group.
+The transpose of a dispatch is a combine, which does not read these rows. The transpose of a combine
+is a dispatch with the ``tail`` option of the combine.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def keep_arrays(keep: Sequence[bool], params: dict[str, Any]) -> dict[str, Any]:
 # Derivatives of an exchange y = P x + a, which is linear in the payload x and in the addend a:
 #   jvp: dy = P dx + da, rounded once. Only arrays with a tangent move.
 #   transpose: ct(x) = P^T ct(y), ct(a) = ct(y). Dispatch and combine are transposes.
-# With a format, decoded rows have the derivative of P (straight-through), quantized rows none.
+# With a format, decoded rows have the derivative of P (straight-through). Quantized rows have none.
 
 
 def _jvp(
@@ -216,7 +216,7 @@ def moved_tangents(
     encoded = range(first, first + 2 * params["num_leaves"] * options.has_encoded)
     moves = [options.token_format is None or options.decode] * params["num_leaves"]
     moves += [True] * params["num_choice_arrays"]
-    # ``moves`` is shorter than the payload, because addends and the tokens' scales do not move.
+    # ``moves`` has no entries for addends and the tokens' scales, because these do not move.
     keep = [
         can_move and carries_tangent(jax.typeof(x).dtype) and not is_zero(dx)
         for can_move, x, dx in zip(moves, payload, tangents, strict=False)

@@ -231,8 +231,8 @@ def custom_call(
     )
     # If a loop stores a result in a larger array, and the program also uses the result elsewhere,
     # XLA's dynamic_slice_fusion copies the call, and the exchange runs twice. A barrier prevents
-    # the copy. Each result has its own barrier. XLA would remove unused results from a shared
-    # barrier, and would not merge equal calls whose barriers then differ.
+    # the copy. Each result has a separate barrier, because XLA removes unused results from a shared
+    # barrier. Two equal calls could then have different barriers, and XLA would not merge them.
     alone = [ctx.replace(avals_in=[aval], avals_out=[aval]) for aval in ctx.avals_out]
     return [out for args in zip(alone, results, strict=True) for out in barrier(*args)]
 
@@ -276,8 +276,8 @@ def lower_by_kernels(
     """Return a function that emits the custom calls of an exchange and returns their results.
 
     ``phase`` is "start", "done", or "" for an exchange that is not split. The calls of a done have
-    the operands of the start, because XLA must keep these arrays in place. Further operands are the
-    arrays in flight that become results: the done writes each result into the memory of one array.
+    the operands of the start, so that XLA keeps these arrays in place until the done. A done also
+    has one operand for each result: an array in flight, whose memory the result overwrites.
     """
     sources, is_outward = exchange.layouts(**params).sources, exchange.is_outward
     num_results = len(sources)
@@ -357,7 +357,7 @@ def _held(
     ctx: compat.Context, arrays: Sequence[compat.Value], avals: Sequence[compat.Aval]
 ) -> list[Any]:
     """Return arrays in row-major layout, as the results of one barrier, so that start and done read
-    the same memory. Without the barrier, XLA could make one copy for the start and another for the
-    done, of constants and of arrays in other layouts. XLA's dynamic_slice_fusion could also fuse a
-    call with slices of its operands, or with an update of a larger array."""
+    the same memory. Without the barrier, XLA could copy constants, and arrays in other layouts,
+    once for the start and again for the done. XLA's dynamic_slice_fusion could also fuse a call
+    with slices of its operands, or with an update of a larger array."""
     return list(_lower_hold(ctx.replace(avals_in=avals, avals_out=avals), *arrays))

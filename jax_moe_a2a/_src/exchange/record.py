@@ -6,8 +6,8 @@ and combine are transposes of each other. So are weighted dispatch and weighted 
 
 The operands are the payload, then the arrays of a ``RoutingArrays``. The parameters are:
 
-- ``num_leaves``: the number of payload arrays with an entry for each token.
-- ``num_choice_arrays``: the number of payload arrays with an entry for each choice of a token.
+- ``num_leaves``: the number of leaves: arrays [T, ...] at the tokens, and [C, ...] at the rows.
+- ``num_choice_arrays``: the number of arrays [T, K, ...] at the tokens, and [C, ...] at the rows.
 - ``options``: static ``Options``.
 - ``group``.
 - ``emulated``: True under ``vmap`` over the group's axis. Arrays then have a leading axis of ranks.

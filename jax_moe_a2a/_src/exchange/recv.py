@@ -57,8 +57,8 @@ class Recv:
     routing: AnyRouting
     """The routing of this dispatch. Pass it to other calls to route only once."""
     global_scales: jax.Array | None = None
-    """[C] float32: the global scale of each row; None unless rows stay quantized and ``NvFp4`` has
-    a scale for each token. ``NvFp4(global_scale=recv.global_scales)`` decodes the rows."""
+    """[C] float32: the global scale of each row, if rows stay quantized and ``NvFp4`` has a scale
+    for each token; otherwise None. ``NvFp4(global_scale=recv.global_scales)`` decodes the rows."""
 
     @property
     def row_experts(self) -> jax.Array:

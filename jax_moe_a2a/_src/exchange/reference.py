@@ -101,8 +101,8 @@ def encode_and_decode(
 def encoded(
     payload: Sequence[jax.Array], num_leaves: int, num_choice_arrays: int, options: Options
 ) -> tuple[list[jax.Array], dict[str, Any]]:
-    """Quantize leaves. Return the payload and parameters of a dispatch without token format. It
-    moves values and scales and, if rows are decoded, the tokens' global scales."""
+    """Quantize leaves. Return the payload and parameters of a dispatch without token format, which
+    moves values, scales, choice arrays and, if rows are decoded, the tokens' global scales."""
     leaves, rest = payload[:num_leaves], payload[num_leaves:]
     choice_arrays, token_scales = rest[:num_choice_arrays], rest[num_choice_arrays:]
     fmt = _format_of(options, token_scales)
@@ -255,7 +255,7 @@ def done(exchange: Record, *operands: jax.Array, **params: object) -> list[jax.A
 
 
 def own_rank(group: Group) -> jax.Array:
-    """Return the rank of this device in its domain, int32 []."""
+    """Return the rank of this device in ``group``, int32 []."""
     if group.size == 1:
         return jnp.int32(0)
     return lax.axis_index(group.axis_name).astype(jnp.int32)
@@ -276,8 +276,8 @@ def take_rows(x: jax.Array, index: jax.Array, otherwise: jax.Array | None = None
         return rows
     # ``x`` may contain the bits of 8-bit or 16-bit floats. XLA:CPU selects these floats in float32,
     # even if the program selects integers and bitcasts the result. The conversion makes NaNs
-    # canonical, and loses subnormals on CPUs with AVX512_BF16. Adding ``none`` prevents that. It is
-    # zero, because every index is less than the number of rows, but XLA does not know this.
+    # canonical, and loses subnormals on CPUs with AVX512_BF16. Adding ``none`` prevents this.
+    # ``none`` is 0, because every index is less than the number of rows, but XLA does not know it.
     none = jnp.maximum(index, x.shape[0]) - x.shape[0]
     return rows + expand_like(none.astype(x.dtype), rows)
 
@@ -372,8 +372,8 @@ def _sum_in_order(
     if may_unroll and num_indices * zeros.nbytes <= MAX_UNROLLED_BYTES:
         sums, found = zeros, terms(indices)
         if num_indices > 1:
-            # Add 0.0, because the sum of negative zeros must be a positive zero. No index is the
-            # smallest int32. XLA does not know this, and therefore keeps the addition.
+            # Add 0.0, because the sum of negative zeros must be a positive zero. XLA keeps the
+            # addition, because it does not know that ``never`` is False for every index.
             never = indices[0] == np.iinfo(np.int32).min
             sums += expand_like(never.astype(zeros.dtype), zeros)
         for i in range(num_indices):

@@ -86,7 +86,7 @@ def _split_params(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any
 
 
 def _route_and_dispatch(ids: jax.Array, *payload: jax.Array, **params: object) -> list[Any]:
-    """Bind a route, whose plan gets a checkpoint name, and a dispatch."""
+    """Bind a route and then a dispatch. The arrays of the plan get a checkpoint name."""
     route_params, dispatch_params = _split_params(params)
     plan = compat.checkpoint_name(bind_route(ids, **route_params), ROUTING_CHECKPOINT_NAME)
     return [*plan.results, *DISPATCH.bind(payload, plan.arrays, **dispatch_params)]

@@ -101,12 +101,12 @@ def batch(
     payload, routing = split_routing(args)
     payload_dims, routing_dims = split_routing(dims)
 
-    # If the tokens' global scales are batched, the batch is merged as for a batched routing.
+    # If the tokens' global scales are batched, merge the batch into tokens and rows (see below).
     own_scales = params["options"].has_token_scales and payload_dims[-1] is not None
     if all(dim is None for dim in routing_dims) and not own_scales:
         batched = [dim is not None for dim in payload_dims]
-        # With spmd_axis_name, one batched source makes all results vary over that mesh axis, but an
-        # unbatched result must not. Therefore one batched source makes all sources batched.
+        # With spmd_axis_name, one batched source makes all results vary over that mesh axis, but no
+        # unbatched result may vary over it. Therefore one batched source makes all sources batched.
         together = layouts.sources
         if axis_data.spmd_name is not None:
             together = [tuple({i for sources in layouts.sources for i in sources})]

@@ -1,8 +1,8 @@
 """Define the primitives of split exchanges: start, done, and the tie, which orders other work.
 
-The transpose of a start is the done of the transposed exchange, and the transpose of a done is its
-start. Therefore the gradient of work between start and done also runs between a start and a done. A
-derivative also moves zero tangents, because a start and its done must move the same arrays.
+The transpose of a start is the done of the transposed exchange, and the transpose of a done is the
+start of that exchange. Therefore the gradient of work between start and done also runs between a
+start and a done. Zero tangents also move, because start and done must move the same arrays.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ tie_p = compat.Primitive("moe_a2a_tie")
 
 
 def tie(*arrays: jax.Array) -> list[Any]:
-    """Return equal arrays, each of which depends on all arguments."""
+    """Return ``arrays``. Each returned array depends on all arguments."""
     return tie_p.bind(*arrays)
 
 

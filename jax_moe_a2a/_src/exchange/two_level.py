@@ -1,8 +1,8 @@
 """Define exchanges over hosts in two levels: one exchange over each of the group's two axes.
 
-A token first travels once to each host that has one of its experts: from rank n of its own host to
-rank n of that host (level ``hosts``), which sends it on to the ranks of these experts (level
-``ranks``). A combine first sums rows within each host, and then sends the sums back.
+A token first travels once to each host that has one of its experts, from rank n of the source host
+to rank n of the destination host (level ``hosts``). That rank sends the token on to the ranks of
+these experts (level ``ranks``). A combine first sums rows within each host, then returns the sums.
 
 There are H hosts with N ranks each. Rank ``h * N + n`` is rank n of host h. After the first
 exchange, token t of host h is the *relayed* token ``t * H + h``. The route within a host reserves
@@ -79,7 +79,7 @@ def _hosts_of_tokens(to_host: jax.Array, num_hosts: int) -> jax.Array:
 
 def _between_hosts(choices: jax.Array, host: jax.Array) -> RoutingArrays:
     """Return the routing between one rank of each host. ``choices`` [T, H, K] has, for token t of
-    host h, the hosts to which it travels. It uses slot t there, and becomes row t * H + h."""
+    host h, the token's destination hosts. There the token has slot t, and is row t * H + h."""
     num_hosts = choices.shape[1]
     own = lax.dynamic_index_in_dim(choices, host, axis=1, keepdims=False)
     hosts = jnp.arange(num_hosts, dtype=jnp.int32)

@@ -1,8 +1,8 @@
 """Define the weighted combine and its transpose, the weighted dispatch.
 
-The payload of a weighted combine is arrays of rows, as many arrays of weights, and possibly an
-addend. The payload of a weighted dispatch is the array to dispatch, then rows (the leaves), then
-weights (the choice arrays). Weights have ``num_weight_axes`` axes after the axis of rows.
+The payload of a weighted combine has arrays of rows, equally many arrays of weights, and possibly
+an addend. The payload of a weighted dispatch has the array to dispatch, then rows (the leaves),
+then weights (the choice arrays). Weights have ``num_weight_axes`` axes after the axis of rows.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 A build from source installs the extension into this package. Wheels with kernels are separate
 distributions, one for each major version of CUDA (extras ``cuda12`` and ``cuda13``).
 
-A program in a clone of the repository imports the clone's sources. It uses the extension of the
-installed package if this extension was built from the same sources.
+A program in a clone of the repository imports the clone's sources. If the clone has no extension,
+the program uses the installed package's extension, which must be built from the same sources.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Group(GroupValue):
         package choose.
       two_level: True to exchange in two levels: a token travels to each host once, and each host
         sums rows before it sends the sum back. Two levels need a mesh, and two axes in
-        ``axis_name``: at most 32 hosts, and the ranks of a host. Rows keep their order.
+        ``axis_name``: first at most 32 hosts, then the ranks of a host. Rows keep their order.
         None means True if the mesh has devices, the first axis is over 2 to 32 hosts, and the
         second axis is over at least two ranks of each host. Otherwise None means False.
 

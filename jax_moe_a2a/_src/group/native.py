@@ -319,8 +319,8 @@ def introduce_devices() -> None:
 
 
 def add_process(index: int, socket: str, secret: str, pid: int) -> None:
-    """Register another process of this host, which answers requests for memory at ``socket``. If
-    its process id is unknown, ``pid`` is 0."""
+    """Register another process of this host. It answers requests for memory at ``socket``. ``pid``
+    is 0 if the process id is unknown."""
     _native.add_process(index, socket, secret, pid)
 
 

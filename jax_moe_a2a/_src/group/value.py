@@ -180,7 +180,7 @@ class GroupValue:
             object.__setattr__(self, name, value)
 
 
-# The default fields. The field ``two_level`` is never None, so its default here is False.
+# The default of each field. The field ``two_level`` is never None, so its default here is False.
 _DEFAULTS = {
     name: parameter.default for name, parameter in inspect.signature(GroupValue).parameters.items()
 } | {"two_level": False}

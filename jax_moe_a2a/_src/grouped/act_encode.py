@@ -6,7 +6,7 @@ The operands are rows [*B, C, P] and sizes [*B, L]. The results are values [*B, 
 the rows are quantized, and I = P. The results of rows with the weight 0 are exact zeros. Rows after
 the last group are unspecified. ``primitives.py`` describes ``B`` and ``num_sms``.
 
-The primitive has no derivatives, because gradients of float8 arrays would be float8.
+The primitive has no derivatives, because gradients in float8 would be too imprecise.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def bind_act_encode(
     activation: Any = None,
     num_sms: int | None = None,
 ) -> Quantized:
-    """Bind ``act_encode_p`` for bfloat16 or float32 rows. I is a multiple of 128. ``activation`` is
-    a ``FusedActivation``, and ``weights`` are 0 for rows without a token. Or both are None."""
+    """Bind ``act_encode_p`` for bfloat16 or float32 rows. I is a multiple of 128. Either pass a
+    ``FusedActivation`` and ``weights``, which are 0 for rows without a token, or None for both."""
     operands = (rows, sizes) if weights is None else (rows, sizes, weights)
     params = dict(activation=activation, num_sms=num_sms)
     return Quantized(*bind(act_encode_p, *operands, **params))
@@ -77,7 +77,7 @@ def batch_and_table(
     rows: jax.Array, sizes: jax.Array
 ) -> tuple[tuple[int, ...], tuple[int, int], jax.Array]:
     """Return the leading axes of rows, the pair (product of these axes, C), and the table of groups
-    (``lowering.table``). The product of these rows uses an equal table; XLA computes it once."""
+    (``lowering.table``). The product of these rows has an equal table, and XLA merges both."""
     lead, num_rows = rows.shape[:-2], rows.shape[-2]
     ones = (1,) * len(lead)
     table = lowered.table(sizes, lead, num_rows, (*ones, sizes.shape[-1]), has_tail=False)

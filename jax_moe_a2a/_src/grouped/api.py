@@ -29,9 +29,9 @@ def grouped_dot(
 ) -> jax.Array:
     """Multiply the rows of each group by the weights of that group.
 
-    The result is the same as of ``lax.ragged_dot``. On Hopper GPUs (compute capability 9.0), a
-    kernel of this package computes it in bfloat16 and float16. On GPUs of compute capability 10.x,
-    cuBLASLt 13.3 to 13.6 computes it. In all other cases, ``lax.ragged_dot`` computes it.
+    The result is the product that ``lax.ragged_dot`` defines. On Hopper GPUs (compute capability
+    9.0), a kernel of this package computes it in bfloat16 and float16. On GPUs of compute
+    capability 10.x, cuBLASLt 13.3 to 13.6 computes it. Otherwise, ``lax.ragged_dot`` computes it.
     ``explain`` reports which implementation a program uses. All JAX transformations work, with
     derivatives of any order. A ``vmap`` over any argument is one kernel launch.
 

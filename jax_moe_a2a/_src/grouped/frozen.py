@@ -1,9 +1,9 @@
 """Multiply rows by frozen weights, which exist only in FP8 and have no derivatives.
 
-Let Q be the rounding to ``BlockwiseFp8``, and W the decoded weights. ``grouped_dot_fp8_p`` computes
-the product of rows r, ``Q(r) W``. Its derivative is defined as the derivative of ``r W``, as in
-``straight_through.py``. ``frozen_dot_p`` computes this derivative and its transpose, and is linear
-in the rows. Its result is ``r W``, or ``Q(r) W`` if the parameter ``quantizes`` is True.
+Let Q be the rounding to ``BlockwiseFp8``, and W the decoded weights. ``dot_of_frozen`` computes
+``Q(r) W`` for rows r with ``grouped_dot_fp8_p``, and defines the derivative as the derivative of
+``r W``, as in ``straight_through.py``. ``frozen_dot_p`` computes this derivative and its transpose.
+The result of ``frozen_dot_p`` is ``r W``, or ``Q(r) W`` if the parameter ``quantizes`` is True.
 
 - jvp: ``dr W``, with ``quantizes=False``.
 - transpose: ``Q(ct) W^T``, with ``quantizes=True``. The derivative of this product is the
@@ -11,7 +11,7 @@ in the rows. Its result is ``r W``, or ``Q(r) W`` if the parameter ``quantizes``
 
 The operands of ``frozen_dot_p`` are rows [*B, C, K], sizes [*B, L], and the leaves of a tuple of
 ``QuantizedExperts``. The tuple contains the home weights, and perhaps spare weights for the last
-groups. The parameter ``tree`` is the tuple's structure. All others are as in ``grouped_dot_p``.
+groups. ``tree`` is the tuple's structure. All other parameters are as in ``grouped_dot_p``.
 """
 
 from __future__ import annotations

@@ -209,7 +209,7 @@ def kernel_outer(
     **_: object,
 ) -> list[jax.Array]:
     """Compute ``grouped_outer_p`` in one launch per result, for the groups of this result."""
-    if y.shape[-1] <= TILE_ROWS < x.shape[-1]:  # for example the gradient of an adapter
+    if y.shape[-1] <= TILE_ROWS < x.shape[-1]:  # y would fill at most half the columns of a tile
         options: dict[str, Any] = dict(parts=parts, dtype=dtype, num_sms=num_sms)
         transposed = kernel_outer(y, x, sizes, by_library=by_library, **options)
         return [jnp.swapaxes(part, -2, -1) for part in transposed]
@@ -248,8 +248,8 @@ def flat(x: jax.Array, num_axes: int) -> jax.Array:
 
 
 def aligned(w: jax.Array, other: Any, axes: int) -> tuple[tuple[int, ...], jax.Array, jax.Array]:
-    """Flatten weights [..., L, K, N] and ``other`` [..., L, ...], with ``axes`` axes from L on. A
-    group gets the same index in both. Return the shape (..., L), and both flat arrays."""
+    """Flatten weights [..., L, K, N] and ``other`` [..., L, ...], which has ``axes`` axes from L
+    on. A group gets the same index in both. Return the shape (..., L), and both flat arrays."""
     lead = np.broadcast_shapes(w.shape[:-3], other.shape[:-axes])
     w3, flat_other = (
         flat(jnp.broadcast_to(x, (*lead, *x.shape[-n:])), n) for x, n in ((w, 3), (other, axes))

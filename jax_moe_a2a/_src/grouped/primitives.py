@@ -11,8 +11,8 @@ the weights of the first L - S groups. Programs thus need not join two arrays of
 adds the leading axes ``B``. All operands have the same number of leading axes. In ``w``, ``sizes``
 and ``spare``, a leading axis has size 1 if ``vmap`` does not map the array.
 
-Both primitives have the parameters ``dtype`` (dtype of the operands and the result), and ``tail``
-and ``num_sms`` of ``grouped_dot``. With ``transposed``, ``grouped_dot_p`` maps rows [*B, C, N] to
+Both primitives have the parameters ``dtype`` (dtype of the operands and the result), ``tail`` and
+``num_sms`` (as in ``grouped_dot``). With ``transposed``, ``grouped_dot_p`` maps rows [*B, C, N] to
 [*B, C, K]. ``parts`` of ``grouped_outer_p`` has, for each result, the result's shape without the
 axes K and N. If a leading axis has size 1 in this shape, the result is a sum over this axis.
 """
@@ -88,8 +88,8 @@ def register(
     Args:
       abstract: a function that returns the types of the results. It need not check the operands.
       composition: a function that computes the results with jnp and other primitives.
-      is_full: a bool for each operand, or a function of the parameters that returns these bools. An
-        operand that ``vmap`` does not map is broadcast if True; if False, its new axis has size 1.
+      is_full: a bool for each operand, or a function of the parameters that returns these bools. If
+        ``vmap`` does not map an operand, True broadcasts it, and False adds an axis of size 1.
       passed: a function from the parameters to the indices of the operands that the primitive
         returns unchanged, as its last results.
       batch: a batching rule to use in place of ``is_full`` and ``passed``.

@@ -71,8 +71,8 @@ def dot(
     dtype: jnp.dtype,
     **_: object,
 ) -> jax.Array:
-    """Multiply rows by the weights of their groups, [*B, C, N], or by the transposed weights,
-    [*B, C, K]. Results after the last group are zero.
+    """Multiply rows by the weights of their groups. Return [*B, C, N], or [*B, C, K] for products
+    with the transposed weights. Results after the last group are zero.
 
     Spare weights have a separate product, because a concatenation would need memory for all
     weights.

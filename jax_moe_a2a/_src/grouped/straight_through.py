@@ -9,10 +9,10 @@ is defined as the derivative of ``r w``, so the derivative of Q is the identity.
   defined in the same way, so derivatives of any order exist.
 - transpose in weights: the outer product of rows and ct, without Q.
 
-Rows, weights, sizes, and all parameters except ``encoded`` are as in ``grouped_dot_p``. With
-``encoded``, the next two operands are the values and scales of Q(r). The last operands may be the
-values, scales and transposed values of Q(w) from ``encode_source``. In a quantized product, the
-size of the summed axis is a multiple of 128.
+Rows, weights, sizes, and all parameters except ``quantizes`` and ``encoded`` are as in
+``grouped_dot_p``. With ``encoded``, the next two operands are the values and scales of Q(r). The
+last operands may be the values, scales and transposed values of Q(w) from ``encode_source``. In a
+quantized product, the size of the summed axis is a multiple of 128.
 """
 
 from __future__ import annotations

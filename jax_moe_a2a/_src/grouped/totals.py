@@ -6,7 +6,7 @@ the next product. The backward pass runs from the last product to the first. Eac
 gradient of its weights to the cotangent of the total, and passes this sum to the previous product.
 Therefore the gradient of each use is added to one float32 array, and then freed.
 
-- ``passing_dot_p`` computes ``(r d, d)``, which is linear in d.
+- ``passing_dot_p`` computes ``(r d, d)`` for rows r. It is linear in d, the tangent of a total.
 - ``add_outer_p`` is its transpose, and computes ``total + outer(r, ct)``. On GPUs, one kernel
   multiplies and adds in float32, and overwrites the total in memory.
 

@@ -33,9 +33,9 @@ def choose_slots(
 
     Each slot of an expert should receive its share (``Placement.share_ends``) of the expert's rows
     from all ranks. If a rank has a slot of the expert, it first sends rows to this slot, up to the
-    number that the slot should receive. It distributes its other rows over all slots of the expert,
-    in proportion to the rows that these should still receive. A rank does not know the rows of
-    other ranks, and assumes that all ranks have equally many rows.
+    number that the slot should receive. The rank distributes its other rows over all slots of the
+    expert, in proportion to the rows that each slot should still receive. A rank does not know the
+    rows of other ranks, and assumes that all ranks have equally many rows.
 
     The result depends only on the arguments. If a token has the same id twice, the two slots may
     differ.

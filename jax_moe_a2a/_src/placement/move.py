@@ -76,7 +76,7 @@ def move_experts(
     index = np.arange(size, dtype=np.int32) if source is None else source.expert_slots[:, 0]
     if target is not None:
         xp = jnp if isinstance(target.slot_experts, jax.Array) else np
-        # An empty slot, with expert -1, gets the last index, ``size``, which means zeros.
+        # The expert -1 of an empty slot selects the appended index ``size``, which means zeros.
         index = xp.append(index, np.int32(size))[target.slot_experts]
     return jax.tree.map(lambda x: _moved(as_array(x), index), w)
 

@@ -34,12 +34,12 @@ def plan_placement(
 
     Each step finds a source, the rank with the most rows, and a target, the rank with the fewest
     rows among ranks with an empty spare slot. The target gets a replica of the source's largest
-    expert, with at most as many rows as the target has below the mean. Steps repeat until all ranks
-    have the mean load, or no replica helps.
+    expert, with at most the number of rows that the target lacks to reach the mean. Steps repeat
+    until all ranks have the mean load, or no replica helps.
 
     With ``home=False``, the plan first moves experts: each expert, from the largest to the
-    smallest, moves to the rank that has the fewest rows so far and room. With ``spare=0``, there
-    are no further steps.
+    smallest, moves to the rank with the fewest rows so far among the ranks that have room. With
+    ``spare=0``, there are no further steps.
 
     Args:
       load: integers [..., E], the rows of each expert, such as

@@ -49,8 +49,8 @@ class Placement:
     num_replicas: Any
     """[..., E]: number of slots of each expert, from 1 to M."""
     share_ends: Any
-    """[..., E, M]: in units of 2**-15, the share of an expert's rows that this slot and its slots
-    before it should receive together. It is 2**15 for the last slot and all entries after it."""
+    """[..., E, M]: in units of 2**-15, the share of an expert's rows that this slot and all earlier
+    slots of the expert should receive together; 2**15 for the last slot and all later entries."""
     num_ranks: int = dataclasses.field(metadata=dict(static=True))
     """R, the number of ranks."""
     home: bool = dataclasses.field(metadata=dict(static=True))

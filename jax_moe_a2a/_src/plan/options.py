@@ -13,7 +13,7 @@ from ..checks import check_bool, check_factor, check_int
 from ..formats.formats import TokenFormat, as_wire_dtype
 from .capacity import Sizes
 
-KEEP_ALL = ". Omit {} to drop no row"  # as -1 does in some libraries
+KEEP_ALL = ". Omit {} to drop no row"  # for users who pass -1, as in some libraries
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)

@@ -167,7 +167,7 @@ def number_slots(choice_rank: jax.Array, rank: jax.Array) -> Slots:
     ranks = lax.broadcasted_iota(jnp.int32, (num_ranks, 1, 1), 0)
     # [2R, T]: which tokens this rank sends to each rank, then which it receives from each rank
     goes = jnp.concatenate([own == ranks, choice_rank == rank]).any(axis=2)
-    # Put tokens that travel first. XLA:CPU compiles a sort faster than a prefix sum or a scatter.
+    # Tokens with a slot come first. XLA:CPU compiles a sort faster than a prefix sum or a scatter.
     token = lax.broadcasted_iota(jnp.int32, goes.shape, 1)
     token_of = lax.sort(jnp.where(goes, token, token + num_tokens), dimension=1)
     is_used = token_of < num_tokens
