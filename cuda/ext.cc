@@ -83,7 +83,7 @@ void Define(nb::module_& m, const char* name, Result (Workspace::*method)(Args..
       nb::call_guard<nb::gil_scoped_release>());
 }
 
-// Defines a Python function that calls a method that returns a problem and sets a value.
+// Defines a Python function that returns a method's problem and the value that the method sets.
 template <typename Value>
 void Define(nb::module_& m, const char* name, Problem (Workspace::*method)(Value*)) {
   m.def(

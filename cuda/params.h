@@ -97,13 +97,13 @@ struct RouteParams {
   int64_t zone_bytes;                // of one source
   // Scratch between the two launches.
   int32_t* all_ids;  // [num_ranks, batch, num_tokens, top_k]; invalid ids are -1
-  // [batch, num_ranks, chunks, levels * local_experts + 1]; the last counts tokens for this rank
+  // [batch, num_ranks, chunks, levels * local_experts + 1]; last entry: tokens for this rank
   int32_t* expert_counts;
   int32_t* rank_counts;  // [batch, chunks, num_ranks]: this rank's tokens per destination
   RoutePlan plan;
 
   MOE_A2A_HOST_DEVICE int32_t local_experts() const { return num_experts / view.num_ranks; }
-  // Returns the counts per expert. With drops, count i includes choices 0 to i of each token.
+  // Returns the number of counts per expert. With drops, count i covers choices 0 to i of tokens.
   MOE_A2A_HOST_DEVICE int32_t levels() const { return may_drop ? top_k : 1; }
 };
 
@@ -129,7 +129,7 @@ struct Weighting {
 };
 
 // How the source encodes the leaves of a dispatch. Each leaf has two MovedArrays: values, then
-// scales. The values' `in` is the leaf. If the destination only decodes, both `out` are null.
+// scales. The values' `in` is the leaf. If a call returns only decoded rows, both `out` are null.
 struct Encoding {
   TokenFormat format;
   ElementType type;
@@ -240,8 +240,8 @@ MOE_A2A_HOST_DEVICE const RankView& view_of(const Params& p) {
   return exchange_of(p).view;
 }
 
-// Parameters have at most 4096 bytes. A launch for ranks that share a device passes two structs
-// (device/ranks.cuh), which needs CUDA 12.1 or newer.
+// Before CUDA 12.1, a kernel's parameters have at most 4096 bytes. A launch for ranks that share a
+// device needs CUDA 12.1 or newer, because it passes two structs (device/ranks.cuh).
 static_assert(sizeof(RouteParams) <= 4096 && sizeof(DispatchParams) <= 4096 &&
               sizeof(RoutedDispatchParams) <= 4096 && sizeof(FormatDispatchParams) <= 4096 &&
               sizeof(CombineParams) <= 4096);

@@ -83,7 +83,7 @@ MOE_A2A_HOST_DEVICE constexpr int64_t value_bytes(TokenFormat format, int64_t el
 MOE_A2A_HOST_DEVICE constexpr int64_t scale_bytes(TokenFormat format, int64_t elements) {
   return elements / group_size(format) * numbers_of(format, TokenFormats{}).scale_bytes;
 }
-// A slot of combine has the values of a row, and from scales_offset() on the row's scales.
+// In a slot of combine, a row's values come first, and its scales begin at scales_offset().
 MOE_A2A_HOST_DEVICE constexpr int64_t scales_offset(TokenFormat format, int64_t elements) {
   return row_stride(value_bytes(format, elements));
 }

@@ -77,7 +77,7 @@ struct Sm90 {
   static constexpr int kRoutedLeastSenders = 4;
   static constexpr int kRoutedTeams = 4;
   static constexpr int kRoutedEncodedTeams = 1;  // "Few tokens in one launch"
-  // "Senders": the approximate number of work items per block that write zeros to rows.
+  // "Senders": the approximate number of work items that write zeros to rows, for each block.
   static constexpr int kZeroItemsPerBlock = 4;
 
   // ---- Inside a kernel.
@@ -86,7 +86,7 @@ struct Sm90 {
   static constexpr int kStages = 3;
   static constexpr int kLoadsAhead = 2;
   static constexpr int kSegmentBytes = 3584;
-  // "Token formats": the most bytes of values in an encoded segment, and of any segment.
+  // "Token formats": the most bytes of an encoded segment's values, and of a whole segment.
   static constexpr int kEncodedValueBytes = 3584;
   static constexpr int kMadeBytes = 4096;
   // Loads that a thread keeps in flight.
@@ -99,7 +99,7 @@ struct Sm90 {
   // "Copies and sums": polls of a warp without a pause, and the pause between later polls.
   static constexpr int kPollsWithoutPause = 16;
   static constexpr int kPauseNs = 20;
-  static constexpr int64_t kLeastListedBytes = 1024;  // bytes with one weight (calls/combine.h)
+  static constexpr int64_t kLeastListedBytes = 1024;  // of one weight, for sums through a list
 
   // ---- The grouped GEMM ("Grouped products").
 
@@ -107,7 +107,7 @@ struct Sm90 {
     int m, n, blocks, stages;
   };
   static constexpr GemmTile kForward = {128, 256, 2, 4};
-  // Of kForwardFew and kTransposedFew. Rows lie along n.
+  // The tile of kForwardFew and kTransposedFew, whose rows lie along n.
   static constexpr GemmTile kFew = {256, 144, 2, 4};
   static constexpr GemmTile kTransposed = {128, 256, 2, 4};
   static constexpr GemmTile kWeightGradient = {128, 256, 2, 4};

@@ -1,7 +1,7 @@
 // The call `combine`. Operands: arrays of rows to sum, choice arrays, addends, the routing.
-// Results: a sum for each array of rows, choice arrays. With `num_pairs` > 0, operands: the rows of
-// all pairs, the weights of all pairs, an addend, the routing. Result: one sum over all pairs.
-// Addends exist for all sums or for none.
+// Results: a sum for each array of rows, then the choice arrays. With `num_pairs` > 0, operands:
+// the rows of all pairs, the weights of all pairs, an addend, the routing. Result: one sum over all
+// pairs. Addends exist for all sums or for none.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// The call `route`. Operands: expert ids, this device's rank. Results: plan, scratch of launch 2.
+// The call `route`. Operands: expert ids, this device's rank. Results: plan, scratch arrays.
 #pragma once
 
 #include <algorithm>

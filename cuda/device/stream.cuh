@@ -33,7 +33,7 @@ constexpr int kStreamSharedBytes = kMaxTeams * sizeof(StreamShared);  // of all 
 // A dispatch also has a segment of zeros and less than 16 KiB of other static shared memory.
 static_assert(kStreamSharedBytes + kSegmentBytes + (16 << 10) <= Tuning::kMaxSharedBytes);
 
-// The state of a warp's first lane between rows, when no load is under way.
+// The state of a warp's first lane between calls of stream_copy(), when no load is under way.
 struct Stream {
   StreamShared* shared;
   int stage = 0;  // the next stage to wait for

@@ -108,7 +108,7 @@ class EncodedWire {
   GlobalScale global_;
   int64_t scales_;
   uint32_t kept_ = 0;  // a scale that this lane has not stored yet
-  int num_kept_ = 0;   // scales of this number of consecutive steps are kept; a lane has a word
+  int num_kept_ = 0;   // number of steps whose scales are kept, at most one scale in each lane
 };
 
 }  // namespace moe_a2a

@@ -63,11 +63,11 @@ class CallState {
  protected:
   explicit CallState(CallAttributes attributes) : attributes_(std::move(attributes)) {}
 
-  // Sets the view of a device's first rank, with a signature of the attributes of all calls.
+  // Sets the view of a device's first rank. Its signature does not cover the call's arrays yet.
   Problem SetView(const Workspace& workspace, Operation operation, int32_t ordinal,
                   RankView* view) const;
 
-  // Sets the blocks of each rank to the call's number, limited by the multiprocessors.
+  // Sets each rank's number of blocks: the call's `num_sms`, but at most what the device can run.
   Problem SetBlocksOfRank(const Workspace& workspace, int32_t ordinal, int64_t* num_blocks) const;
 
   const CallAttributes attributes_;

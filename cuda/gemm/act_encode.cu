@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kActThreads<T>, 1) act_encode(const ActEncode 
   constexpr int kVectorNumbers = sizeof(uint4) / sizeof(T);
   constexpr int kVectors = kLaneElements / kVectorNumbers;
   const uint32_t lane = threadIdx.x % kWarpThreads, member = lane % kLanes;
-  // Warps with consecutive numbers are in different blocks, so that few rows occupy all blocks.
+  // Warps with consecutive numbers are in different blocks, so that few rows still use all blocks.
   const uint32_t warp = threadIdx.x / kWarpThreads * gridDim.x + blockIdx.x;
   const uint32_t stride = gridDim.x * (kActThreads<T> / kWarpThreads) * kGroupsOfWarp;
   const uint32_t groups_of_row = p.columns / kGroup;
@@ -142,8 +142,8 @@ __global__ void __launch_bounds__(kActThreads<T>, 1) act_encode(const ActEncode 
 }
 
 // Replaces words of pre-activations by their gradients. Replaces `ct_word`, a word of the gradient
-// of activations, by weighted activations. All are zeros if the weight is 0. Adds ct * activation
-// to `dot`.
+// of weighted activations, by weighted activations. If the weight is 0, all become zeros. Adds
+// ct * unweighted activation to `dot`.
 template <Activation kFunction, typename T, bool kIsGated>
 __device__ __forceinline__ void grad_word(uint32_t* gate_word, uint32_t* up_word, uint32_t* ct_word,
                                           float weight, const ActGrad& p, float* dot) {

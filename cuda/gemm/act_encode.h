@@ -11,7 +11,7 @@
 
 namespace moe_a2a {
 
-// Arrays of B batch elements with C rows. P = I; for a gated activation P = 2 I: gate, then up.
+// Arrays of B batch elements of C rows. P = I; for a gated activation P = 2 I: gate, then up.
 struct ActEncode {
   ElementType type;     // of the product: kBFloat16 or kFloat32
   const void* product;  // [B, C, P]
@@ -31,7 +31,7 @@ struct ActEncode {
 // The arrays of act_grad. `values` [B, C, P] and `scales` [B, C, P / 128] encode the gradient of
 // the product. `row_weights` is not null. A row whose weight is 0 has zeros, except in d_weights.
 struct ActGrad : ActEncode {
-  const void* ct;    // [B, C, I]: the gradient of the activations before their weights
+  const void* ct;    // [B, C, I]: the gradient of the weighted activations
   void* d_pre;       // [B, C, P]: the gradient of the product
   void* h;           // [B, C, I]: weighted activations; may be the same memory as ct
   float* d_weights;  // [B, C]: the dots of rows of ct and of activations

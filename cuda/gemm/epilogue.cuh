@@ -176,7 +176,7 @@ class Rounded {
   static constexpr int kAtOnce = F::kProducts * kBoxesN - kBoxes;
   static_assert(0 <= kAtOnce && kAtOnce <= kStoreBuffers);
 
-  // Box number i has columns `n_of(i)` and later of n, and 64 rows from `m_of(i)` of m.
+  // Box number i has kColumns indices of n from n_of(i) on, and 64 indices of m from m_of(i) on.
   static __device__ int m_of(int i) { return i / kBoxesN * 64; }
   static __device__ int n_of(int i) { return i % kBoxesN * kColumns; }
   __device__ bool exists(int i) const { return m_of(i) < rest_m_ && n_of(i) < rest_n_; }
@@ -322,9 +322,9 @@ struct Operands {
 // these gradients, the weighted activations, and partial dots of d with the unweighted activations.
 //
 // The loader loads pre-activations into the stages of the operands while the last products run. A
-// stage has 64 columns of a tile. The memory of operand a has the gate columns (or the columns
-// without a gate), and that of operand b has up columns. In the stage, a warp overwrites its rows
-// with their gradients, and stores the gradients from there.
+// stage has 64 columns of a tile. The memory of operand a has the gate columns, or all columns if
+// the activation is not gated. The memory of operand b has the up columns. In the stage, a warp
+// overwrites its rows with their gradients, and stores the gradients from there.
 template <typename T, typename F>
 class Derivative {
  public:

@@ -1,5 +1,5 @@
 // The forms of a grouped GEMM. A form is a way to divide a product d[m, n] = sum over k of a[m, k]
-// b[k, n] into tiles. The rows of groups are one of the axes m, n and k.
+// b[k, n] into tiles. The rows of groups lie along one of the axes m, n and k.
 #pragma once
 
 #include <cuda.h>
@@ -29,9 +29,9 @@ constexpr int kConsumerWarps = 4 * kConsumerGroups;
 constexpr int kGroupThreads = 128;
 // The last warp group takes tiles, loads operands and stores results.
 constexpr int kGemmThreads = kGroupThreads * (kConsumerGroups + 1);
-constexpr int kStoreBuffers = 2;  // each warp group's, for results
-// A band is this number of rows of tiles. Clusters take tiles band by band, so that tiles of the
-// same time share rows and columns of operands.
+constexpr int kStoreBuffers = 2;  // of each consumer group, for results
+// A band is this number of rows of tiles. Clusters take tiles band by band, so that tiles that
+// run at the same time share rows and columns of operands.
 constexpr int kBand = Tuning::kGemmBand;
 
 // Work::tile has 16 bits for a tile's index along one axis, and 15 bits for the other axis.
@@ -66,7 +66,7 @@ struct Form {
   static constexpr int kLeastSteps = 1;
 
   // Weights [L, K, 2 I] have I gate columns and then I up columns. A tile has some gate columns and
-  // the corresponding up columns, so it has half as many results.
+  // the corresponding up columns, so its results have half as many columns.
   static constexpr bool kIsGated = kEpilogue == Epilogue::kActivateGated;
   static constexpr bool kDerives =
       kEpilogue == Epilogue::kDerive || kEpilogue == Epilogue::kDeriveGated;
@@ -77,7 +77,7 @@ struct Form {
   static constexpr int kResultM = kIsGated && kRows == Axis::kN ? kTileM / 2 : kTileM;
   static constexpr int kResultN = kIsGated && kRows == Axis::kM ? kTileN / 2 : kTileN;
   static constexpr int kBoxesA = kTileM / kBoxElements;
-  // Boxes have up to 64 rows, or more if their number would be odd: then there are two boxes.
+  // Boxes of operand b have up to 64 rows. Instead of 3, 5, ... boxes, there are two larger boxes.
   static constexpr int kRowsOfBoxB = kTileN < kBoxElements ? kTileN
                                      : kTileN / kBoxElements % 2 == 0 || kTileN == kBoxElements
                                          ? kBoxElements
@@ -91,7 +91,7 @@ struct Form {
   static constexpr bool kHasRaggedA = kRows != Axis::kN, kHasRaggedB = kRows != Axis::kM;
   static constexpr bool kHasRaggedD = kRows != Axis::kK;
   static constexpr bool kWeightsAreA = !kHasRaggedA;
-  // Results are [rows, columns], so a tile is transposed when it is stored if rows lie along n.
+  // If rows lie along n, stores transpose the tile, because results in memory are [rows, columns].
   static constexpr bool kIsTurned = kRows == Axis::kN;
   // Results are stored in boxes. A box has the results of a warp group, or of a warp if kReads.
   static constexpr int kStoreColumns = kAdds ? kBoxElements / 2 : kBoxElements;

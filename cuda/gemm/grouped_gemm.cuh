@@ -7,13 +7,13 @@
 //
 // Layout: gemm/form.h describes the axis of the rows, and the layout of tiles in shared memory.
 //
-// Roles: in the last warp group of a block, one warp takes tiles of d. Another warp loads tiles of
-// a and b into kStages stages. The two other warp groups are consumers: each multiplies half of the
-// tile's rows, and writes the results to buffers in shared memory, whose boxes one of the two other
-// warps stores (gemm/store_queue.cuh). Results without an activation are written while the next
-// tile's products run. An epilogue that reads an array stores its results itself. A cluster's first
-// block takes tiles, from a counter or in turn, and tells the other block. Any number of blocks
-// completes the work. With a counter, blocks that start late take fewer tiles.
+// Roles: in the last warp group of a block, one warp takes tiles of d, one warp loads tiles of a
+// and b into kStages stages, and two warps store results. The two other warp groups are consumers.
+// Each of them multiplies half of a tile along m, and writes results to buffers in shared memory,
+// which one of the storing warps stores (gemm/store_queue.cuh). Results without an activation are
+// written while the next tile's products run. An epilogue that reads an array stores its results
+// itself. A cluster's first block takes tiles, from a counter or in turn, and tells the other one.
+// Any number of blocks completes the work. With a counter, blocks that start late take fewer tiles.
 //
 // For an epilogue that reads an array, such as pre-activations, the loader fills kReadStages stages
 // after a tile's operands. A block uses all these stages, even for fewer columns.
@@ -295,7 +295,7 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
     float d[F::kProducts][F::kTileN / 2];
     int previous = 0;
     // If rows lie along k, a last step may be partial. Its rows are multiplied 16 at a time, with a
-    // wait after each product. Without these waits, the compiler would not let products overlap.
+    // wait after each product. Otherwise, the compiler would not let any products overlap.
     const int whole = F::kRows == Axis::kK ? tile.whole_steps() : steps;
     // The two warp groups store at different steps if there are enough steps. While one group
     // stores, the products of the other group keep the tensor cores busy.
@@ -351,7 +351,7 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
 #pragma unroll
       for (int i = 0; i < F::kProducts; ++i) {
         fence_registers<kExtent / 2>(d[i]);
-        // Without values, these numbers would still occupy registers while the products run.
+        // Set the unused numbers; otherwise they would need registers during the products.
 #pragma unroll
         for (int j = kExtent / 2; j < F::kTileN / 2; ++j) d[i][j] = 0;
       }

@@ -44,9 +44,9 @@ __device__ inline void arrive(uint64_t* barrier) {
                : "memory");
 }
 
-// Arrives at `barrier` of block `rank`, with block scope. This scope is enough, because the warp
-// has the results of its reads, and only bytes that it has read are overwritten next. Cluster scope
-// needs a fence of all global memory, which takes as long as a step of products.
+// Arrives at `barrier` of block `rank`, with block scope. This scope is enough, because the warp's
+// reads are complete, and only bytes that it has read are overwritten next. Cluster scope needs a
+// fence of all global memory, which takes as long as a step of products.
 __device__ inline void arrive_at(uint64_t* barrier, uint32_t rank) {
   asm volatile(
       "mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(shared_address_of(barrier, rank))

@@ -52,7 +52,7 @@ class BoxBuffers {
     }
     next_.advance();
   }
-  // Ends the other side.
+  // Makes store_boxes() return after it has stored all boxes.
   __device__ void end() {
     next();
     store(nullptr, {});

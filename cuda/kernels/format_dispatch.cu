@@ -5,9 +5,9 @@
 //
 // Layout: as in dispatch.cu. Values and scales of a leaf are two arrays of the zone.
 //
-// Senders: a work item is a token. A team encodes it once in shared memory, and stores it to every
-// rank that needs it, so this rank's tokens also land in a zone. If slots share a flag, a work item
-// is a chunk of slots at one rank, and a token is encoded once per rank.
+// Senders: a work item is a token. A team encodes it once in shared memory, and stores it in a zone
+// of every rank that needs it, including this rank. If slots share a flag, a work item is a chunk
+// of slots at one rank, and a token is encoded once per rank.
 //
 // Waits: as in dispatch.cu, with two differences. Receivers do not wait for slots without a row on
 // this rank, because the flag of a slot without a token may stay unset. Receivers also wait for

@@ -126,7 +126,7 @@ inline Grid grid_of(const FormatDispatchParams& p, int64_t num_sms) {
 }
 
 inline Grid grid_of(const RoutedDispatchParams& p, int64_t num_sms) {
-  // Few senders fill the links. More would be slower, because a sender plans only after it sends.
+  // A few senders fill the links. More would be slower, because a sender plans only after it sends.
   // Arithmetic limits the encoding, so with enough blocks, a whole block encodes each token.
   const int32_t least_teams =
       p.encoding.format == kNoFormat ? Tuning::kRoutedTeams : Tuning::kRoutedEncodedTeams;

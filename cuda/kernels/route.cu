@@ -325,16 +325,16 @@ static __device__ __noinline__ Threshold find_threshold(const RouteParams& p, in
     __syncthreads();
     return padded_rows <= p.capacity;
   };
-  // Adds the rows of the first items to `rows`: as many items as fit, but fewer than `high`.
-  // Returns the number of items. add(n) adds the rows of the first n items to `trial`.
+  // Keeps as many levels, chunks or tokens as fit, but fewer than `high`: adds their rows to `rows`
+  // and returns their number. add(n) adds the rows of the first n of them to `trial`.
   const auto keep_most = [&](int high, auto&& add) {
     const int count = last_that_fits(high, [&](int n) { return fits([&] { add(n); }); });
     fits([&] { add(count); });
     for (int e = threadIdx.x; e < local_experts; e += kRouteThreads) s.rows[e] = trial[e];
     return count;
   };
-  // Adds the counts of a level in chunks [0, end) of all sources. If `only_this` is set, subtracts
-  // the counts of the previous level.
+  // Adds the counts of a level in chunks [0, end) of all sources. The counts include lower levels,
+  // unless `only_this` is set.
   const auto add_level = [&](int level, bool only_this, int end) {
     const int32_t* counts = counts_of_level(p, batch, level);
     // The index of a count fits in 32 bits without sign.
@@ -397,7 +397,7 @@ static __device__ __noinline__ Threshold find_threshold(const RouteParams& p, in
   return found;
 }
 
-// Counts kept rows before this block's chunk again, because find_threshold() changes `next_row`.
+// Counts again the kept rows before this block's chunk: find_threshold() changes `next_row`.
 static __device__ __noinline__ void sum_kept(const RouteParams& p, int batch, int entry,
                                              const Threshold& threshold, const AssignShared& s) {
   const int local_experts = p.local_experts();

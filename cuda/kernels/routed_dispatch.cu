@@ -391,8 +391,8 @@ __device__ int count_rows(const RoutedDispatchParams& p, Shared& shared, const T
 }
 
 // Replaces the ids of all ranks by rows, in the order of local expert, source, token and choice.
-// Each warp takes a contiguous range of the choices, 32 at a time. Divisions (of twenty
-// instructions of 4 ns) are avoided, because each block computes its plan before it receives.
+// Each warp takes a contiguous range of the choices, 32 at a time. Avoids divisions (each of twenty
+// instructions of 4 ns), because each block computes its plan before it receives.
 __device__ void plan_rows(const RoutedDispatchParams& p, Shared& shared, const Tables& t) {
   const RankView& view = p.exchange.view;
   const int experts = local_experts(p);

@@ -36,7 +36,7 @@ template <int kKeys>
 struct LaneKeys {
   int orders[kKeys];
 
-  // Returns the largest key. Sets `index` to that of the first key that is equal to it.
+  // Returns the largest key, and sets `index` to its index. Of equal keys, takes the first.
   __device__ int largest(int* index) const {
     int result = orders[0];
     *index = 0;

@@ -24,8 +24,8 @@ bool FindDevice(int64_t id, DevicePlace* place);
 bool FindOwnDevice(int ordinal, int64_t* id);  // of this process
 bool FindProcess(int process, Endpoint* endpoint);
 
-// SetEnded() marks a process that no longer exists. If HasEnded() is true, Python reads the notice
-// of the restarted process, which has another socket, and calls AddProcess().
+// SetEnded() marks a process that no longer exists. If HasEnded() is true, Python looks up the new
+// socket that the restarted process has published, and calls AddProcess().
 void SetEnded(int process);
 bool HasEnded(int process);
 

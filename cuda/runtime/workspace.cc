@@ -39,9 +39,9 @@ std::optional<Problem> RunWithin(std::chrono::nanoseconds time, std::function<Pr
   return result.get();
 }
 
-// Calls work(stream) with a new stream, and waits for this stream, because XLA's streams would not
-// wait for work on the legacy stream. The device cannot be synchronized instead, because another
-// thread may be capturing a graph.
+// Calls work(stream) with a new stream, and waits until the work is done. The legacy stream is
+// unsuitable, because XLA's streams do not wait for it. A synchronization of the device is
+// unsuitable, because another thread may be capturing a graph.
 template <typename Work>
 Problem OnOwnStream(int ordinal, const char* doing, Work&& work) {
   cudaStream_t stream;

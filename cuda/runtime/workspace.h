@@ -59,7 +59,7 @@ class Workspace {
 
   // Waits like Wait(). If the wait times out, changes nothing. Otherwise frees this process's
   // memory, unmaps other processes' memory, and clears a failure. The next use opens the workspace
-  // again, after other processes have closed it too. Meanwhile, launch no exchange of the topology.
+  // again, after other processes have closed it too. During Close(), launch none of its exchanges.
   Problem Close(int64_t timeout_ns) { return Close({this}, timeout_ns); }
 
   // Closes all of these workspaces, or none if a wait times out, because processes that open a

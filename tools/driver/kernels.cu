@@ -75,7 +75,7 @@ struct Options {
   int ranks = 0;  // 0: one rank on each GPU; otherwise the number of ranks on the first GPU
 };
 
-// Checks `gpus` and `ranks`. Replaces those that the command line does not set.
+// Sets `gpus` and `ranks` if the command line does not set them, and checks both.
 void ChooseRanks(Options* o) {
   int visible = 0;
   CHECK(cudaGetDeviceCount(&visible));
@@ -319,8 +319,8 @@ struct Bound {
   Arrays arrays;
   std::vector<std::vector<int64_t>> all_dimensions;  // of the arrays
 
-  // If ranks share a GPU, only buffers of the first rank have the alignment of cudaMalloc. The
-  // buffer of each other rank directly follows that of the previous rank.
+  // If ranks share a GPU, only buffers of the first rank have the alignment of cudaMalloc. Buffers
+  // of other ranks follow directly, so the size of a buffer tells the alignment of the next one.
   void Add(const DataType& type, std::vector<int64_t> dimensions, const DeviceBuffer& buffer) {
     int64_t bytes = type.bytes;
     for (int64_t dimension : dimensions) bytes *= dimension;
@@ -553,7 +553,7 @@ double RunGraphs(const Ranks& ranks, Graphs& graphs) {
 
 // ---- Checking
 
-// Returns those results of an operation on a rank that must not depend on the number of SMs.
+// Returns a rank's results of an operation, except those that may depend on the number of SMs.
 std::vector<DeviceBuffer> ResultsOf(const RankData& data, Op operation) {
   std::vector<DeviceBuffer> results;
   if (operation == Op::kCombine) return {data.combined};

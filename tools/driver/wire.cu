@@ -140,7 +140,7 @@ class Machine {
   std::vector<std::unique_ptr<Gpu>> gpus_;
 };
 
-// Tries all numbers of blocks. Prints the times of the fastest.
+// Tries all numbers of blocks. Prints the times with the fastest number.
 void PrintStores(Machine& machine, int64_t asked_bytes, int64_t words) {
   int best = kBlocks[0];
   Summary us = machine.TimeStores(words, best);
