@@ -50,7 +50,7 @@ class Layout:
         return self.tokens > 0 and self.rows(ranks) > 0
 
     def exchanges_of_dispatch(self, ranks):
-        """Return the launches of a route and a dispatch: 0 without rows, 1 if fused, or 2."""
+        """Return the number of launches of route and dispatch: 0 without rows, 1 if fused, or 2."""
         is_one = self.tokens <= FUSED_TOKENS and ranks * self.tokens * self.top_k <= FUSED_CHOICES
         return (1 if is_one else 2) * self.has_rows(ranks)
 
@@ -93,7 +93,7 @@ def last_rank_only(rng, ranks, layout):
 
 
 def idle_rank(rng, ranks, layout):
-    """With one rank, all ids are -1."""
+    """Return ids of experts that are not on rank 0, or -1 if there is only one rank."""
     if ranks == 1:
         return np.full(shape(ranks, layout), -1, np.int32)
     return rng.integers(
@@ -219,8 +219,8 @@ MOST_RANKS = 8  # the layouts above are for at most this many ranks
 
 
 def for_many_ranks(layout):
-    """Return a layout that fits on one GPU, with twice the mean number of rows of a rank as
-    capacity. The memory of the worst-case capacity grows with the square of the number of ranks."""
+    """Reduce a layout so that all ranks fit on one GPU. The worst-case capacity, whose memory grows
+    with the square of the number of ranks, becomes twice the mean number of rows of a rank."""
     if RANKS_ON_ONE_GPU <= MOST_RANKS or layout.tokens * layout.top_k < 500:
         return layout
     if layout in GPU_LAYOUTS:
@@ -249,7 +249,7 @@ class Case:
         return ROUTINGS[self.routing](rng, ranks, self.layout)
 
 
-# All other layouts run only with `OTHER_ROUTINGS`.
+# These layouts run with all routings, and all other layouts only with `OTHER_ROUTINGS`.
 FULL_CATALOGUE = (PLAIN, CUT)
 OTHER_ROUTINGS = (
     "uniform",
@@ -268,8 +268,8 @@ def cases_of(layout):
 
 
 def few_layouts():
-    """Return all layouts on GPUs, whose kernels depend on the layout, otherwise those that the
-    portable path distinguishes."""
+    """On GPUs, return all layouts, because the kernels depend on the layout. On CPUs, return only
+    the layouts that the portable path distinguishes."""
     names = "alignment_8", CUT.name, "capacity_0", "no_tokens", "top_32"
     return [layout for layout in LAYOUTS if ON_GPU or layout.name in names]
 

@@ -136,7 +136,7 @@ def stated_by_marker(item):
 
 @pytest.fixture
 def exact_products():
-    """On GPUs, the operands would otherwise be rounded to TF32."""
+    """Multiply with full precision; on GPUs, operands would otherwise be rounded to TF32."""
     with jax.default_matmul_precision("highest"):
         yield
 

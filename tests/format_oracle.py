@@ -35,7 +35,7 @@ def smallest_exponents(largest):
 
 
 def ocp_exponents(largest):
-    """The largest exponent of float8_e4m3fn is 8."""
+    """Return the exponent of `largest`, minus the largest exponent of float8_e4m3fn, which is 8."""
     return EXPONENTS[np.searchsorted(2.0**EXPONENTS, largest, "right") - 1] - 8
 
 
@@ -116,7 +116,7 @@ def decode(fmt, values, scales, dtype):
     return np.where(bad, np.array(np.nan, out.dtype), out)
 
 
-# In the functions below, tokens are [*lead, ..., H], and each has a global scale in scales [*lead].
+# In the functions below, the token x[i] of x [*lead, ..., H] has the global scale scales[i].
 
 
 def of_each_token(fn, scales, *arrays):

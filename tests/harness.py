@@ -160,7 +160,7 @@ def jit(fn, exchanges=None, split=0, **options):
 
 
 def gathered(arrays):
-    """Convert arrays that are divided over processes with one JAX program."""
+    """Return `arrays` as numpy arrays; a JAX program copies their shards to all processes."""
 
     def parts(array, process):
         """Return the process's (device, index of its shard), sorted by device."""
@@ -201,7 +201,7 @@ def gathering():
 
 
 def received_from_all(sent):
-    """Send bytes [N] to all processes, and return those of all, [processes, N]."""
+    """Send bytes [N] to all processes, and return the bytes of all processes, [processes, N]."""
     mesh, program = gathering()
     own = jax.device_put(sent[None], jax.local_devices()[0])
     sharding = NamedSharding(mesh, PartitionSpec("process"))
@@ -211,7 +211,7 @@ def received_from_all(sent):
 
 
 def of_all_processes(value):
-    """Return what each process passes; a pickled value may have 64 KiB."""
+    """Return the value that each process passes; a pickled value has at most 64 KiB."""
     if PROCESSES == 1:
         return [value]
     sent = np.zeros(1 << 16, np.uint8)
@@ -425,8 +425,8 @@ def exchange_program(layout, ranks):
 
 
 def exchange_inputs(case, ranks, seed=0):
-    """Return all ranks' arguments of `exchange_fn`, with NaN where nothing may read, and the
-    routing."""
+    """Return (all ranks' arguments of `exchange_fn`, the routing). Weights and rows that nothing
+    may read are NaN."""
     layout = case.layout
     rng = np.random.default_rng([seed, ranks, layout.tokens])
     ids = case.ids(ranks, seed)

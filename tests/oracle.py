@@ -216,9 +216,9 @@ def combine(y, routing, weights=None, wire_dtype=None, add=None):
     this partial sum to `wire_dtype`, or calls `wire_dtype` if it is a function. The partial sums
     are added in the order of ranks, then `add` is added. The result is rounded to y's dtype.
 
-    A correct result may use fused multiply-adds, so it differs from `sums` by up to the slack: a
-    step of each partial sum and of the result. Without weights, the slack is zero. It ignores the
-    rounding by a function `wire_dtype`, so with a function, all products must be exact.
+    A correct result may use fused multiply-adds, so it differs from `sums` by up to the slack: an
+    epsilon of each addition, each partial sum and the result. Without weights, the slack is zero.
+    With a function `wire_dtype`, products must be exact, because the slack ignores its rounding.
     """
     return combine_pairs([(y, weights)], routing, wire_dtype, add)
 

@@ -228,8 +228,8 @@ def shapes_of_one_rank(eqn):
 
 
 def payload(eqn):
-    """Return the shapes of an exchange's leaves and of its choice arrays; of a weighted dispatch,
-    return those of its rows and weights."""
+    """Return the shapes of an exchange's leaves and choice arrays, or the shapes of the rows and
+    weights of a weighted dispatch."""
     num_leaves, num_choice_arrays = eqn.params["num_leaves"], eqn.params["num_choice_arrays"]
     shapes = shapes_of_one_rank(eqn)
     if eqn.primitive.name in ("moe_a2a_routed_dispatch", "moe_a2a_weighted_dispatch"):

@@ -122,7 +122,7 @@ def test_a_batch_is_one_call_of_the_same_rows(path, shares_sizes):
 
 
 def test_derivatives_are_those_of_the_gradients():
-    """Tangents of `act_grad`, also of rows of weight 0, are those of the gradients in plain JAX."""
+    """The tangents of `act_grad` equal those of plain JAX, also in rows of weight 0."""
     *floats, sizes = (jnp.asarray(x) for x in operands("no_tail", SWIGLU, "float32"))
     floats = [jnp.where(jnp.isnan(x), 0.5, x) for x in floats]
     of_primitive = lambda *floats: bind_act_grad(*floats, sizes, activation=SWIGLU, num_sms=None)[

@@ -29,8 +29,8 @@ def dense_loss(scores, ids, earlier=0):
 
 
 def dense_losses(kernel, x, ids):
-    """Return three losses of each micro-batch: with the counts of earlier ones, as a mean over
-    sequences, and of only the first choices."""
+    """Return three losses of each micro-batch: one that includes the counts of earlier
+    micro-batches, one that is a mean over sequences, and one of only the first choices."""
     logits = x.astype(np.float64) @ kernel
     scores = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
     counts, losses = np.zeros(EXPERTS), []

@@ -40,7 +40,7 @@ def axes_of(mesh):
 
 
 def reference(params, x, read=None, mask=None):
-    """Every expert computes every token, and the router gets all tokens at once."""
+    """Compute every expert for every token, after one call of the router for all tokens."""
     flat = lambda array: array.reshape(-1, *array.shape[len(LEAD) :])
     router, tokens = params["router"], flat(x if read is None else read)
     logits = tokens @ router.kernel + (0 if router.bias is None else router.bias[None])
@@ -88,8 +88,8 @@ REPLICAS = [0, 1, 2, 3, 4, 0, 4, 5, 6, 7, 0, -1]  # for 2 ranks
     ids=["2 in chunks", "2 with replicas", "2 replicated", "2 by 4 masked"],
 )
 def test_replayed_and_given_choices_equal_those_of_the_router(mesh, options):
-    """Layers with replayed or given choices have the router's outputs; a replay also has its
-    statistics and gradients."""
+    """With replayed or given choices, a layer has the outputs of the layer whose router chose them.
+    With replayed choices, it also has the statistics and gradients of that layer."""
     mesh, options = mesh_of(**mesh), options_of(options)
     mask = options.get("mask", np.ones(LEAD, bool))
 

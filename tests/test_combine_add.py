@@ -201,8 +201,8 @@ def test_gradients_and_tangents_of_a_combine_are_those_of_the_oracle(weighted, d
 
 
 def traced(fn, *avals):
-    """Return the counts of primitives without dead code on two ranks, and each exchange's number of
-    addends."""
+    """Trace `fn` for two ranks, and remove dead code. Return the counts of primitives, and each
+    exchange's number of addends."""
     stacked = jax.tree.map(lambda a: jax.ShapeDtypeStruct((2, *a.shape), a.dtype), avals)
     jaxpr = jax.make_jaxpr(jax.vmap(fn, axis_name=harness.AXIS))(*stacked)
     jaxpr, _ = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))

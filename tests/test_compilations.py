@@ -93,7 +93,7 @@ def test_the_recipe_compiles_once_with_adamw_accumulation_and_restore(recipes, t
         with counted() as compiled:
             step(params, state, x)
         assert not compiled
-        # With Explicit axes, results have longer specs than arguments, so there are two entries.
+        # With Explicit axes, results have longer specs than arguments, so the cache has 2 entries.
         if AxisType.Auto in mesh.axis_types:
             assert step._cache_size() == 1
 
@@ -119,4 +119,4 @@ def test_only_a_state_that_is_placed_otherwise_compiles_a_second_program(recipes
         unplaced = jax.jit(optimizer.init)(params)
         with counted() as compiled:
             step(params, unplaced, x)
-        assert bool(compiled) == is_auto  # with Explicit axes, the state is sharded
+        assert bool(compiled) == is_auto  # with Explicit axes, `init` shards the state

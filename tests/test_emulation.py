@@ -1,5 +1,5 @@
-"""Run the kernels as C++ on a CPU. Random exchanges must pass, and must fail with each mutation of
-one third of the list; the commit selects the third."""
+"""Run the kernels as C++ on a CPU. Random exchanges must pass, and must fail with each mutation
+that a run can detect. Each commit tests only one third of the mutations."""
 
 import subprocess
 

@@ -99,8 +99,8 @@ def test_products_without_gradients_write_one_orientation(hopper):
 
 
 def test_a_gradient_of_a_program_that_read_one_orientation():
-    """The gradient needs the orientation that dead-code elimination removed, and equals the full
-    program's gradient."""
+    """Dead-code elimination removes the orientation that only the gradient needs. The gradient then
+    equals the gradient of the original program."""
     rng, sizes = np.random.default_rng(0), np.array([4, 5], np.int32)
     rows, w = (rng.normal(size=shape).astype("float32") for shape in ((9, 128), (2, 128, 256)))
     trained = functools.partial(ma.quantize_experts, trainable=True)

@@ -112,7 +112,7 @@ def test_the_last_spare_slot_of_a_rank_fills_it_even_if_its_source_falls_below_t
 
 
 def chosen_by_hand(ids, placement, num_ranks, counts):
-    """Each rank first uses its own slots, and then the slots of all ranks in order."""
+    """Return slots: each rank first uses its own slots, then the slots of all ranks in order."""
     slots = np.full_like(ids, -1)
     for expert, replicas in enumerate(placement.expert_slots):
         replicas = replicas[: placement.num_replicas[expert]]

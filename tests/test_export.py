@@ -19,7 +19,7 @@ TARGETS = [
     for name in ("route", "dispatch", "combine", "routed_dispatch", "weighted_dispatch")
     for suffix in ("", "_in_graph")
 ]
-# JAX exports custom calls, which it does not guarantee to be stable, only if these checks are off.
+# JAX does not guarantee that custom calls are stable, so it exports them only without these checks.
 CUSTOM_CALLS = [export.DisabledSafetyCheck.custom_call(target) for target in TARGETS]
 
 has_no_cpu_path = pytest.mark.several_devices("a group that names 'cuda' is not lowered for CPUs")

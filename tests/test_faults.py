@@ -46,7 +46,7 @@ def closes_while_a_thread_opens(run):
     before = closer.ask("mapped").value
     victim.signal(signal.SIGSTOP)
     closer.ask("open_in_a_thread", True)
-    time.sleep(0.2)  # the closer then waits for the victim
+    time.sleep(0.2)  # then the thread in the closer waits for the victim
     reply = closer.ask("close_without_a_look", 0.2)
     mapped = closer.ask("mapped").value
     victim.signal(signal.SIGCONT)

@@ -464,7 +464,7 @@ def assert_derivatives(everything, end):
 @pytest.mark.parametrize("num_spare", (0, 1))
 @pytest.mark.parametrize("n", (256, 200))
 def test_products_of_frozen_weights_have_derivatives_of_any_order(num_spare, n):
-    """If N is no multiple of 128, the transpose does not quantize."""
+    """If N is no multiple of 128, the gradient of rows is a product with decoded weights."""
     sizes, fmt = np.array([5, 0, 3], np.int32), ma.BlockwiseFp8()
     rows, d_rows = (normal(seed, (9, 128), "bfloat16") for seed in (7, 8))
     ct, d_ct = (normal(seed, (9, n), "bfloat16") for seed in (9, 10))

@@ -25,7 +25,7 @@ END = sum(SIZES)
 
 
 def draw(activation, seed=0, dtype="float32"):
-    """All rows are finite, because derivatives with respect to all operands are compared."""
+    """Return finite operands, because derivatives with respect to all operands are compared."""
     args = operands(activation, seed, dtype, hidden=128, intermediate=128)
     return tuple(jnp.where(jnp.isfinite(x), x, 1) for x in args)
 
@@ -97,7 +97,7 @@ def test_derivatives_of_any_order_are_those_of_separate_passes():
 
     (*found, reverse), (*expected, right) = everything(fused), everything(separate)
     assert_close(found, expected)
-    assert_close(reverse, right, 0.1)  # only one of the two products quantizes
+    assert_close(reverse, right, 0.1)  # the two functions quantize different products
 
 
 @pytest.mark.parametrize("wanted", range(len(OF_ALL)))

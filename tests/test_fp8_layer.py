@@ -83,7 +83,7 @@ def test_a_recognized_activation_and_quantization_are_one_pass():
 @pytest.mark.exchanges(0)
 @pytest.mark.parametrize("trainable", (False, True))
 def test_gradients_of_numbers_in_fp8_are_refused(trainable):
-    """An optimizer would update only the float source of FP8 weights."""
+    """An optimizer would update the float source of FP8 weights, but not the FP8 numbers."""
     layers = on_one_device()
     x, topk_weights, experts, ids = arguments()
     experts = jax.vmap(functools.partial(ma.quantize_experts, trainable=trainable))(experts)
@@ -390,7 +390,7 @@ def test_errors_are_those_of_the_page(row):
     (cells,) = re.findall(rf"^\| {re.escape(row)} \|(.*)\|$", text, re.M)
     stated = [float(cell.strip(" %")) / 100 for cell in cells.split("|") if cell.strip()]
     assert len(found) == len(stated)
-    # On a GPU, or if all ranks share one device, XLA omits other roundings than for the page.
+    # On GPUs, and with all ranks on one device, XLA omits other roundings than for the page.
     rtol = 0.25 if harness.ON_GPU or harness.RANKS_ON_ONE_GPU else 0.15
     np.testing.assert_allclose(found, stated, rtol=rtol, atol=0.001)
 

@@ -59,7 +59,7 @@ SUMMED = dict(
     wire="BF16",
     global_scale=np.float32(1),
 )
-# Each custom call: its operands, its results, and those attributes that only some calls have.
+# Each custom call is (operands, results, attributes that only some calls have).
 CALLS = dict(
     route=(
         [IDS, RANK],
@@ -309,7 +309,7 @@ def test_the_state_is_registered_before_the_targets_that_make_it(monkeypatch):
 
 
 class Extension:
-    """A fake extension with functions that return `answers`; a problem is (text, lacks memory)."""
+    """A fake extension whose functions return `answers`; a failure is (text, is out of memory)."""
 
     def __init__(self, **answers):
         for name, answer in answers.items():
@@ -318,7 +318,7 @@ class Extension:
 
 @pytest.fixture
 def answering(monkeypatch):
-    """Return a context for a fake extension; it ends before fixtures read the real counters."""
+    """Return a context that fakes the extension, and ends before fixtures read real counters."""
 
     @contextlib.contextmanager
     def answer(**answers):

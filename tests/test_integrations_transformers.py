@@ -346,7 +346,7 @@ def torch():
 
 
 def model_of(kind, **fields):
-    """In some model families, the first of two layers is dense."""
+    """Return a model of two layers, of which the first is dense in some model families."""
     import transformers
 
     more = dict(vocab_size=8, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2)

@@ -195,7 +195,7 @@ def test_there_are_two_exchanges_forward_and_two_backward_and_a_policy_decides_o
     expected = dict(REMAT[policy][1])
     again = expected.pop("product") - 1
     assert dict(route=counted["route"], exchange=num_exchanges(counted)) == expected, counted
-    # The recomputed bias is a separate product if the activation is not fused.
+    # Without a fused activation, repeating a product with its bias takes two grouped products.
     if activation is UNFUSED:
         assert counted["grouped_dot"] == 7 + 2 * again, counted
     else:

@@ -166,7 +166,7 @@ def test_a_process_that_does_not_come_is_named_and_the_next_meeting_takes_place(
 
 
 def test_processes_announce_themselves_when_they_lower_programs_in_any_order(found):
-    """A process that makes a group publishes no notice."""
+    """A process publishes its notice when it lowers a program, not when it makes a group."""
     outcomes = found[other_order]
     assert [outcome["announced"] for outcome in outcomes] == [[], []]
     for outcome in outcomes:

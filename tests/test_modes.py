@@ -44,7 +44,7 @@ def capacity_of(layout, replicated=True):
 
 
 def routings_of(ids, layout, replicated=True):
-    """For replicated tokens, each rank has a separate routing."""
+    """Return a list of one routing or, for replicated tokens, of one routing for each rank."""
     sizes = layout.local_experts, capacity_of(layout, replicated), layout.alignment
     return oracle.route_mode(ids, *sizes, replicated)
 

@@ -1,4 +1,4 @@
-"""A group of one rank exchanges nothing, so a result has a varying type only if an input has."""
+"""Test that results of a group of one rank are typed as varying only if an input is varying."""
 
 import functools
 

@@ -35,8 +35,8 @@ WIRE, FORMAT = jnp.dtype("float16"), ma.BlockwiseFp8()
 
 @pytest.fixture(autouse=True)
 def sentinels(monkeypatch):
-    """Add the option `made_up`, set all options outside of MEANT to sentinels, and return a dict of
-    these."""
+    """Add the option `made_up`, set all options that are not in MEANT to sentinels, and return a
+    dict of the sentinels."""
     old = record.Options
     defaults = [*old._field_defaults.values(), None]
     new = collections.namedtuple("Options", [*old._fields, "made_up"], defaults=defaults)

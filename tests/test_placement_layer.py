@@ -196,8 +196,8 @@ def test_replicas_compute_in_fp8(kind):
 
 
 def test_chunks_fetch_once():
-    # One dispatch fetches the weights, one combine returns gradients, and chunks add two exchanges
-    # forward, three backward.
+    # One dispatch fetches the weights, and one combine returns gradients. The loops over chunks,
+    # whose bodies are counted once, contain two exchanges forward and three backward.
     found = exchanges_of(of_ranks(value_and_gradients, num_chunks=TOKENS), *problem())
     assert found == dict(combine=1 + 2, dispatch=1 + 1 + 2)
 

@@ -126,7 +126,7 @@ def test_a_layer_decodes_a_shared_expert_in_fp8_to_the_dtype_of_the_tokens():
     activation = params["shared"].activation
     floats = ma.Experts(*(w.astype(np.float32) for w in (w_in, w_out)), activation=activation)
     x = np.random.default_rng(1).normal(size=(8, H)).astype(np.float32)
-    explicit = (jax.sharding.AxisType.Explicit,) * 2  # with it, decoded arrays need shardings
+    explicit = (jax.sharding.AxisType.Explicit,) * 2  # decoded arrays then need shardings
     mesh = jax.make_mesh((1, 1), ("ep", "tensor"), explicit, devices=jax.devices()[:1])
     axes = ma.Axes("ep", tensor="tensor")
     with jax.set_mesh(mesh):

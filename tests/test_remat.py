@@ -22,7 +22,7 @@ def saves_results_of(*names):
     return lambda primitive, *_, **__: primitive.name in [f"moe_a2a_{name}" for name in names]
 
 
-# (policy, how often both passes together route and dispatch). All other exchanges are in ``ONCE``.
+# (policy, routes and dispatches of both passes together). ``ONCE`` counts all other exchanges.
 ROUTING_ONLY = POLICIES.save_only_these_names(ma.ROUTING_CHECKPOINT_NAME)
 CASES = {
     "nothing": (POLICIES.nothing_saveable, dict(route=2, dispatch=2)),

@@ -57,8 +57,8 @@ def test_scopes_of_the_user_stay_around_those_of_the_package(names):
 
 
 def test_a_scope_is_not_in_itself(names):
-    """The test omits backward operations, because JAX repeats names around a checkpoint, and the
-    additions of sums, whose names do not tell the pass."""
+    """The test omits backward operations, because JAX repeats names around a checkpoint. It also
+    omits the additions of sums, whose names do not tell the pass."""
     of_passes = [op_name for op_name in names if op_name.startswith("jit(")]
     forward = [op_name for op_name in of_passes if "transpose(" not in op_name]
     assert forward

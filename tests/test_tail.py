@@ -258,7 +258,7 @@ def test_debug_nans_blames_the_program_and_not_the_tail():
         fn = on_ranks(functools.partial(layer, activation=activation, **more))
         return str(jax.make_jaxpr(jax.grad(lambda *args: jnp.sum(fn(*args))))(x, w))
 
-    program(x, w)  # compiled here, and not again for debug_nans: its tail has NaN
+    program(x, w)  # compiled before debug_nans is on, and not again, so its tail has NaN
     assert "unspecified" in gradient(jnp.tanh)
     assert "moe_a2a_dot_act" in gradient(jax.nn.silu)
     with jax.debug_nans(True):

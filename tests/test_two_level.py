@@ -437,7 +437,7 @@ def test_memory_is_that_of_both_levels():
     flat = ma.memory_estimate(**harness.exchanging(sizes), group_size=8)
     between, within = said.levels
     assert (said.capacity, said.rows_bytes) == (flat.capacity, flat.rows_bytes)
-    assert between.capacity == 2 * 128  # from two hosts, whose tokens a rank relays
+    assert between.capacity == 2 * 128  # a rank relays 128 tokens from each of two hosts
     assert within.workspace_bytes == flat.workspace_bytes  # as many receive buffers
     assert said.workspace_bytes == within.workspace_bytes > 0
     assert "between hosts" in str(said) and "between hosts" not in str(flat)
