@@ -8,11 +8,11 @@
 
 The method ``ours`` consists of dispatch, grouped products and combine. ``moe_mlp`` is the layer in
 one call. ``moe_mlp_fp8`` reads quantized weights, which get no gradients. ``moe_mlp_to_fp8``
-quantizes rows and weights for the products, with gradients. ``mosaic`` is ``all_gather`` with JAX's
-Mosaic GPU kernels. The expert ids of the tokens are inputs. Training is a forward pass, once
-without and once with the gradients of tokens, router weights and experts. Decode is a forward pass
-of up to 128 tokens. The results of a method must equal those of ``all_gather`` within a tolerance.
-If the capacity drops rows, the reference is ``ours``, because plain JAX would drop other rows.
+quantizes rows and weights for the products, with gradients. ``all_gather`` exchanges in plain JAX,
+and ``mosaic`` also uses JAX's Mosaic GPU kernels. Expert ids are inputs. Training is a forward
+pass, once without and once with the gradients of tokens, router weights and experts. Decode is a
+forward pass of up to 128 tokens. Results must equal those of ``all_gather`` within a tolerance. If
+the capacity drops rows, the reference is ``ours``, because plain JAX would drop other rows.
 """
 
 from __future__ import annotations

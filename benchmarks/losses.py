@@ -42,7 +42,7 @@ NAMES = {
     "portable": "portable path, bfloat16",
     "dense": "every expert for every token, float32",
 }
-# The text is the same in Python 3.11.7, 3.12.1 and 3.13.0.
+# The source text of these modules is the same in Python 3.11.7, 3.12.1 and 3.13.0.
 MODULES = """difflib optparse zoneinfo/_zoneinfo email/header heapq concurrent/futures/_base
 tomllib/_parser weakref email/headerregistry tracemalloc xml/sax/handler _markupbase json/__init__
 xml/etree/ElementPath stringprep xml/dom/xmlbuilder multiprocessing/synchronize xml/sax/saxutils
@@ -127,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
         draw(json.loads(args.draw.read_text())["rows"], args.draw.with_suffix(".png"))
         return 0
 
-    import jax  # each training runs in a separate process
+    import jax  # only names the devices, because each training runs in a separate process
 
     devices = jax.devices()
     gpus = f"{len(devices)} x {devices[0].device_kind}"

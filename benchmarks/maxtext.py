@@ -113,7 +113,7 @@ def main(argv: list[str] | None = None) -> int:
             head = head or found
             rows.append(row)
             print(describe(row), flush=True)
-            if head:  # from a setting's process, because JAX would reserve GPU memory in this one
+            if head:  # from another process, because JAX would reserve GPU memory in this process
                 record.write({**head, "command": command, "rows": rows}, args.out)
     print(table(rows))
     return 0

@@ -92,7 +92,7 @@ def all_gather(workload: Workload, group: ma.Group) -> Method:
 
 
 def dense(workload: Workload, group: ma.Group) -> Method:
-    """All pairs of ranks send as many rows as the busiest pair, with padding."""
+    """Exchange rows by ``lax.all_to_all``. Each pair of ranks is padded to the busiest pair."""
     setting, axis, ranks = workload.setting, group.axis_name, group.size
     local_experts, pair_capacity = setting.experts // ranks, workload.pair_capacity
 

@@ -58,7 +58,7 @@ BATCHES = 4
 ROUTINGS = ("uniform", "learned")
 OURS = ("moe_mlp", "moe_mlp_to_fp8", "local")
 TINY_ROWS = 16
-# A new row replaces an old row of the record that has equal entries for these keys.
+# A new row replaces an old row of the record if both have equal entries for these keys.
 KEYS = ("geometry", "layers", "rows", "routing", "micro_batches", "method")
 ON_GPU = ("mosaic", "ragged32")
 

@@ -33,7 +33,7 @@ OURS, GATHER, DENSE, RAGGED = (
     dict(op="round_trip", includes_route=True, method=method)
     for method in ("ours", "all_gather", "dense", "ragged")
 )
-# For each column: the entries that its row must have, and the ``name`` of the shown entry.
+# For each column: entries that select a row, and ``name``, the shown entry of this row (or "us").
 SUMMARY: dict[str, Row] = {"`all_gather`": GATHER, "dense `all_to_all`": DENSE}
 SUMMARY |= {"`ragged_all_to_all`": RAGGED, "this package": OURS}
 SUMMARY |= {"link limit": dict(OURS, name="wire_us")}

@@ -125,7 +125,7 @@ class Run:
         return timing.per_rank(fn, self.mesh)
 
     def add(self, row: Row) -> None:
-        """Write the record, so an interrupted run keeps its rows."""
+        """Add a row, and write the record, so an interrupted run keeps its rows."""
         self.record["rows"].append(row)
         if "us" in row:
             say(in_words(row))
@@ -137,7 +137,7 @@ class Run:
 
     @contextlib.contextmanager
     def attempt(self, what: str, group: ma.Group | None = None) -> Iterator[None]:
-        """Add an error to the record, close the group, and continue."""
+        """If the ``with`` block fails, record the error, close the group, and continue."""
         try:
             yield
         except Exception as error:

@@ -53,14 +53,14 @@ def moe_mlp(workload: Workload, axis: str = "ep", in_fp8: bool = False) -> MoE:
 
 
 def local(workload: Workload) -> MoE:
-    """Each choice is replaced by an expert of the same rank."""
+    """Make a layer that replaces each choice by an expert of the token's rank."""
     layer = moe_mlp(workload, ALONE)
     return lambda x, ids, weights, experts: layer(x, ids % len(experts.w_in), weights, experts)
 
 
 def multiply(dot: Any, rows: Any, sizes: Any, experts: ma.Experts) -> Any:
-    """Products with one-hot vectors add biases, so gradients of biases are products, too. Results
-    after the last group are zero with biases, and otherwise undefined."""
+    """Return the experts' results. With biases, results after the last group are zero, otherwise
+    undefined. Biases are added by one-hot products, so their gradients are products, too."""
     expert = jnp.repeat(jnp.arange(sizes.size), sizes, total_repeat_length=len(rows))
     one_hot = jax.nn.one_hot(expert, sizes.size, dtype=rows.dtype)
     is_row = (jnp.arange(len(rows)) < sizes.sum())[:, None]
@@ -91,7 +91,7 @@ def exchanged(method: str, workload: Workload, with_mosaic: bool = False) -> MoE
 
 
 def fsdp(workload: Workload) -> MoE:
-    """Every rank gathers the weights of all experts."""
+    """Make a layer in which every rank gathers the weights of all experts."""
 
     def layer(x: Any, ids: Any, weights: Any, experts: ma.Experts) -> Any:
         experts = jax.tree.map(lambda w: lax.all_gather(w, "ep", tiled=True), experts)
@@ -104,7 +104,7 @@ def fsdp(workload: Workload) -> MoE:
 
 
 def capacity(workload: Workload) -> MoE:
-    """Each expert has a fixed capacity for each source rank."""
+    """Make a layer in which each expert has a fixed capacity for each source rank."""
     ranks, num_experts = workload.ranks, workload.setting.experts
 
     def layer(x: Any, ids: Any, weights: Any, experts: ma.Experts) -> Any:

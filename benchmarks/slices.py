@@ -154,8 +154,8 @@ def shardings(g: Geometry, mesh: Mesh) -> dict[str, Any]:
 
 
 def flops(g: Geometry, length: int) -> tuple[int, int]:
-    """Return forward and backward FLOP of a token without rematerialization: total, and routed
-    experts."""
+    """Return (FLOP of all products, FLOP of routed experts) of a token, forward and backward,
+    without rematerialization."""
     dense = sum(
         int(np.prod(shape))
         for name, shape in shapes(g).items()

@@ -21,9 +21,9 @@ from .run import say
 from .workload import CPU_SETTINGS, FULL, GPU_SETTINGS, TINY, Setting, draw
 
 METHODS = ("ours", "all_gather", "dense", "ragged", "ragged32")
-# ragged_all_to_all takes 10 to 100 times the link limit.
+# Few sizes, because ragged_all_to_all takes 10 to 100 times the link limit.
 RAGGED_TOKENS = (128, 4096)
-# The rate of links hardly depends on the size.
+# Few sizes, because the rate of links hardly depends on the size.
 WIRE_TOKENS = (128, 1024, 4096)
 SAMPLES, SWEEP_SAMPLES = 7, 3
 
@@ -67,7 +67,7 @@ def choose_methods(args: argparse.Namespace, setting: Setting, on_gpu: bool) -> 
 
 
 def measure_wire(sizes: list[int], num_gpus: int) -> dict[str, Any] | None:
-    """Return None after an error."""
+    """Return the JSON that ``wire.cu`` prints, or None after an error."""
     say("the link limit: building and running wire.cu")
     try:
         measured = wire.measure(sizes, num_gpus)

@@ -20,7 +20,7 @@ from .operations import Op
 from .run import Case, Job, Program, Row, Run, say
 from .workload import DTYPE, Setting, Workload
 
-# Rows with a larger share of the tie are left out: the tie may take less time than was measured.
+# Rows are left out if the tie has a larger share, because it may take less time than was measured.
 MOST_OF_A_TIE = 0.4
 TIE_SAMPLES = 3
 # Elements of the largest tied array. Smaller ties take as long as the first size.
@@ -227,7 +227,7 @@ def case_of(
 
 
 def make_row(run: Run, variant: Variant, timed: Timed, result: timing.Timing) -> Row:
-    """Only ``measured_us`` includes the tie."""
+    """Return a row, in which only ``measured_us`` includes the tie."""
     operation, workload, reps = timed.operation, variant.plan.workload, timed.program.reps
     op, group = operation.op, variant.group
     tie_us = run.tie_us.get(timed.tie_key)

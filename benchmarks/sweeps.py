@@ -47,7 +47,7 @@ def by(field: str) -> Callable[[Any], Iterable[dict[str, Any]]]:
 
 
 def with_plain_jax(setting: Setting, ops: tuple[Any, ...], plain_ops: tuple[Any, ...]) -> Any:
-    """Plain JAX is timed only with ``PLAIN_TOKENS``."""
+    """Return options of ``Plan``. Plain JAX is timed only with ``PLAIN_TOKENS``."""
     methods = PLAIN if setting.tokens in PLAIN_TOKENS else ("ours",)
     return dict(methods=methods, ops=ops, plain_ops=plain_ops)
 
@@ -94,7 +94,7 @@ SWEEPS: dict[str, Sweep] = dict(  # most informative first
 
 
 def plans(name: str, ranks: int, on_gpu: bool) -> list[Plan]:
-    """Without a GPU, return a few tiny plans."""
+    """Return the plans of a sweep. Without a GPU, return a few tiny plans."""
     sweep = SWEEPS[name]
     base = Setting(TOKENS, **FULL) if on_gpu else Setting(16, **TINY)
     if name == "formats":  # groups have up to 128 elements

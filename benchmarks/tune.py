@@ -44,7 +44,7 @@ Taken = dict[Any, list[list[float]]]
 
 
 def cases(op: Op, *sizes: tuple[int, int], **options: Any) -> tuple[tuple[Op, Setting], ...]:
-    """Each size is (tokens, hidden size)."""
+    """Return a case (op, setting) for each size, which is (tokens, hidden size)."""
     return tuple((op, Setting(*each, top_k=8, experts=256, **options)) for each in sizes)
 
 
@@ -107,8 +107,7 @@ def measure(run: Run, name: str, timed_cases: Any, values: Sequence[int], chosen
 
 
 def judge(name: str, taken: Taken) -> dict[str, Any]:
-    """Today's value is the first key of ``taken``. A turn's gain is the geometric mean over
-    cases."""
+    """Choose today's or the best value. A turn's gain is the geometric mean over cases."""
     today, *_ = taken
 
     def gains(value: Any) -> list[float]:

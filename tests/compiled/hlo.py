@@ -9,7 +9,7 @@ COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "coll
 # FREE: instructions for which a GPU executes nothing.
 NAMES = ("parameter", "constant", "bitcast", "get-tuple-element", "tuple")
 FREE = (*NAMES, "after-all", "partition-id")
-# A kernel only moves data if each of its operations is in MOVES or PLAIN.
+# A kernel moves data and computes nothing if each of its operations is in MOVES or PLAIN.
 UPDATE = "dynamic-update-slice"
 MOVES = ("copy", "transpose", "slice", "dynamic-slice", UPDATE, "concatenate", "pad")
 PLAIN = (*NAMES, "broadcast", "reshape", "convert", "iota")

@@ -1,5 +1,5 @@
-// Compiled without instrumentation, because a GPU does not have the state that the emulator keeps
-// of a block. publish() and observe() tell ThreadSanitizer what orders memory on a GPU.
+// This file is not instrumented, because a GPU has no counterpart of the block state that it keeps.
+// publish() and observe() tell ThreadSanitizer what orders memory on a GPU.
 #include "block.h"
 
 #include <link.h>

@@ -17,7 +17,7 @@ void end_store_group();
 void wait_until_read(int pending_groups);
 void wait_until_stored();
 
-// The fence also covers stores of others that an acquire has made visible to the thread.
+// The fence also covers stores of other threads that an acquire has made visible to the thread.
 void fence_global_for_bulk();
 // The fence covers all bulk copies of the block.
 void fence_shared_for_bulk();

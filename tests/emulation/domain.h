@@ -21,7 +21,7 @@ class Domain {
   moe_a2a::RankView view(int rank, moe_a2a::Operation operation, uint64_t signature, double timeout,
                          double first_timeout);
 
-  // Returns "", or which byte was written that no exchange may write.
+  // Returns an error that names a changed byte after the zones, or "" if there is none.
   std::string damage();
 
  private:

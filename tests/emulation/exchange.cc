@@ -65,7 +65,7 @@ Routing::Routing(const Making& making, Random& random, int max_tokens, int max_t
   plans = plans_of(shape, ids);
 }
 
-// Draws ids until one source's choice is kept and another source's equal choice is dropped.
+// Draws ids and sizes until splits_sources() is true (oracle.h).
 void Routing::move_to_threshold(Random& random, int max_tokens) {
   shape.parts = 1;
   do {

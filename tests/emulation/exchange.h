@@ -38,8 +38,8 @@ class JointLaunch {
  public:
   explicit JointLaunch(int num_ranks) : params_(static_cast<size_t>(num_ranks)) {}
 
-  // The last rank to arrive calls launch(params, stream). The kernel computes all parameters from
-  // those of ranks 0 and 1 (device/ranks.cuh). join() returns the result on every rank.
+  // The last rank to arrive calls launch(params, stream). From the parameters of ranks 0
+  // and 1, the kernel computes those of all ranks (device/ranks.cuh). join() returns the result.
   template <typename Params, typename Launch>
   cudaError_t join(int rank, const Params& params, Launch&& launch) {
     std::unique_lock<std::mutex> lock(mutex_);
@@ -233,7 +233,7 @@ class RoutingArrays {
  private:
   std::vector<Array> arrays_;
 };
-// Data is null, for callers that only need sizes.
+// Adds arrays without data, for callers that only need sizes.
 void add_routing_sizes(Bound& args, const Shape& shape);
 
 class PlanOutputs {

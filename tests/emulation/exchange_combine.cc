@@ -114,8 +114,8 @@ class Combine : public Exchange {
         // Rows without a token are NaN, and kernels must not add them.
         const bool is_used = plan.row_rank(static_cast<int>(e / elements)) >= 0;
         float v = small_integer(random);
-        // MxFp8 saturates if the largest number of a group is more than 1.75 times a power of two.
-        // Sums of four numbers up to 3 are at most 12.
+        // MxFp8 saturates if the largest number of a group is more than 1.75 times a power of two,
+        // like 15. Sums of four integers up to 3 are at most 12, so none saturates.
         if (form_ == Form::kFp8) v = std::fmin(std::fmax(v, -3.f), 3.f);
         if (form_ == Form::kFp4) v = exact_number(random, static_cast<int64_t>(e));
         write_number(rows->data() + e * item, type_, is_used ? v : NAN);

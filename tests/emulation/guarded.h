@@ -1,4 +1,4 @@
-// Code must not access the page after an array, or change the bytes before it. The
+// A GuardedArray detects accesses to the page after it, and changes of the bytes before it. The
 // distance in memory between an array of rank r and the same array of rank r + 1 is the same for
 // all r, as on a device that the ranks share.
 #pragma once

@@ -40,8 +40,8 @@ void assign_slots(const Shape& s, const std::vector<int32_t>& ids, Plan& plan) {
   }
 }
 
-// Returns kept[source][choice]. Choices get rows in the order of choice index, token and source.
-// The first choice that does not fit and all later ones are dropped.
+// Returns kept[source][choice]. Choices use up the capacity in the order of choice index, token and
+// source. The first choice that does not fit and all later ones are dropped.
 std::vector<std::vector<bool>> kept_choices(const Shape& s, const Ids& ids, int rank) {
   std::vector<std::vector<bool>> kept(static_cast<size_t>(s.num_ranks));
   for (auto& of_source : kept) of_source.resize(static_cast<size_t>(s.num_choices()));

@@ -43,9 +43,9 @@ HOST_CHECKS = (
 
 
 def check_host(sanitizer, check, seconds):
-    """Return an error, or ""."""
+    """Run a check of the host code. Return its output if it has failed, otherwise ""."""
     command = [OUT / f"host_{sanitizer}" / "checks", check, str(seconds)]
-    # These are no leaks: some memory is kept on purpose until the process ends.
+    # The sanitizer ignores leaks, because some memory is kept on purpose until the process ends.
     environment = os.environ | {"ASAN_OPTIONS": "detect_leaks=0", "TSAN_OPTIONS": "exitcode=66"}
     done = subprocess.run(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -78,7 +78,7 @@ class Outcome:
 
     @property
     def is_noticed(self):
-        """Hangs do not count, because the machine may be slow."""
+        """Return True if a run has errors. Hangs do not count, because the machine may be slow."""
         return bool(self.signs - {"hangs"})
 
 

@@ -1,4 +1,4 @@
-"""List the neighbouring stores of the device code, and write sources in which a run can swap them.
+"""List pairs of neighbouring stores in device code. Write sources in which a run can swap a pair.
 A *store* is a statement whose result other ranks, the host or later launches read. A *word* is a
 flag, a head, a credit, the kind of a record, or the state of a launch. At least one store of a pair
 stores a word, because readers of a word rely on earlier stores."""
@@ -65,7 +65,7 @@ def _name(store):
 
 
 class _Source:
-    """A source without comments. A run has at least two stores, each (begin, end) in `code`."""
+    """A source without comments. Each of `runs` is a list of two or more stores (begin, end)."""
 
     def __init__(self, path):
         def blank(comment):

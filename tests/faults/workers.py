@@ -208,7 +208,7 @@ class Run:
         return [worker.hear(seconds) for worker in self.alive()]
 
     def kill(self, but=()):
-        """Kill the workers, then other processes except `but`. Return the ids of the other ones."""
+        """Kill the workers. Kill leaked processes, except those in `but`, and return their ids."""
         for worker in self.started:
             worker.kill()
         found = leaks.processes() - set(but)
@@ -218,7 +218,7 @@ class Run:
         return found
 
     def close(self, but=()):
-        """Fail if descriptors remain, or processes that are not in `but`."""
+        """End the workers. Fail if a descriptor, or a process that is not in `but`, remains."""
         for worker, left in zip(self.alive(), self.all("left")):
             if any(left.values()):
                 raise Wrong(f"leak in process {worker.index}: {left}")

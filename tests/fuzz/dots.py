@@ -21,7 +21,7 @@ NAMES = ("rows", "w")
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """All arrays have a leading axis of ranks, which are devices or elements of a vmap."""
+    """A chain of products. Axis 0 of all arrays is the ranks: devices, or elements of a vmap."""
 
     place: places.Place
     capacity: int

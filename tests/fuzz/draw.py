@@ -207,7 +207,7 @@ def program(seed, number, *, has_mesh=True):
         has_load=chance(0.2),
         y=tuple(sums),
         y_weights=y_weights,
-        # In an 8-bit wire dtype, a sum of rounded products could become a different value.
+        # Sums of rounded products could round to a neighbouring value of an 8-bit wire dtype.
         weights_are_powers=combine_wire in (*FORMATS, "float8_e4m3fn", "float8_e5m2")
         or chance(0.5),
         dispatch_wire=dispatch_wire,
@@ -372,7 +372,7 @@ def inputs(program, seed, number, run):
     routings = own if len(own) == elements else own * elements
 
     def drawn(name, shape, draw, is_same_on_ranks):
-        """Make a list of arrays [R, *shape]: one, or one for each element if it is batched."""
+        """Make arrays [R, *shape]: one for each element if the input is batched, otherwise one."""
         count = elements if axis_of(name) in p.batched else 1
         arrays = [draw((p.ranks, *shape)) for _ in range(count)]
         if is_same_on_ranks:

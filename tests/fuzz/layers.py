@@ -73,7 +73,7 @@ ACTIVATIONS = {
 }
 
 
-# At |h|, these functions bound the absolute ACTIVATIONS and derivatives at h, up to a factor.
+# At |h|, a MAJORANT and its derivative bound |activation(h)| and |derivative(h)|, up to a factor.
 MAJORANT = dict(
     plain=oracle.elementwise(lambda h: 1.5 * (h + h * h), lambda h: 1.5 + 3 * h),
     gated=oracle.gated(lambda h: 1.5 * (h + h * h), lambda h: 1.5 + 3 * h),

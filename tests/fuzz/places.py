@@ -55,7 +55,7 @@ class Place:
         return Mesh(devices, axes, axis_types=(kind,) * len(axes))
 
     def over_ranks(self, fn, in_batched, out_batched):
-        """Map `fn` (dicts -> dict) over ranks. True marks arrays that differ between elements."""
+        """Map `fn` (dicts -> dict) over ranks. `*_batched` are True for arrays of [R, B, ...]."""
         if self.batch and not self.has_domains:
             axes = tuple({n: 0 if is_batched else None for n, is_batched in own.items()}
                          for own in in_batched)  # fmt: skip

@@ -3,7 +3,7 @@
 All moved values are hashes of (step, rank, token, ...), so every rank can compute the values
 that must arrive. They are small integers, so sums are exact in any dtype and order.
 
-With MOE_A2A_TEST_RANKS_ON_ONE_GPU=N, all N ranks share one GPU, and a program is a vmap.
+With MOE_A2A_TEST_RANKS_ON_ONE_GPU=N, all N ranks share one GPU, and programs map ranks by vmap.
 """
 
 import collections
@@ -40,7 +40,7 @@ def mesh_of(devices):
     return None if ONE_GPU else Mesh(np.array(devices), (AXIS,))
 
 
-# This order of devices has its own workspace, so tests in other folders do not disturb the tests.
+# Tests in other folders use another order of devices, and therefore another workspace.
 MESH = mesh_of(DEVICES[1::2] + DEVICES[::2])
 
 
@@ -54,7 +54,7 @@ def new_group(
     implementation="cuda" if ON_GPU else None,
     **options,
 ):
-    """Return a group that must run the kernels. `ranks` counts only if `mesh` is None."""
+    """Return a group that must run the kernels. `ranks` is used only if `mesh` is None."""
     return ma.Group(
         mesh,
         AXIS,
@@ -85,7 +85,7 @@ class Shape:
 
 
 def fitting(shape, gigabytes=4.0):
-    """Return the shape, with fewer tokens if the ring halves of ranks on one GPU do not fit."""
+    """Return the shape, with fewer tokens if ring halves on one GPU would exceed `gigabytes`."""
     row_bytes = shape.hidden * jnp.dtype(shape.dtype).itemsize
     tokens = shape.tokens
     while ONE_GPU and 2 * RANKS**2 * tokens * row_bytes > gigabytes * 2**30:
@@ -114,7 +114,7 @@ MANY_CHUNKS = Shape(tokens=512)
 
 
 class Counts(NamedTuple):
-    """Numbers of errors: one int32 array [4] on a rank, and four arrays [ranks] on the host."""
+    """Numbers of errors. On a rank, they are one int32 array [4]; on the host, four of [ranks]."""
 
     wrong: object  # elements that are wrong, but not NaN
     lost: object  # values that are NaN, and tags that are zero
@@ -128,7 +128,7 @@ def counted(**found):
     )
 
 
-# Arguments of these functions broadcast.
+# The arguments of the next functions may be arrays, which broadcast.
 
 
 def hashed(*values):
@@ -211,7 +211,7 @@ def dispatch(shape, group, step, routing):
 
 
 def routed_dispatch(shape, group, step):
-    """With few tokens, this call is one launch."""
+    """Route and dispatch in one call, which is one launch if there are few tokens."""
     return ma.dispatch(
         payload(shape, group, step),
         own_ids(shape, group, step),
@@ -231,7 +231,7 @@ def mark_of(rank):
 
 
 def expert_output(rows, routing, group):
-    """Add the mark of this rank to rows, and set rows that no kernel may read to NaN."""
+    """Add the mark of this rank to rows. Rows that no kernel may read become NaN."""
     rows = rows + mark_of(my_rank(group)).astype(rows.dtype)
     return jnp.where(routing.row_rank[:, None] >= 0, rows, jnp.nan)
 
@@ -247,7 +247,7 @@ def combine_start(group, recv):
 
 
 def weighted(y, weights):
-    """Products are exact, because weights are 1 or 2."""
+    """Return rows times weights. Products are exact, because weights are 1 or 2."""
     return y * weights[:, None].astype(y.dtype)
 
 
@@ -455,7 +455,7 @@ def route_only(shape, group, step):
 
 
 def dispatch_only(shape, group, step):
-    """XLA eliminates the combine, because nothing uses its sums."""
+    """Count errors in rows. XLA eliminates the combine, because nothing uses its sums."""
     recv = dispatch(shape, group, step, route(shape, group, step))
     combine(shape, group, recv)
     return count_rows(shape, step, recv)
@@ -656,7 +656,7 @@ def outcome(run, group=GROUP):
     else:
         by_rank = sorted((rank, own) for each in counts for rank, own in each.items())
         counts = Counts(*np.stack([own for _, own in by_rank]).T)
-    # Prefer the error of the first failed rank. Ranks that it has stopped report "stopped:".
+    # Prefer the error of the first failed rank. Ranks that this rank has stopped report "stopped:".
     error = min(filter(None, errors), key=lambda error: "stopped:" in error, default="")
     return Outcome(counts, error, max(seconds))
 

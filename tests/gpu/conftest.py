@@ -11,7 +11,7 @@ from jax_moe_a2a._src.group import native
 
 ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
 HERE = pathlib.Path(__file__).parent
-# No test needs this long; only the timeout method "thread" can end a wait in XLA.
+# No test needs this long. The method is "thread", because "signal" cannot end a wait in XLA.
 TEST_SECONDS = 90 * harness.TIMES_SLOWER
 
 

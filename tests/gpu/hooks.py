@@ -111,7 +111,7 @@ def assert_open(group, kind):
 
 @contextlib.contextmanager
 def nothing_under_way():
-    """Let no process store flags or credits while the block sets hooks or epochs."""
+    """Let no process store flags or credits while the `with` block sets hooks or epochs."""
     # The addition on a device runs after all earlier work of the device.
     jax.block_until_ready([jax.device_put(0, device) + 1 for device in jax.local_devices()])
     harness.of_all_processes(None)
@@ -121,7 +121,7 @@ def nothing_under_way():
 
 @contextlib.contextmanager
 def hooked(group, **hooks):
-    """Set hooks for the block. At its end, closing the group removes the hooks."""
+    """Set hooks for a `with` block. At its end, close the group, which removes the hooks."""
     try:
         set_hooks(group, **hooks)
         yield

@@ -49,7 +49,7 @@ def product(step):
 
 
 def started_first(number, reverse):
-    """Return a script that finishes dispatches, and then combines, in order or in reverse."""
+    """Return a script that finishes all dispatches, then all combines, in order or in reverse."""
     places = reversed(range(number)) if reverse else [0] * number
     return [("start", None)] * number + [("done", i) for i in places] * 2
 
@@ -78,7 +78,7 @@ def random_script(seed, num_actions=14, most=4):
 
 
 def scripted(script):
-    """Return an order that runs the actions of a script. A done dispatch starts its combine."""
+    """Return an order that runs a script. When a dispatch is done, its combine starts."""
 
     def order(shape, group, step):
         pool, counts, first = [], checked.counted(), len(script) * step

@@ -88,10 +88,10 @@ def one_expert_with_90_percent(group, step):
 
 
 def skewed(sigma):
-    """Return a routing to the largest b_e + Gumbel noise, where b_e has standard deviation sigma.
+    """Return a routing to the TOP_K experts e with the largest b_e + Gumbel noise.
 
-    With 256 experts on 32 ranks, the sigmas of ROUTINGS give the most even, the mean and the least
-    even load of DeepSeek-R1's layers.
+    The standard deviation of b_e is sigma. With 256 experts on 32 ranks, the sigmas of ROUTINGS
+    give the most even, the mean and the least even load of DeepSeek-R1's layers.
     """
 
     def routing(group, step):

@@ -42,7 +42,8 @@ CASES = {
     ),
     "encoded_sums": case_of(COMBINE, 1024, 8192, 2, wire=ma.MxFp8()),
     "encoded_sums_shared_flags": case_of(COMBINE, 5000, 128, 2, "bfloat16", wire=ma.BlockwiseFp8()),
-    # One launch takes at most 256 tokens. Rows are long, because a receiver first computes places.
+    # A single launch dispatches at most 256 tokens. Rows are long, because they must still arrive
+    # after the receiver has seen the flag and computed the rows' places.
     **{
         f"at_once_{name}": case_of(AT_ONCE, 256, 32768, format=format)
         for name, format in FORMATS.items()

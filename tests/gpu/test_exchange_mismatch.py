@@ -60,7 +60,7 @@ def in_order(first, second):
     return both
 
 
-# Each value: (calls of rank 0, calls of other ranks), with equally many flags except in the last.
+# Each value: (calls of rank 0, calls of other ranks). Numbers of flags differ only in the last.
 CASES = {
     "another_shape": (dispatch_narrower, dispatch),
     "another_number_of_arrays": (dispatch_two_arrays, dispatch),
@@ -77,7 +77,7 @@ CASES = {
 
 @functools.cache
 def routing():
-    """The first call waits for all processes."""
+    """Return the routing of step 0. The first call waits for all processes."""
     return jax.block_until_ready(checked.routing_program(SHAPE)())
 
 

@@ -44,7 +44,7 @@ class Layout:
 
     @property
     def largest(self):
-        """Return the largest input. With 1, weighted bfloat16 rows are at most 256, so exact."""
+        """Return the largest input. If 1, weighted bfloat16 rows are at most 256 and thus exact."""
         return 1 if self.dtype == "bfloat16" else 2
 
     @property

@@ -1,7 +1,7 @@
 """Compare MaxText's training with and without ``maxtext.enable``, for five kinds of models.
 
-Only MaxText's layer with ``sparse_matmul=False`` runs on CPUs and drops no token. The optimizer is
-plain SGD, so the first update of the parameters shows the gradients.
+The reference is MaxText's layer with ``sparse_matmul=False``, the only one that runs on CPUs and
+drops no token. The optimizer is plain SGD, so the first update of parameters shows the gradients.
 """
 
 import os

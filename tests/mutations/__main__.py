@@ -69,7 +69,7 @@ def report(verdict, seconds, what):
 
 
 def copy_tree():
-    """Copy all files that git does not ignore to ``TREE``, except unchanged files."""
+    """Make ``TREE`` a copy of all files that git does not ignore. Keep unchanged files."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     names = {name for name in listed.split("\0") if (ROOT / name).is_file()}

@@ -395,7 +395,7 @@ void check_memory(int) {
   require(fake_driver::used[0] == kHeaderBytes + kRingDepth * kHalf, "it has grown by more");
   require_no(workspace.Close(kTimeoutNs));
   require_nothing_left();
-  // The memory arrives first with a gap, and then in the gap.
+  // The first mappings leave a gap, and the last mappings fill it.
   PeerSlab slab({0});
   require_no(slab.Open());
   constexpr int64_t kPage = int64_t{2} << 20;

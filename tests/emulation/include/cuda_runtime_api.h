@@ -47,7 +47,7 @@ void load_kernel(void (*kernel)(Params...), size_t bytes) {
   load_kernel(reinterpret_cast<const void*>(kernel), call_all<Params...>, bytes);
 }
 
-constexpr size_t kStaticLimit = 48 << 10;  // more needs an attribute
+constexpr size_t kStaticLimit = 48 << 10;  // more shared memory needs an attribute
 
 }  // namespace emulation
 
