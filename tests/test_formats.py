@@ -68,7 +68,7 @@ def every_pattern(dtype, group_size):
     most = np.array(ml_dtypes.finfo(dtype).max, cases.dtype(dtype)).view(np.uint16)
     mantissa = 7 if dtype == "bfloat16" else 10
     groups = []
-    for steps in (0, 2, 5, 8, 11, 17):  # the group's largest number grows by 2**steps
+    for steps in (0, 2, 5, 8, 11, 17):  # adds a number 2**steps times as large as the largest
         beside = np.minimum(largest.astype(np.int64) + (steps << mantissa), most)
         groups.append(np.concatenate([beside.astype(np.uint16)[:, None], chunks], axis=1))
     groups.append(np.random.default_rng(0).permutation(bits).reshape(-1, group_size))

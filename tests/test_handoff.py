@@ -316,7 +316,8 @@ def test_a_request_without_the_secret_gets_no_answer(endpoint):
 
 OTHER_VERSION = "it runs another version"
 NOT_UNDERSTOOD = "it does not understand the request"
-UNDERSTOOD = "is unknown in this process"  # reply to a valid request: no process owns the devices
+# The reply to a valid request, because no process owns the devices in DEVICES.
+UNDERSTOOD = "is unknown in this process"
 DEVICES = (7001, 7002)
 MOST_BYTES = 32 << 30  # the largest half of the ring buffer
 

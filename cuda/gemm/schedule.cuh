@@ -87,7 +87,7 @@ struct Tile {
            : extent <= F::kBoxesB * F::kRowsOfBoxB ? F::kBoxesB * F::kRowsOfBoxB
                                                    : F::kTileN;
   }
-  // Returns the number of steps whose products, each over 16 of k, are all necessary.
+  // Returns the number of steps without a product past the end of k. A product covers 16 of k.
   __device__ int whole_steps() const { return (end_k + 15) / F::kStepK; }
 };
 

@@ -172,7 +172,7 @@ def limit(name: str) -> int:
 
 
 TUNING: dict[str, int] = dict(_native.tuning) if _native is not None else {}
-"""The numbers of ``kLoweringTuning`` in ``cuda/tuning.h``. ``benchmarks.tune`` replaces them."""
+"""The numbers of ``kLoweringTuning`` in ``cuda/tuning.h``. ``benchmarks.tune`` varies most."""
 
 
 def tuning(name: str) -> int:
