@@ -68,7 +68,7 @@ def built():
 
     def compiled(source):
         object_file = folder / f"{source.parent.name}-{source.name}.o"
-        # Only this object depends on the digest, so a compiler cache can reuse the others.
+        # Only the object of ext.cc depends on the digest; a compiler cache can reuse the others.
         own = [all_sources] if source.name == "ext.cc" else []
         subprocess.run(["g++", *flags, *own, "-c", source, "-o", object_file], check=True)
         return object_file

@@ -130,8 +130,8 @@ def assert_finite_and_same(actual, expected, atol):
 
 @jax.custom_vjp
 def unwriting_dot(rows, w, sizes):
-    """Multiply rows as tokamax 0.0.17 does on Hopper: NaN in the tail, which the weight gradient
-    multiplies by 0 or 1."""
+    """Multiply rows as tokamax 0.0.17 does on Hopper: the tail of the result is NaN. The weight
+    gradient multiplies rows by a mask of 0 and 1, so NaN stays NaN."""
     return unwritten(jax.lax.ragged_dot(rows, w, sizes), sizes)
 
 

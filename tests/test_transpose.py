@@ -184,7 +184,7 @@ def test_the_gradient_of_a_layer_moves_rows_once_each_way():
     loss = small_layer.loss_of(small_layer.layer_of_all_ranks(), ids)
     jaxpr = jax.make_jaxpr(jax.grad(loss, OF_FLOATS))(*floats)
     assert harness.count_primitives(jaxpr) == WHOLE
-    # Backward, one weighted dispatch sends the result's gradient for rows and weights.
+    # Backward, one weighted dispatch computes the gradients of rows and of weights.
     (dispatch,) = small_layer.equations(jaxpr, "dispatch")
     assert small_layer.payload(dispatch) == ([TOKENS], [CHOICES])
     (back,) = small_layer.equations(jaxpr, "weighted_dispatch")

@@ -91,7 +91,8 @@ struct Tile {
   __device__ int whole_steps() const { return (end_k + 15) / F::kStepK; }
 };
 
-// Finds tiles by their index among all tiles, at increasing indices. All lanes of a warp call it.
+// Finds a tile by its index among all tiles. Indices increase from call to call. All lanes of a
+// warp call it.
 template <typename F>
 class Walk {
  public:

@@ -356,7 +356,7 @@ static __device__ __noinline__ void drop_rows(const RoutedDispatchParams& p, Sha
 
 // Counts the rows of each expert from the ids in `row`, and computes `rows` and `first_row`.
 // `next_row` must be zeros. For each warp, it becomes each expert's number of rows before the
-// warp's range of choices. Returns the end of the last group. All threads call it.
+// warp's range of choices. Returns the end of the last expert's rows. All threads call it.
 template <typename IsHere>
 __device__ int count_rows(const RoutedDispatchParams& p, Shared& shared, const Tables& t, int all,
                           int per_warp, IsHere&& is_here) {

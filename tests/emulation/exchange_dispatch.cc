@@ -51,7 +51,7 @@ class Payload : public Exchange {
     }
   }
 
-  // Numbers are exact in the format.
+  // Adds leaves in a random format, which represents all their numbers exactly.
   void add_encoded(Random& random) {
     encoding_.format = static_cast<TokenFormat>(1 + random.below(TokenFormats::kCount));
     encoding_.type = static_cast<ElementType>(random.below(Elements::kCount));

@@ -4,9 +4,11 @@
 
 #include <algorithm>
 #include <atomic>
+#include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
 #include <map>
+#include <mutex>
 #include <random>
 #include <thread>
 #include <vector>
@@ -81,7 +83,11 @@ cudaError_t cudaLaunchKernel(const void* kernel, dim3 blocks, dim3 threads, void
     std::shuffle(order.end() - blocks.x, order.end(), random);
   }
   const int rank = static_cast<int>(reinterpret_cast<uintptr_t>(stream)) - 1;
-  std::vector<std::thread> running;
+  // Threads are detached, because a joinable thread keeps its stack after its end.
+  int num_started = 0;
+  size_t num_left = order.size();
+  std::mutex mutex;
+  std::condition_variable is_over;
   for (const Index index : order) {
     take_room(rank);
     const bool has_all_ranks = rank == kAllRanks;
@@ -91,15 +97,19 @@ cudaError_t cudaLaunchKernel(const void* kernel, dim3 blocks, dim3 threads, void
                               shared_bytes,
                               random(),
                               has_all_ranks ? static_cast<int>(index.x) : rank,
-                              static_cast<int>(has_all_ranks ? index.y : running.size()),
+                              static_cast<int>(has_all_ranks ? index.y : num_started),
                               kernel,
                               loaded.call,
                               arguments};
-    running.emplace_back([start, rank] {
+    ++num_started;
+    std::thread([&, start] {
       run_block(start);
       give_room_back(rank);
-    });
+      const std::lock_guard lock(mutex);
+      if (--num_left == 0) is_over.notify_all();
+    }).detach();
   }
-  for (std::thread& block : running) block.join();
+  std::unique_lock lock(mutex);
+  is_over.wait(lock, [&] { return num_left == 0; });
   return cudaSuccess;
 }

@@ -209,8 +209,8 @@ def quantize_experts(
         is bfloat16, float16 or float32 [L, K, N] as in ``grouped_dot``, or [L, K, 2, I] as in
         ``Experts``, where K is a multiple of 128. A ``Quantized``, or an object with ``qvalue`` and
         ``scale`` like a ``QArray`` of qwix, is already quantized, and its values and scales do not
-        change. Its values are float8_e4m3fn in one of these shapes. Its scales are float32 [L, K /
-        128, N / 128 rounded up], or [L, K / 128, 2, I / 128 rounded up].
+        change. Its values are float8_e4m3fn, shaped like an array of weights. Its scales are
+        float32 [L, K / 128, N / 128 rounded up], or [L, K / 128, 2, I / 128 rounded up].
       transposed: True to also return the values as [L, K, N], for the gradient of rows.
       trainable: True to return transposed values, and ``w`` as ``source``, which gets gradients.
 
