@@ -74,7 +74,7 @@ GEOMETRIES = {
     "qwen3": Geometry(
         *("Qwen3-30B-A3B", 48, 151936, 2048, 32, 4, 128, 128, 8, 768), layers=8, qk_norm=True
     ),
-    # With 64 of 256 experts, each of 4 ranks has 16, like each of 16 ranks for the whole model. A
+    # The slice has 64 of 256 experts, so each of 4 ranks has 16, as if 16 ranks had all. A
     # head has 64 elements with RoPE and 64 without; in the model, it has 64 and 128.
     "dsv3": Geometry(
         *("DeepSeek-V3", 61, 129280, 7168, 128, 128, 128, 64, 8, 2048),

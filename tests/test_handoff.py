@@ -616,8 +616,8 @@ def test_a_forked_child_does_not_hold_memory_that_its_parent_was_giving(peers):
             listener.children.append(int(listener.hear()[0]))
             listener.process.wait(timeout=20)
             os.set_blocking(reading, False)
-            # The child may run its fork handlers, which close its copy, only after its parent has
-            # ended.
+            # The child's fork handlers close its copy of the memory. They may run late, even after
+            # the end of its parent.
             end = time.monotonic() + 10
             while (held := memory.read()) is None and time.monotonic() < end:
                 time.sleep(0.01)

@@ -154,11 +154,11 @@ __device__ bool plan_sends(const RoutedDispatchParams& p, uint64_t epoch, uint64
   const Team warp(kMaxTeams, shared.block.mailboxes);
   const bool is_free = !is_credit_warp() || has_credits(view, epoch, seen_credit) ||
                        wait_for_credits(view, warp, epoch);
-  // Computes id / local_experts: the added 0.5 is far larger than the rounding error of 16-bit ids.
   const float ranks_per_expert = __frcp_rn(static_cast<float>(local_experts(p)));
   // A mask has 64 ranks, so with more ranks, the warps read the ids again.
   for (int first = 0; first < view.num_ranks; first += kMaskBits) {
     const auto rank_of = [&](int id) -> uint64_t {
+      // id / local_experts: for 16-bit ids, 0.5 is far larger than the rounding errors
       const int rank = static_cast<int>((id + 0.5f) * ranks_per_expert) - first;
       return id < 0 || rank < 0 || rank >= kMaskBits ? 0 : uint64_t{1} << rank;
     };

@@ -120,8 +120,8 @@ class Member(Inside):
 
     def close(self, timeout=CLOSE, times=1):
         for _ in range(times):
-            # With an interrupt between the next two lines, `closes` would be wrong.
             held, self.holds_interrupts = self.holds_interrupts, True
+            # After an interrupt between these two lines, `closes` would be wrong.
             self.group.close(timeout=timeout)
             self.closes += 1
             self.holds_interrupts = held

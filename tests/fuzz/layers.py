@@ -228,8 +228,8 @@ def program(seed, number, *, has_mesh=True):
 def with_parts(rng, program):
     """Add random chunks and a placement, if the program can have them.
 
-    Chunks and placements would change partial sums of replicated tokens. A replica of an expert
-    would read the `p` of a different rank.
+    Chunks and placements would change partial sums of replicated tokens. If the activation reads
+    an array `p`, a replica of an expert would read the `p` of another rank.
     """
     p = program
     has_routing = p.is_routed_first or p.has_load or p.place.hosts
