@@ -39,7 +39,7 @@ class BoxWriter : public BoxBuffers<F> {
     char* buffer = this->next();
     // Matrices 0 and 1 are the two halves of the rows for the first 8 n; 2 and 3, for the next 8 n.
     const int matrix = lane_index() / 8, row = lane_index() % 8;
-    const int warp = threadIdx.x % kGroupThreads / kWarpThreads;
+    const int warp = warp_of_group();
 #pragma unroll
     for (int n = 0; n < 4 * kWords; n += 16) {
       char* address;  // swizzled as by the tensor map
@@ -258,7 +258,7 @@ __device__ inline void store_activations_along_n(const GemmParams& p, BoxWriter<
   const ActivationParams& a = p.activation;
   constexpr bool kIsGated = F::kIsGated;
   const bool is_scaled = !kIsGated && a.function == Activation::kScaledBias;
-  const int32_t of_warp = column + threadIdx.x % kGroupThreads / kWarpThreads * 16;
+  const int32_t of_warp = column + warp_of_group() * 16;
   float bias[2][2] = {};  // for d[i][j], at [i][j / 2 % 2]
   if (a.bias != nullptr && work.weight >= 0) {
     const T* of =

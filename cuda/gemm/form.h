@@ -113,19 +113,21 @@ struct Form {
 template <Epilogue E>
 using Forward = Form<Axis::kM, Major::kK, Major::kMN, Tuning::kForward.m, Tuning::kForward.n,
                      Tuning::kForward.blocks, Tuning::kForward.stages, E>;
-// Computes the product of Forward for groups of few rows. Rows lie along n, because instructions
-// accept any multiple of 8 as the extent along n. A tile has only as many rows as its group needs.
-template <Epilogue E>
-using ForwardFew = Form<Axis::kN, Major::kMN, Major::kK, Tuning::kFew.m, Tuning::kFew.n,
-                        Tuning::kFew.blocks, Tuning::kFew.stages, E, true>;
 // Multiplies rows [C, N] by transposed weights.
 template <Epilogue E>
 using Transposed =
     Form<Axis::kM, Major::kK, Major::kK, Tuning::kTransposed.m, Tuning::kTransposed.n,
          Tuning::kTransposed.blocks, Tuning::kTransposed.stages, E>;
+// Computes the product of Forward or Transposed for groups of few rows. Rows lie along n, because
+// instructions accept any multiple of 8 as the extent along n. A tile has only as many rows as its
+// group needs. Operand a is the weights.
+template <Major kMajorA, Epilogue E>
+using Few = Form<Axis::kN, kMajorA, Major::kK, Tuning::kFew.m, Tuning::kFew.n, Tuning::kFew.blocks,
+                 Tuning::kFew.stages, E, true>;
 template <Epilogue E>
-using TransposedFew = Form<Axis::kN, Major::kK, Major::kK, Tuning::kFew.m, Tuning::kFew.n,
-                           Tuning::kFew.blocks, Tuning::kFew.stages, E, true>;
+using ForwardFew = Few<Major::kMN, E>;
+template <Epilogue E>
+using TransposedFew = Few<Major::kK, E>;
 // For each group, multiplies transposed rows [K, C] by rows [C, N].
 template <Epilogue E>
 using WeightGradient =

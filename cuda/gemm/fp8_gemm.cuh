@@ -194,7 +194,7 @@ class FloatWriter : public BoxBuffers<F> {
   template <typename, int kSize>
   __device__ void write(const CUtensorMap& map, const Box& box, const float (&d)[kSize],
                         int first) {
-    const int warp = threadIdx.x % kGroupThreads / kWarpThreads;
+    const int warp = warp_of_group();
     if constexpr (F::kIsTurned) {  // a box has the results of two warps
 #pragma unroll
       for (int half = 0; half < 2; ++half) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <utility>
 
 #include "gemm/grouped_gemm.cuh"
 #include "gemm/grouped_gemm.h"
@@ -28,22 +29,15 @@ Problem MakeParams(const GroupedGemm& gemm, GemmParams* p) {
   TensorMap a, b, d;
   switch (gemm.product) {
     case GroupedProduct::kForward:
+    case GroupedProduct::kForwardFew:
       a = rows_of(gemm.a, k), b = weights_of(gemm.b, gemm.num_weights),
       d = rows_of(gemm.d, results);
       p->m = 0, p->n = results, p->k = k;
       break;
-    case GroupedProduct::kForwardFew:
-      a = weights_of(gemm.b, gemm.num_weights), b = rows_of(gemm.a, k),
-      d = rows_of(gemm.d, results);
-      p->m = results, p->n = 0, p->k = k;
-      break;
     case GroupedProduct::kTransposed:
+    case GroupedProduct::kTransposedFew:
       a = rows_of(gemm.a, n), b = weights_of(gemm.b, gemm.num_weights), d = rows_of(gemm.d, k);
       p->m = 0, p->n = k, p->k = n;
-      break;
-    case GroupedProduct::kTransposedFew:
-      a = weights_of(gemm.b, gemm.num_weights), b = rows_of(gemm.a, n), d = rows_of(gemm.d, k);
-      p->m = k, p->n = 0, p->k = n;
       break;
     case GroupedProduct::kWeightGradient:
       a = rows_of(gemm.a, k), b = rows_of(gemm.b, n), d = weights_of(gemm.d, gemm.num_weights);
@@ -51,6 +45,7 @@ Problem MakeParams(const GroupedGemm& gemm, GemmParams* p) {
       p->m = k, p->n = n, p->k = 0;
       break;
   }
+  if (F::kIsTurned) std::swap(a, b), std::swap(p->m, p->n);
   const auto encode = [](TensorMap& map, int columns, int rows, CUtensorMap* encoded) {
     map.box_columns = columns, map.box_rows = rows;
     return EncodeTensorMap(map, encoded);

@@ -31,6 +31,9 @@ struct StoreQueue {
 template <typename F>
 using StoreBuffers = char[kStoreBuffers][F::kStoreBytes];
 
+// Returns the index of this warp in its warp group.
+__device__ inline int warp_of_group() { return threadIdx.x % kGroupThreads / kWarpThreads; }
+
 // The warp group's side of a queue. All its warps make the same calls.
 template <typename F>
 class BoxBuffers {
