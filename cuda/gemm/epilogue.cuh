@@ -26,34 +26,35 @@ struct Plane {
   __device__ Box box(int32_t column, int32_t row) const { return {column, first + row, c2, c3}; }
 };
 
+// A lane passes 16 bytes of a box to store_matrices(). Returns their offset in the box, for 16
+// indices of n from index `n` of the box on. Rows are swizzled as by the tensor map. Matrices 0 and
+// 1 are the two halves of the warp's 16 indices of m. Matrices 2 and 3 have the next 8 of n.
+template <typename F>
+__device__ inline int offset_in_box(int n) {
+  const int matrix = lane_index() / 8, row = lane_index() % 8, warp = warp_of_group();
+  if constexpr (F::kIsTurned) {
+    return (n + matrix / 2 * 8 + row) * 128 + ((2 * warp + matrix % 2) ^ row) * 16;
+  } else {
+    return (16 * warp + matrix % 2 * 8 + row) * 128 + ((n / 8 + matrix / 2) ^ row) * 16;
+  }
+}
+
 // Stores boxes of 16-bit results.
 template <typename F>
 class BoxWriter : public BoxBuffers<F> {
  public:
-  static constexpr int kColumns = F::kIsTurned ? F::kStoreRows : kBoxElements;  // of n
-  static constexpr int kWords = kColumns / 4;
+  static constexpr int kColumns = F::kStoreN, kWords = kColumns / 4;
   using BoxBuffers<F>::BoxBuffers;
 
-  // Stores a box of 64 rows of m. This warp has 16 of them.
+  // Stores a box of 64 indices of m. This warp has 16 of them.
   __device__ void write(const CUtensorMap& map, const Box& box, const uint32_t (&words)[kWords]) {
     char* buffer = this->next();
-    // Matrices 0 and 1 are the two halves of the rows for the first 8 n; 2 and 3, for the next 8 n.
-    const int matrix = lane_index() / 8, row = lane_index() % 8;
-    const int warp = warp_of_group();
 #pragma unroll
-    for (int n = 0; n < 4 * kWords; n += 16) {
-      char* address;  // swizzled as by the tensor map
-      if constexpr (F::kIsTurned) {
-        const int chunk = (2 * warp + matrix % 2) ^ row;
-        address = buffer + (n + matrix / 2 * 8 + row) * 128 + chunk * 16;
-      } else {
-        const int chunk = (n / 8 + matrix / 2) ^ row;
-        address = buffer + (16 * warp + matrix % 2 * 8 + row) * 128 + chunk * 16;
-      }
+    for (int n = 0; n < F::kStoreN; n += 16) {
       const uint32_t* of = words + n / 4;
-      store_matrices<F::kIsTurned>(address, {of[0], of[1], of[2], of[3]});
+      store_matrices<F::kIsTurned>(buffer + offset_in_box<F>(n), {of[0], of[1], of[2], of[3]});
     }
-    this->store(&map, box);
+    this->store(map, box);
   }
 
   template <typename T, int kSize>
@@ -115,72 +116,76 @@ class WeightsAlongN {
 template <typename F>
 using RowWeights = std::conditional_t<F::kIsTurned, WeightsAlongN<F>, WeightsAlongM<F>>;
 
-// Calls body(first, n) for each box of a transposed tile. A box begins at d[first] and at index n.
-template <typename F, typename Body>
-__device__ inline void each_box(const Tile<F>& tile, Body&& body) {
-#pragma unroll
-  for (int n = 0; n < F::kTileN; n += F::kStoreRows) {
-    if (tile.n + n < tile.end_n) body(n / 2, n);
-  }
-}
-
-// A warp's rounded results of the previous tile. The warp group stores them while the products of
-// the current tile run. These products therefore wait only for the rounding.
+// A warp's rounded results of a tile. The warp group stores most of them while the products of the
+// next tile run. These products therefore wait only for the rounding.
 //
-// If rows lie along n, a tile has more boxes than registers can hold. The first boxes are stored
-// before the products of the next tile.
+// The results have one array (d) or, with an activation, pre-activations and then d. Each array has
+// kOfArray boxes. Registers hold the last kBoxes boxes of all. Earlier boxes are stored before the
+// next products.
 template <typename F>
 class Rounded {
  public:
-  static constexpr int kBoxes = 4;  // that registers hold
+  static constexpr int kBoxes = 4;
 
-  // Takes the results of a tile. `m` is the warp group's first row of m.
-  template <typename T, int kSize>
-  __device__ void take(const GemmParams& p, BoxWriter<F>& writer, const Tile<F>& tile,
-                       const Plane& plane, int32_t m, const float (&d)[F::kProducts][kSize]) {
+  // Call it before keep(). `m` is the warp group's first index of m.
+  __device__ void begin(const Tile<F>& tile, const Plane& plane, int32_t m) {
     box_ = F::kIsTurned ? plane.box(m, tile.n) : plane.box(tile.n, m);
     rest_m_ = tile.end_m - m;
     rest_n_ = tile.end_n - tile.n;
     next_ = 0;
+  }
+  // Rounds an array, whose results begin at d[i][first].
+  template <typename T, int kProducts, int kSize>
+  __device__ void keep(const GemmParams& p, BoxWriter<F>& writer, int array,
+                       const float (&d)[kProducts][kSize], int first) {
 #pragma unroll
-    for (int i = 0; i < kAtOnce + kBoxes; ++i) {
-      const float (&of)[kSize] = d[i / kBoxesN];
-      const int first = i % kBoxesN * kColumns / 2;
-      if (i < kAtOnce) {
-        if (exists(i)) writer.template write<T>(p.d, at(i), of, first);
+    for (int i = 0; i < kOfArray; ++i) {
+      const int box = array * kOfArray + i, at = first + n_of(i) / 2;
+      const float (&of)[kSize] = d[i % kBoxesM];
+      if (box < kAtOnce) {
+        if (exists(p, box)) writer.template write<T>(map(p, box), box_at(box), of, at);
         continue;
       }
 #pragma unroll
       for (int j = 0; j < kWords; ++j) {
-        words_[i - kAtOnce][j] = pack<T>(of[first + 2 * j], of[first + 2 * j + 1]);
+        words_[box - kAtOnce][j] = pack<T>(of[at + 2 * j], of[at + 2 * j + 1]);
       }
     }
   }
 
   // Stores the next box, if one is left.
-  __device__ void store_next(const CUtensorMap& map, BoxWriter<F>& writer) {
+  __device__ void store_next(const GemmParams& p, BoxWriter<F>& writer) {
 #pragma unroll
     for (int i = 0; i < kBoxes; ++i) {
-      if (i == next_ && exists(kAtOnce + i)) writer.write(map, at(kAtOnce + i), words_[i]);
+      const int box = kAtOnce + i;
+      if (i == next_ && exists(p, box)) writer.write(map(p, box), box_at(box), words_[i]);
     }
     ++next_;
   }
-  // Stores all boxes that are left. Call it before take().
-  __device__ void store_rest(const CUtensorMap& map, BoxWriter<F>& writer) {
-    while (next_ < kBoxes) store_next(map, writer);
+  // Stores all boxes that are left. Call it before begin().
+  __device__ void store_rest(const GemmParams& p, BoxWriter<F>& writer) {
+    while (next_ < kBoxes) store_next(p, writer);
   }
 
  private:
-  static constexpr int kColumns = BoxWriter<F>::kColumns, kWords = BoxWriter<F>::kWords;
-  static constexpr int kBoxesN = F::kTileN / kColumns;  // of a product
-  static constexpr int kAtOnce = F::kProducts * kBoxesN - kBoxes;
-  static_assert(0 <= kAtOnce && kAtOnce <= kStoreBuffers);
+  static constexpr int kWords = BoxWriter<F>::kWords;
+  static constexpr int kArrays = F::kIsGated ? 3 : F::kEpilogue == Epilogue::kActivate ? 2 : 1;
+  static constexpr int kBoxesM = F::kResultM / (64 * kConsumerGroups);
+  static constexpr int kOfArray = kBoxesM * F::kResultN / F::kStoreN;
+  static constexpr int kAtOnce = kArrays * kOfArray - kBoxes;
+  static_assert(kAtOnce >= 0);
 
-  // Box number i has kColumns indices of n from n_of(i) on, and 64 indices of m from m_of(i) on.
-  static __device__ int m_of(int i) { return i / kBoxesN * 64; }
-  static __device__ int n_of(int i) { return i % kBoxesN * kColumns; }
-  __device__ bool exists(int i) const { return m_of(i) < rest_m_ && n_of(i) < rest_n_; }
-  __device__ Box at(int i) const {
+  // The first indices of box number i, from the first index of the results on.
+  static __device__ int m_of(int i) { return i % kBoxesM * 64; }
+  static __device__ int n_of(int i) { return i % kOfArray / kBoxesM * F::kStoreN; }
+  static __device__ bool is_of_d(int i) { return i / kOfArray == kArrays - 1; }
+  static __device__ const CUtensorMap& map(const GemmParams& p, int i) {
+    return is_of_d(i) ? p.d : p.pre[i / kOfArray];
+  }
+  __device__ bool exists(const GemmParams& p, int i) const {
+    return m_of(i) < rest_m_ && n_of(i) < rest_n_ && (is_of_d(i) || p.activation.keeps != 0);
+  }
+  __device__ Box box_at(int i) const {
     const int first = F::kIsTurned ? m_of(i) : n_of(i), second = F::kIsTurned ? n_of(i) : m_of(i);
     return {box_.c0 + first, box_.c1 + second, box_.c2, box_.c3};
   }
@@ -191,15 +196,16 @@ class Rounded {
   int next_ = kBoxes;        // the first box that is not stored
 };
 
-// Applies biases, activation and router weights, if rows lie along m. Stores the activations, and
-// the pre-activations if `keeps`. A gated tile has as many gate columns as up columns.
+// Applies biases, activation and router weights, if rows lie along m. Keeps or stores the
+// pre-activations and the activations. A gated tile has as many gate columns as up columns.
 template <typename T, typename F, int kSize>
 __device__ inline void store_activations_along_m(const GemmParams& p, BoxWriter<F>& writer,
-                                                 const Work& work, const Tile<F>& tile,
-                                                 const Plane& plane, int32_t m,
+                                                 Rounded<F>& rounded, const Work& work,
+                                                 const Tile<F>& tile,
                                                  const WeightsAlongM<F>& weights,
-                                                 float (&d)[kSize]) {
+                                                 float (&results)[1][kSize]) {
   const ActivationParams& a = p.activation;
+  float (&d)[kSize] = results[0];
   constexpr bool kIsGated = F::kIsGated;
   constexpr int kResults = F::kResultN / 2, kHalves = kIsGated ? 2 : 1;
   if (a.bias != nullptr && work.weight >= 0) {
@@ -219,16 +225,9 @@ __device__ inline void store_activations_along_m(const GemmParams& p, BoxWriter<
       }
     }
   }
-  const auto store = [&](const CUtensorMap& map, int half) {
 #pragma unroll
-    for (int n = 0; n < F::kResultN; n += kBoxElements) {
-      if (tile.n + n >= a.num_columns) break;
-      writer.template write<T>(map, plane.box(tile.n + n, m), d, half * kResults + n / 2);
-    }
-  };
-  if (a.keeps != 0) {
-#pragma unroll
-    for (int half = 0; half < kHalves; ++half) store(p.pre[half], half);
+  for (int half = 0; half < kHalves; ++half) {
+    rounded.template keep<T>(p, writer, half, results, half * kResults);
   }
   for_activation<kIsGated>(a.function, [&](auto function) {
     constexpr Activation kFunction = decltype(function)::value;
@@ -242,7 +241,7 @@ __device__ inline void store_activations_along_m(const GemmParams& p, BoxWriter<
       d[i] *= weights.at(i);
     }
   });
-  store(p.d, 0);
+  rounded.template keep<T>(p, writer, kHalves, results, 0);
 }
 
 // Replaces store_activations_along_m() if rows lie along n. `column` is the warp group's first
@@ -271,8 +270,10 @@ __device__ inline void store_activations_along_n(const GemmParams& p, BoxWriter<
       }
     }
   }
-  each_box(tile, [&](int first, int row) {
-    constexpr int kOfBox = F::kStoreRows / 2;
+#pragma unroll
+  for (int row = 0; row < F::kTileN; row += F::kStoreN) {
+    if (tile.n + row >= tile.end_n) break;
+    constexpr int kOfBox = F::kStoreN / 2;
     float x[2][kOfBox], weight[kOfBox / 2];
 #pragma unroll
     for (int j = 0; j < kOfBox / 4; ++j) {
@@ -284,7 +285,7 @@ __device__ inline void store_activations_along_n(const GemmParams& p, BoxWriter<
     for (int i = 0; i < 2; ++i) {
 #pragma unroll
       for (int j = 0; j < kOfBox; ++j) {
-        x[i][j] = d[i][first + j] + (is_scaled ? weight_of(j) : 1.f) * bias[i][j / 2 % 2];
+        x[i][j] = d[i][row / 2 + j] + (is_scaled ? weight_of(j) : 1.f) * bias[i][j / 2 % 2];
       }
     }
     const auto store = [&](const CUtensorMap& map, int i) {
@@ -311,74 +312,82 @@ __device__ inline void store_activations_along_n(const GemmParams& p, BoxWriter<
     });
     store(p.d, 0);
     if constexpr (!kIsGated) store(p.d, 1);
-  });
+  }
 }
 
-struct Operands {
-  char *a, *b;
+// A stage for an array that an epilogue reads, and the barrier of the stage's release.
+struct ReadStage {
+  char *a, *b;  // the memory of the operands
+  uint64_t* released;
+
+  // Returns the place of a box. The first boxes are in the memory of operand a.
+  template <typename F>
+  __device__ char* box(int i) const {
+    constexpr int kInA = F::kBytesA / F::kStoreBytes;
+    return i < kInA ? a + i * F::kStoreBytes : b + (i - kInA) * F::kStoreBytes;
+  }
 };
 
 // Computes the gradients of pre-activations from d, the gradients of weighted activations. Stores
 // these gradients, the weighted activations, and partial dots of d with the unweighted activations.
 //
-// The loader loads pre-activations into the stages of the operands while the last products run. A
-// stage has 64 columns of a tile. The memory of operand a has the gate columns, or all columns if
-// the activation is not gated. The memory of operand b has the up columns. In the stage, a warp
-// overwrites its rows with their gradients, and stores the gradients from there.
+// The loader loads pre-activations while the last products run. A stage has 64 columns of a tile:
+// boxes of gate columns, or of all columns if the activation is not gated, and then boxes of up
+// columns. In these boxes, a warp overwrites its rows with their gradients, which are stored from
+// there. More boxes are for the activations.
 template <typename T, typename F>
 class Derivative {
  public:
   static constexpr bool kIsGated = F::kEpilogue == Epilogue::kDeriveGated;
   static constexpr int kHalves = kIsGated ? 2 : 1;
-  static constexpr int kBytes = F::kTileM * kBoxElements * 2;  // of 64 columns of a tile
-  static_assert(kBytes <= F::kBytesA && 2 * kBytes <= F::kBytesB);
-  static_assert(F::kTileM == 16 * kConsumerWarps);
+  static constexpr int kBoxes = F::kTileM / kBoxElements;  // of an array
+  static_assert((kHalves + 1) * kBoxes * F::kStoreBytes <= F::kBytesA + F::kBytesB);
 
   // Loads 64 columns of pre-activations (from column n) into a stage. One lane calls it.
   static __device__ void load(const GemmParams& p, const Tile<F>& tile, const Plane& plane, int n,
-                              char* a, char* b, uint64_t* loaded) {
-    expect_bytes(loaded, kHalves * kBytes);
+                              const ReadStage& to, uint64_t* loaded) {
+    expect_bytes(loaded, kHalves * kBoxes * F::kStoreBytes);
 #pragma unroll
-    for (int m = 0; m < F::kTileM; m += kBoxElements) {
-      const Box box = plane.box(tile.n + n, tile.m + m);
-      load_box(a + m * kBoxElements * 2, &p.read[0], box, loaded);
-      if constexpr (kIsGated) load_box(b + m * kBoxElements * 2, &p.read[1], box, loaded);
+    for (int i = 0; i < kHalves * kBoxes; ++i) {
+      const Box box = plane.box(tile.n + n, tile.m + i % kBoxes * kBoxElements);
+      load_box(to.box<F>(i), &p.read[i / kBoxes], box, loaded);
     }
   }
 
   __device__ Derivative(const GemmParams& p, const Work& work, const Tile<F>& tile, int32_t m)
-      : p_(p), work_(work), tile_(tile), m_(m), weights_(p, work, tile, m) {}
+      : p_(p), work_(work), tile_(tile), weights_(p, work, tile, m) {}
 
-  // `take()` waits for the next stage. `give()` releases the stage after its stores have read it.
-  template <int kSize, typename Take, typename Give>
-  __device__ void store(const Plane& plane, float (&d)[kSize], Take&& take, Give&& give) {
+  // `take()` waits for the next stage, and returns it. `m` is the warp group's first row.
+  template <int kSize, typename Take>
+  __device__ void store(BoxBuffers<F>& boxes, const Plane& plane, int32_t m,
+                        const float (&d)[1][kSize], Take&& take) {
+    const int group = threadIdx.x / kGroupThreads;
     for_activation<kIsGated>(p_.activation.function, [&](auto function) {
       float dots[2] = {};
 #pragma unroll
       for (int n = 0; n < F::kTileN; n += kBoxElements) {
-        const auto [a, b] = take();
-        if (m_ < tile_.end_m && tile_.n + n < tile_.end_n) {
-          const int warp_at = threadIdx.x / kWarpThreads * F::kStoreBytes;
-          char* const gate = a + warp_at;
-          char* const up = b + warp_at;
-          char* const act = b + kBytes + warp_at;
+        const ReadStage stage = take();
+        boxes.wait();
+        char* const gate = stage.box<F>(group);
+        char* const up = stage.box<F>(kBoxes + group);
+        char* const act = stage.box<F>(kHalves * kBoxes + group);
+        const bool exists = tile_.n + n < tile_.end_n;
+        if (exists) {
 #pragma unroll
-          for (int i = 0; i < kBoxElements; i += 32) {
-            derive<decltype(function)::value>(gate, up, act, i, d, (n + i) / 2, dots);
-          }
-          fence_shared_for_bulk();
-          __syncwarp();
-          if (lane_index() == 0) {
-            const Box box = plane.box(tile_.n + n, m_);
-            store_box(&p_.pre[0], box, gate);
-            if constexpr (kIsGated) store_box(&p_.pre[1], box, up);
-            store_box(&p_.d, box, act);
+          for (int column = 0; column < kBoxElements; column += 32) {
+            derive<decltype(function)::value>(gate, up, act, column, d[0], (n + column) / 2, dots);
           }
         }
-        if (lane_index() == 0) end_store_group();
-        give();
+        boxes.request([&](StoreRequest<F>& request) {
+          const auto map_of = [&](const CUtensorMap& map) { return exists ? &map : nullptr; };
+          const Box box = plane.box(tile_.n + n, m);
+          request.stores[0] = {map_of(p_.pre[0]), gate, box};
+          request.stores[1] = {kIsGated ? map_of(p_.pre[1]) : nullptr, up, box};
+          request.stores[2] = {map_of(p_.d), act, box};
+          request.released = stage.released;
+        });
       }
-      store_dots(dots);
+      store_dots(dots, m + warp_of_group() * 16);
     });
   }
 
@@ -388,12 +397,11 @@ class Derivative {
   __device__ void derive(char* gate, char* up, char* act, int column, const float (&d)[kSize],
                          int first, float (&dots)[2]) {
     const ActivationParams& a = p_.activation;
-    const int matrix = lane_index() / 8, row = lane_index() % 8;
     int at[2];
     uint32_t gates[2][4], ups[2][4];
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      at[j] = (matrix % 2 * 8 + row) * 128 + (((column + 16 * j) / 8 + matrix / 2) ^ row) * 16;
+      at[j] = offset_in_box<F>(column + 16 * j);
       load_matrices(gate + at[j], gates[j]);
       if constexpr (kIsGated) load_matrices(up + at[j], ups[j]);
     }
@@ -435,13 +443,14 @@ class Derivative {
     }
   }
 
-  __device__ void store_dots(float (&dots)[2]) const {
+  // `m` is the warp's first row.
+  __device__ void store_dots(float (&dots)[2], int32_t m) const {
     const int lane = lane_index();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       dots[r] += __shfl_xor_sync(kAllLanes, dots[r], 1);
       dots[r] += __shfl_xor_sync(kAllLanes, dots[r], 2);
-      const int32_t row = m_ + lane / 4 + 8 * r;
+      const int32_t row = m + lane / 4 + 8 * r;
       if (lane % 4 == 0 && row < work_.size) {
         p_.activation
             .partial_dots[tile_.n / F::kTileN * p_.activation.num_rows + work_.start + row] =
@@ -453,58 +462,60 @@ class Derivative {
   const GemmParams& p_;
   const Work& work_;
   const Tile<F>& tile_;
-  const int32_t m_;
   const WeightsAlongM<F> weights_;
 };
 
 // Adds products to a tile of float32 totals in global memory.
 //
-// The loader loads totals into the stages of the operands. A stage has 64 columns: 32 in the memory
-// of operand a, and 32 in that of operand b. A warp adds its results in shared memory, and stores
-// the sums. Bulk reductions would need no load, but the L2 cache adds more slowly than it stores.
+// The loader loads totals into stages. A stage has 64 columns: 32 in the memory of operand a, and
+// 32 in that of operand b. A warp adds its results there, and the sums are stored from there. Bulk
+// reductions would need no load, but the L2 cache adds more slowly than it stores.
 template <typename F>
 class AddToTotals {
  public:
   static constexpr int kColumns = F::kStoreColumns;
-  static constexpr int kBytes = F::kTileM * kColumns * sizeof(float);
-  static_assert(kBytes <= F::kBytesA && kBytes <= F::kBytesB && 2 * kColumns == kBoxElements);
-  static_assert(F::kTileM == 16 * kConsumerWarps);
+  static constexpr int kBoxes = F::kTileM / kBoxElements;  // of the first 32 columns of a stage
+  static_assert(kBoxes * F::kStoreBytes == F::kBytesA && F::kBytesA <= F::kBytesB);
+  static_assert(2 * kColumns == F::kStoreN);
 
   static __device__ void load(const GemmParams& p, const Tile<F>& tile, const Plane& plane, int n,
-                              char* a, char* b, uint64_t* loaded) {
-    expect_bytes(loaded, 2 * kBytes);
+                              const ReadStage& to, uint64_t* loaded) {
+    expect_bytes(loaded, 2 * kBoxes * F::kStoreBytes);
 #pragma unroll
-    for (int m = 0; m < F::kTileM; m += kBoxElements) {
-      const int bytes = m * kColumns * sizeof(float);
-      load_box(a + bytes, &p.read[0], plane.box(tile.n + n, tile.m + m), loaded);
-      load_box(b + bytes, &p.read[0], plane.box(tile.n + n + kColumns, tile.m + m), loaded);
+    for (int i = 0; i < 2 * kBoxes; ++i) {
+      const int32_t column = tile.n + n + i / kBoxes * kColumns;
+      load_box(to.box<F>(i), &p.d, plane.box(column, tile.m + i % kBoxes * kBoxElements), loaded);
     }
   }
 
-  __device__ AddToTotals(const GemmParams& p, const Work&, const Tile<F>& tile, int32_t m)
-      : p_(p), tile_(tile), m_(m) {}
+  __device__ AddToTotals(const GemmParams& p, const Work&, const Tile<F>& tile, int32_t)
+      : p_(p), tile_(tile) {}
 
-  template <int kSize, typename Take, typename Give>
-  __device__ void store(const Plane& plane, const float (&d)[kSize], Take&& take, Give&& give) {
+  template <int kSize, typename Take>
+  __device__ void store(BoxBuffers<F>& boxes, const Plane& plane, int32_t m,
+                        const float (&d)[1][kSize], Take&& take) {
+    const int group = threadIdx.x / kGroupThreads;
 #pragma unroll
-    for (int n = 0; n < F::kTileN; n += kBoxElements) {
-      const auto [a, b] = take();
-      const int32_t column = tile_.n + n;
-      if (m_ < tile_.end_m && column < tile_.end_n) {
-        const int warp_at = threadIdx.x / kWarpThreads * F::kStoreBytes;
-        add(a + warp_at, d, n / 2);
-        add(b + warp_at, d, (n + kColumns) / 2);
-        fence_shared_for_bulk();
-        __syncwarp();
-        if (lane_index() == 0) {
-          store_box(&p_.d, plane.box(column, m_), a + warp_at);
-          if (column + kColumns < tile_.end_n) {
-            store_box(&p_.d, plane.box(column + kColumns, m_), b + warp_at);
-          }
+    for (int n = 0; n < F::kTileN; n += F::kStoreN) {
+      const ReadStage stage = take();
+      boxes.wait();
+      const int32_t columns = tile_.end_n - tile_.n - n;  // of the rest of the tile
+      if (columns > 0) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          add(stage.box<F>(half * kBoxes + group) + warp_of_group() * 16 * 128, d[0],
+              (n + half * kColumns) / 2);
         }
       }
-      if (lane_index() == 0) end_store_group();
-      give();
+      boxes.request([&](StoreRequest<F>& request) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          request.stores[half] = {half * kColumns < columns ? &p_.d : nullptr,
+                                  stage.box<F>(half * kBoxes + group),
+                                  plane.box(tile_.n + n + half * kColumns, m)};
+        }
+        request.released = stage.released;
+      });
     }
   }
 
@@ -539,7 +550,6 @@ class AddToTotals {
 
   const GemmParams& p_;
   const Tile<F>& tile_;
-  const int32_t m_;
 };
 
 }  // namespace moe_a2a::gemm

@@ -25,11 +25,10 @@ constexpr int kBoxBytes = kBoxElements * kTileK * 2;
 static_assert(kBoxElements * 2 == 128, "the hardware swizzles rows of 128 bytes");
 
 constexpr int kConsumerGroups = 2;  // warp groups that multiply: each has half of a tile's m
-constexpr int kConsumerWarps = 4 * kConsumerGroups;
+constexpr int kWarpsOfGroup = 4, kConsumerWarps = kWarpsOfGroup * kConsumerGroups;
 constexpr int kGroupThreads = 128;
 // The last warp group takes tiles, loads operands and stores results.
 constexpr int kGemmThreads = kGroupThreads * (kConsumerGroups + 1);
-constexpr int kStoreBuffers = 2;  // of each consumer group, for results
 // A band is this number of rows of tiles. Clusters take tiles band by band, so that tiles that
 // run at the same time share rows and columns of operands.
 constexpr int kBand = Tuning::kGemmBand;
@@ -71,9 +70,7 @@ struct Form {
   static constexpr bool kDerives =
       kEpilogue == Epilogue::kDerive || kEpilogue == Epilogue::kDeriveGated;
   static constexpr bool kAdds = kEpilogue == Epilogue::kAdd;
-  // After a tile's operands, the stages transport an array for the epilogue, 64 columns each.
   static constexpr bool kReads = kDerives || kAdds;
-  static constexpr int kReadStages = kReads ? kTileN / kBoxElements : 0;
   static constexpr int kResultM = kIsGated && kRows == Axis::kN ? kTileM / 2 : kTileM;
   static constexpr int kResultN = kIsGated && kRows == Axis::kM ? kTileN / 2 : kTileN;
   static constexpr int kBoxesA = kTileM / kBoxElements;
@@ -93,11 +90,14 @@ struct Form {
   static constexpr bool kWeightsAreA = !kHasRaggedA;
   // If rows lie along n, stores transpose the tile, because results in memory are [rows, columns].
   static constexpr bool kIsTurned = kRows == Axis::kN;
-  // Results are stored in boxes. A box has the results of a warp group, or of a warp if kReads.
+  // Results are stored in boxes. A box has results of one warp group: 64 indices of m.
   static constexpr int kStoreColumns = kAdds ? kBoxElements / 2 : kBoxElements;
-  static constexpr int kStoreRows = kVaries ? kTileN / 3 : kIsTurned ? kTileN : kReads ? 16 : 64;
+  static constexpr int kStoreRows = kVaries ? kTileN / 3 : kIsTurned ? kTileN : 64;
+  static constexpr int kStoreN = kIsTurned ? kStoreRows : kBoxElements;  // of n, for 16-bit results
   // The bytes of a box. A box of float32 results of an FP8 product has half as many columns.
   static constexpr int kStoreBytes = kStoreColumns * kStoreRows * (kAdds ? 4 : 2);
+  // After a tile's operands, the stages transport an array for the epilogue, kStoreN of n each.
+  static constexpr int kReadStages = kReads ? kTileN / kStoreN : 0;
   static_assert(!kAdds || kRows == Axis::kK);
   static_assert(kBlocks == 1 || (kBlocks == 2 && kBoxesA % 2 == 0 && kBoxesB % 2 == 0));
   static_assert(!kVaries || (kRows == Axis::kN && kBlocks == 2));
@@ -161,7 +161,7 @@ struct GemmParams {
   // The gate columns and the up columns of an array [C, P] that the epilogue stores:
   // pre-activations, or their gradient. If the activation is not gated, pre[0] has all columns.
   CUtensorMap pre[2];
-  CUtensorMap read[2];  // kDerive: pre-activations; kAdd: read[0] is d
+  CUtensorMap read[2];  // kDerive: pre-activations
   CUtensorMap spare;    // the weight matrices from index first_spare on
   CUtensorMap last_b;   // b, with boxes of kRowsOfLastBoxB rows
   int32_t m, n, k;      // the axis of the rows is 0; gated results have I columns

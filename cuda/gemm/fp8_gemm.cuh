@@ -200,11 +200,11 @@ class FloatWriter : public BoxBuffers<F> {
       for (int half = 0; half < 2; ++half) {
         char* buffer = this->next();
         if (warp / 2 == half) write_to(buffer, warp % 2 * 16, d, first);
-        this->store(&map, {box.c0 + 32 * half, box.c1, box.c2, box.c3});
+        this->store(map, {box.c0 + 32 * half, box.c1, box.c2, box.c3});
       }
     } else {
       write_to(this->next(), warp * 16, d, first);
-      this->store(&map, box);
+      this->store(map, box);
     }
   }
 

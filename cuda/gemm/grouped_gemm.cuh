@@ -9,18 +9,20 @@
 //
 // Roles: in the last warp group of a block, one warp takes tiles of d, one warp loads tiles of a
 // and b into kStages stages, and two warps store results. The two other warp groups are consumers.
-// Each of them multiplies half of a tile along m, and writes results to buffers in shared memory,
-// which one of the storing warps stores (gemm/store_queue.cuh). Results without an activation are
-// written while the next tile's products run. An epilogue that reads an array stores its results
-// itself. A cluster's first block takes tiles, from a counter or in turn, and tells the other one.
-// Any number of blocks completes the work. With a counter, blocks that start late take fewer tiles.
+// Each of them multiplies half of a tile along m, and writes results to shared memory, from where
+// one of the storing warps stores them (gemm/store_queue.cuh). Many results are written while the
+// next tile's products run. A cluster's first block takes tiles, from a counter or in turn, and
+// tells the other one. Any number of blocks completes the work. With a counter, blocks that start
+// late take fewer tiles.
 //
 // For an epilogue that reads an array, such as pre-activations, the loader fills kReadStages stages
-// after a tile's operands. A block uses all these stages, even for fewer columns.
+// after a tile's operands. A block uses all these stages, even for fewer columns. Consumers
+// overwrite what they have read with results.
 //
 // Waits: the loader waits until the consumers of both blocks have released a stage, because a load
-// may be for both blocks. Consumers wait for the loads. If an epilogue reads a stage, consumers
-// release the stage when their stores have read it. No cluster waits for another cluster.
+// may be for both blocks. Consumers wait for the loads. If an epilogue reads a stage, the storing
+// warps release it for the consumers, when the stores have read it. No cluster waits for another
+// cluster.
 //
 // Launch: kGemmThreads threads, clusters of kBlocks blocks. `next_tile` is null or points to a 0.
 #pragma once
@@ -43,7 +45,7 @@ struct alignas(1024) GemmShared {
   // work_read: all warps of this block (in a cluster's first block: of both blocks) have read it.
   uint64_t work_sent[kWorkEntries], work_read[kWorkEntries];
   Work work[kWorkEntries];
-  StoreQueue stores[kConsumerGroups];
+  StoreQueue<F> stores[kConsumerGroups];
 };
 
 template <Major kMajor>
@@ -77,7 +79,9 @@ __device__ inline void with_extent(const Tile<F>& tile, Body&& body) {
       case 64: return body(std::integral_constant<int, 64>{});
       case 96: return body(std::integral_constant<int, 96>{});
       case 112: return body(std::integral_constant<int, 112>{});
+      case 120: return body(std::integral_constant<int, 120>{});
       case 128: return body(std::integral_constant<int, 128>{});
+      case 136: return body(std::integral_constant<int, 136>{});
       default: return body(std::integral_constant<int, 144>{});
     }
   }
@@ -181,8 +185,8 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
       char* b = shared.b[stage.place];
       if (F::kReads && step >= products) {
         if constexpr (F::kReads) {
-          const int n = (step - products) * kBoxElements;
-          if (is_first_lane) Reader<T, F>::load(p, tile, plane_d, n, a, b, loaded);
+          const int n = (step - products) * F::kStoreN;
+          if (is_first_lane) Reader<T, F>::load(p, tile, plane_d, n, {a, b, nullptr}, loaded);
         }
       } else if (is_first_lane) {
         const int32_t k = first_k + step * F::kStepK;
@@ -246,10 +250,12 @@ template <typename T, typename F>
 __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared, uint32_t rank) {
   constexpr int kWarpGroupM = F::kTileM / kConsumerGroups;
   constexpr int kResultM = F::kResultM / kConsumerGroups;  // of this warp group's results
-  const int warp = static_cast<int>(uniform(threadIdx.x / kWarpThreads)), group = warp / 4;
+  const int warp = static_cast<int>(uniform(threadIdx.x / kWarpThreads)),
+            group = warp / kWarpsOfGroup;
   const int first_m = group * kWarpGroupM;
   BoxWriter<F> writer(shared.results[group], shared.stores[group]);
-  constexpr bool kStoresLate = F::kEpilogue == Epilogue::kStore;
+  constexpr bool kActivatesAlongN = F::kIsTurned && F::kEpilogue != Epilogue::kStore;
+  constexpr bool kStoresLate = !F::kReads && !kActivatesAlongN;
   std::conditional_t<kStoresLate, Rounded<F>, Nothing> rounded;
   const uint32_t descriptor_a =
       uniform(operand_descriptor(shared.a[0] + first_m / kBoxElements * kBoxBytes, F::kMajorA));
@@ -259,17 +265,6 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
   const auto release = [&](int place) {
     if (lane_index() < F::kBlocks) arrive_at(&shared.released[place], lane_index());
   };
-  int held = -1;  // a stage that this warp has read and must still release; or -1
-  // Releases stage `held` when all store groups except the last `pending` have read their data.
-  const auto release_held = [&](auto pending) {
-    if (held < 0) return;
-    if (lane_index() == 0) wait_until_read<decltype(pending)::value>();
-    __syncwarp();
-    release(held);
-    held = -1;
-  };
-  constexpr std::integral_constant<int, 0> kNone;
-  constexpr std::integral_constant<int, 1> kLast;
   Work work, next = receive_work(shared, rank, entry);
   Tile<F> tile, next_tile(p, next, rank);
   bool is_loaded = false;  // the next step is known to be loaded
@@ -278,7 +273,6 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
     const int steps = tile.steps();
     const int32_t m = tile.m + group * kResultM;
     if (m >= tile.end_m || tile.n >= tile.end_n) {
-      if constexpr (F::kReads) release_held(kNone);
       for (int step = 0; step < steps + F::kReadStages; ++step) {
         wait_for(&shared.loaded[stage.place], stage.parity);
         release(stage.place);
@@ -290,12 +284,11 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
       continue;
     }
 
-    const int32_t warp_m = m + warp % 4 * 16;
+    const int32_t warp_m = m + warp_of_group() * 16;
     Before<T, F> before(p, work, tile, warp_m);
     float d[F::kProducts][F::kTileN / 2];
     int previous = 0;
-    // If rows lie along k, a last step may be partial. Its rows are multiplied 16 at a time, with a
-    // wait after each product. Otherwise, the compiler would not let any products overlap.
+    // If rows lie along k, a last step may be partial, with fewer products.
     const int whole = F::kRows == Axis::kK ? tile.whole_steps() : steps;
     // The two warp groups store at different steps if there are enough steps. While one group
     // stores, the products of the other group keep the tensor cores busy.
@@ -304,7 +297,7 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
     int store_at = group * (whole / (kConsumerGroups * kBoxes));
     with_extent(tile, [&](auto extent) {
       constexpr int kExtent = decltype(extent)::value;
-      for (int step = 0; step < whole; ++step) {
+      const auto multiply_step = [&](int step, auto num) {
         if (!is_loaded) wait_until_loaded(&shared.loaded[stage.place], stage.parity);
         __syncwarp();
         const uint32_t a = uniform(descriptor_a + stage.place * (F::kBytesA >> 4));
@@ -313,7 +306,7 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
         for (int i = 0; i < F::kProducts; ++i) fence_registers<kExtent / 2>(d[i]);
         begin_products();
 #pragma unroll
-        for (int k = 0; k < kTileK / 16; ++k) {
+        for (int k = 0; k < decltype(num)::value; ++k) {
 #pragma unroll
           for (int i = 0; i < F::kProducts; ++i) {
             multiply<T, F::kMajorA, F::kMajorB, kExtent>(
@@ -328,26 +321,38 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
         stage.advance();
         is_loaded = is_complete(&shared.loaded[stage.place], stage.parity);
         wait_for_products<1>();
-        if (step > 0) {
-          release(previous);
-        } else if constexpr (F::kReads) {
-          release_held(kNone);
-        }
+        if (step > 0) release(previous);
+        previous = place;
+      };
+      for (int step = 0; step < whole; ++step) {
+        multiply_step(step, Constant<kTileK / 16>{});
         // Store after the stage's release, because a store may wait for earlier stores.
         if constexpr (kStoresLate) {
           if (step == store_at) {
-            rounded.store_next(p.d, writer);
+            rounded.store_next(p, writer);
             store_at += steps_of_box;
           }
         }
-        previous = place;
       }
-      // Prepare the first products of the next tile while the last products run.
-      next = receive_work(shared, rank, entry);
-      next_tile = Tile<F>(p, next, rank);
-      is_loaded = !F::kReads && whole == steps && !next.is_end();
-      if (is_loaded) wait_for(&shared.loaded[stage.place], stage.parity);
-      wait_for_products<0>();
+      if constexpr (F::kRows == Axis::kK) {
+        // A group without rows has one product of zeros.
+        if (whole < steps) {
+          switch (max(0, tile.end_k - whole * F::kStepK - 1) / 16) {
+            case 0: multiply_step(whole, Constant<1>{}); break;
+            case 1: multiply_step(whole, Constant<2>{}); break;
+            default: multiply_step(whole, Constant<3>{});
+          }
+        }
+      }
+    });
+    // Prepare the first products of the next tile while the last products run.
+    next = receive_work(shared, rank, entry);
+    next_tile = Tile<F>(p, next, rank);
+    is_loaded = !F::kReads && !next.is_end();
+    if (is_loaded) wait_for(&shared.loaded[stage.place], stage.parity);
+    wait_for_products<0>();
+    with_extent(tile, [&](auto extent) {
+      constexpr int kExtent = decltype(extent)::value;
 #pragma unroll
       for (int i = 0; i < F::kProducts; ++i) {
         fence_registers<kExtent / 2>(d[i]);
@@ -356,56 +361,31 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
         for (int j = kExtent / 2; j < F::kTileN / 2; ++j) d[i][j] = 0;
       }
     });
-    if (whole > 0) release(previous);
-    if constexpr (F::kRows == Axis::kK) {
-      static_assert(F::kProducts == 1);
-      if (whole < steps) {
-        wait_for(&shared.loaded[stage.place], stage.parity);
-        const uint32_t a = descriptor_a + stage.place * (F::kBytesA >> 4);
-        const uint32_t b = descriptor_b + stage.place * (F::kBytesB >> 4);
-        // A group without rows has one product of zeros.
-#pragma unroll 1
-        for (int k = 0; k == 0 || whole * F::kStepK + 16 * k < tile.end_k; ++k) {
-          begin_products();
-          multiply<T, F::kMajorA, F::kMajorB, F::kTileN>(d[0], a + k * kDescriptorStep<F::kMajorA>,
-                                                         b + k * kDescriptorStep<F::kMajorB>,
-                                                         whole > 0 || k > 0);
-          end_products();
-          wait_for_products<0>();
-          fence_registers<F::kTileN / 2>(d[0]);
-        }
-        release(stage.place);
-        stage.advance();
-      }
-    }
+    release(previous);
 
     const Plane plane(F::kHasRaggedD, work, end_of_rows(work, tile));
+    if constexpr (kStoresLate) {
+      rounded.store_rest(p, writer);
+      rounded.begin(tile, plane, m);
+    }
     if constexpr (F::kReads) {
-      const auto take = [&] {
+      before.store(writer, plane, m, d, [&] {
         wait_for(&shared.loaded[stage.place], stage.parity);
-        return Operands{shared.a[stage.place], shared.b[stage.place]};
-      };
-      const auto give = [&] {
-        release_held(kLast);
-        held = stage.place;
+        const ReadStage taken = {shared.a[stage.place], shared.b[stage.place],
+                                 &shared.released[stage.place]};
         stage.advance();
-      };
-      before.store(plane, d[0], take, give);
-    } else if constexpr (kStoresLate) {
-      rounded.store_rest(p.d, writer);
-      rounded.template take<T>(p, writer, tile, plane, m, d);
+        return taken;
+      });
+    } else if constexpr (F::kEpilogue == Epilogue::kStore) {
+      rounded.template keep<T>(p, writer, 0, d, 0);
     } else if constexpr (F::kIsTurned) {
       store_activations_along_n<T, F>(p, writer, work, tile, plane, m, before, d);
     } else {
-      store_activations_along_m<T, F>(p, writer, work, tile, plane, m, before, d[0]);
+      store_activations_along_m<T, F>(p, writer, rounded, work, tile, before, d);
     }
   }
-  if constexpr (kStoresLate) rounded.store_rest(p.d, writer);
-  if constexpr (!F::kReads) {
-    writer.end();
-  } else if (lane_index() == 0) {
-    wait_until_stored();
-  }
+  if constexpr (kStoresLate) rounded.store_rest(p, writer);
+  writer.end();
 }
 
 // Runs a block. Consumers call `multiply`, which multiplies and stores all tiles.
@@ -425,7 +405,7 @@ __device__ inline void run_block(const GemmParams& p, GemmShared<F>& shared, uin
       // One arrival for each consumer, for the loader, and for the second block.
       init_barrier(&shared.work_read[i], kConsumerWarps + F::kBlocks);
     }
-    for (StoreQueue& queue : shared.stores) queue.init();
+    for (StoreQueue<F>& queue : shared.stores) queue.init();
     fence_load_barriers();
   }
   sync_cluster();
@@ -440,9 +420,7 @@ __device__ inline void run_block(const GemmParams& p, GemmShared<F>& shared, uin
     if (warp == kConsumerWarps) load_tiles<T, F>(p, shared, rank);
     if (warp == kConsumerWarps + 1) take_tiles(p, shared, rank);
     const int group = warp - kConsumerWarps - 2;
-    if (!F::kReads && group >= 0 && lane_index() == 0) {
-      store_boxes<F>(shared.results[group], shared.stores[group]);
-    }
+    if (group >= 0 && lane_index() == 0) serve_stores<F>(shared.stores[group]);
   } else {
     take_registers<kConsumerRegisters>();
     multiply();

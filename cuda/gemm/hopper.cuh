@@ -44,9 +44,9 @@ __device__ inline void arrive(uint64_t* barrier) {
                : "memory");
 }
 
-// Arrives at `barrier` of block `rank`, with block scope. This scope is enough, because the warp's
-// reads are complete, and only bytes that it has read are overwritten next. Cluster scope needs a
-// fence of all global memory, which takes as long as a step of products.
+// Arrives at `barrier` of block `rank`, with block scope. This scope is enough, because the reads
+// of the memory that is overwritten next are complete. Cluster scope needs a fence of all global
+// memory, which takes as long as a step of products.
 __device__ inline void arrive_at(uint64_t* barrier, uint32_t rank) {
   asm volatile(
       "mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(shared_address_of(barrier, rank))
@@ -214,8 +214,10 @@ __device__ inline void fence_registers(float (&d)[kSize]) {
   MOE_A2A_REGISTERS_32       \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define MOE_A2A_REGISTERS_56 MOE_A2A_REGISTERS_48 ", %48, %49, %50, %51, %52, %53, %54, %55"
-#define MOE_A2A_REGISTERS_64 MOE_A2A_REGISTERS_56 ", %56, %57, %58, %59, %60, %61, %62, %63"
-#define MOE_A2A_REGISTERS_72 MOE_A2A_REGISTERS_64 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define MOE_A2A_REGISTERS_60 MOE_A2A_REGISTERS_56 ", %56, %57, %58, %59"
+#define MOE_A2A_REGISTERS_64 MOE_A2A_REGISTERS_60 ", %60, %61, %62, %63"
+#define MOE_A2A_REGISTERS_68 MOE_A2A_REGISTERS_64 ", %64, %65, %66, %67"
+#define MOE_A2A_REGISTERS_72 MOE_A2A_REGISTERS_68 ", %68, %69, %70, %71"
 #define MOE_A2A_REGISTERS_80 MOE_A2A_REGISTERS_72 ", %72, %73, %74, %75, %76, %77, %78, %79"
 #define MOE_A2A_REGISTERS_96 \
   MOE_A2A_REGISTERS_80       \
@@ -225,14 +227,15 @@ __device__ inline void fence_registers(float (&d)[kSize]) {
   ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, " \
   "%110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, "     \
   "%123, %124, %125, %126, %127"
-#define MOE_A2A_OUT_8(i)                                                                      \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
-      "+f"(d[i + 6]), "+f"(d[i + 7])
+#define MOE_A2A_OUT_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define MOE_A2A_OUT_8(i) MOE_A2A_OUT_4(i), MOE_A2A_OUT_4(i + 4)
 #define MOE_A2A_OUT_16(i) MOE_A2A_OUT_8(i), MOE_A2A_OUT_8(i + 8)
 #define MOE_A2A_OUT_32(i) MOE_A2A_OUT_16(i), MOE_A2A_OUT_16(i + 16)
 #define MOE_A2A_OUT_48(i) MOE_A2A_OUT_32(i), MOE_A2A_OUT_16(i + 32)
 #define MOE_A2A_OUT_56(i) MOE_A2A_OUT_48(i), MOE_A2A_OUT_8(i + 48)
+#define MOE_A2A_OUT_60(i) MOE_A2A_OUT_56(i), MOE_A2A_OUT_4(i + 56)
 #define MOE_A2A_OUT_64(i) MOE_A2A_OUT_32(i), MOE_A2A_OUT_32(i + 32)
+#define MOE_A2A_OUT_68(i) MOE_A2A_OUT_64(i), MOE_A2A_OUT_4(i + 64)
 #define MOE_A2A_OUT_72(i) MOE_A2A_OUT_64(i), MOE_A2A_OUT_8(i + 64)
 #define MOE_A2A_OUT_96(i) MOE_A2A_OUT_64(i), MOE_A2A_OUT_32(i + 64)
 #define MOE_A2A_OUT_128(i) MOE_A2A_OUT_64(i), MOE_A2A_OUT_64(i + 64)
@@ -264,7 +267,9 @@ __device__ inline void multiply(float (&d)[kSize], uint32_t a, uint32_t b, bool 
   MOE_A2A_PRODUCTS(type, 64, 32, 32, 33, 34, 35, 36)  \
   MOE_A2A_PRODUCTS(type, 96, 48, 48, 49, 50, 51, 52)  \
   MOE_A2A_PRODUCTS(type, 112, 56, 56, 57, 58, 59, 60) \
+  MOE_A2A_PRODUCTS(type, 120, 60, 60, 61, 62, 63, 64) \
   MOE_A2A_PRODUCTS(type, 128, 64, 64, 65, 66, 67, 68) \
+  MOE_A2A_PRODUCTS(type, 136, 68, 68, 69, 70, 71, 72) \
   MOE_A2A_PRODUCTS(type, 144, 72, 72, 73, 74, 75, 76) \
   MOE_A2A_PRODUCTS(type, 256, 128, 128, 129, 130, 131, 132)
   if constexpr (kIsBf16) {

@@ -54,7 +54,6 @@ Problem MakeParams(const GroupedGemm& gemm, GemmParams* p) {
   MOE_A2A_TRY(encode(b, kBoxElements, F::kRowsOfBoxB, &p->b));
   if (F::kVaries) MOE_A2A_TRY(encode(b, kBoxElements, F::kRowsOfLastBoxB, &p->last_b));
   MOE_A2A_TRY(encode(d, F::kStoreColumns, F::kStoreRows, &p->d));
-  if (F::kAdds) MOE_A2A_TRY(encode(d, F::kStoreColumns, kBoxElements, &p->read[0]));
   if (gemm.num_spare > 0) {
     TensorMap spare = weights_of(gemm.spare, gemm.num_spare);
     constexpr int kRows = F::kWeightsAreA ? kBoxElements : F::kRowsOfBoxB;
@@ -62,17 +61,15 @@ Problem MakeParams(const GroupedGemm& gemm, GemmParams* p) {
   }
   if (const ActivatedProduct* activated = gemm.activated; activated != nullptr) {
     const int32_t columns = static_cast<int32_t>(d.columns), halves = activated->is_gated ? 2 : 1;
-    const auto encode_half = [&](void* pre, int half, int box_columns, int box_rows,
-                                 CUtensorMap* encoded) {
+    const auto encode_half = [&](void* pre, int half, CUtensorMap* encoded) {
       TensorMap map = rows_of(static_cast<char*>(pre) + half * columns * bytes, columns);
       map.row_elements = columns * halves;
-      return encode(map, box_columns, box_rows, encoded);
+      return encode(map, F::kStoreColumns, F::kStoreRows, encoded);
     };
     void* stored = F::kDerives ? activated->d_pre : activated->pre;
     for (int half = 0; half < halves && stored != nullptr; ++half) {
-      MOE_A2A_TRY(encode_half(stored, half, F::kStoreColumns, F::kStoreRows, &p->pre[half]));
-      if (!F::kDerives) continue;
-      MOE_A2A_TRY(encode_half(activated->pre, half, kBoxElements, kBoxElements, &p->read[half]));
+      MOE_A2A_TRY(encode_half(stored, half, &p->pre[half]));
+      if (F::kDerives) MOE_A2A_TRY(encode_half(activated->pre, half, &p->read[half]));
     }
     p->activation = {
         activated->function, activated->alpha,        activated->limit, activated->row_weights,

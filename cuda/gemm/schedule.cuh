@@ -45,7 +45,8 @@ struct RowTiles {
     const int32_t rest = size - full * kBase;  // less than 4 * kBase
     last = (rest + kMost - 1) / kMost;
     const int32_t rows = last == 0 ? 0 : (rest + last - 1) / last;
-    extent = rows <= 96 ? (rows + 31) / 32 * 32 : (rows + 15) / 16 * 16;
+    const int step = rows <= 96 ? 32 : rows <= 112 ? 16 : 8;
+    extent = (rows + step - 1) / step * step;
   }
   __device__ int32_t count() const { return full + last; }
 };
