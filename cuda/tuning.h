@@ -115,9 +115,9 @@ struct Sm90 {
   // "Few tiles": with at most this number of tiles per block, clusters take tiles in turn.
   static constexpr int kGemmTilesInTurn = 8;
   // Python chooses kForwardFew and kTransposedFew up to this capacity of a group: 256 rows and a
-  // capacity factor of 1.25. With 256 rows on average in groups of random sizes, they need 0.92 to
-  // 1.03 times the cycles of kForward and kTransposed, and with 256 rows in each group, 1.01
-  // to 1.11 times (H200, "Between few and many rows").
+  // capacity factor of 1.25. With 256 rows on average, they need 0.86 to 1.04 times the cycles of
+  // kForward and kTransposed in groups of random sizes, and 0.99 to 1.11 times in equal groups
+  // (H200, "Between few and many rows").
   static constexpr int kGemmFewRows = 320;
   // For FP8: 32 groups of 64 and 128 rows take 149 and 187 us with kForwardFew, and 150 and 160 us
   // with kForward.
