@@ -268,7 +268,7 @@ struct ActDotGradCall : ActivatedGemmCall {
     int64_t width;
     MOE_A2A_TRY(DescribeActivated(args, results[3], gemm, &width));
     ActivatedProduct& epilogue = gemm->epilogue;
-    if (epilogue.function == Activation::kScaledBias) return "no activation has no gradient";
+    if (epilogue.function == Activation::kScaledBias) return "a scaled bias is no activation";
     const DataType& type = args[0].type;
     const int64_t rows = gemm->num_rows, columns = gemm->k;
     return FirstOf(
