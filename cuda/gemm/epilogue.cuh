@@ -43,14 +43,15 @@ __device__ inline int offset_in_box(int n) {
 template <typename F>
 class BoxWriter : public BoxBuffers<F> {
  public:
-  static constexpr int kColumns = F::kStoreN, kWords = kColumns / 4;
+  static constexpr int kColumns = F::kIsTurned ? F::kStoreRows : kBoxElements;  // of n
+  static constexpr int kWords = kColumns / 4;
   using BoxBuffers<F>::BoxBuffers;
 
   // Stores a box of 64 indices of m. This warp has 16 of them.
   __device__ void write(const CUtensorMap& map, const Box& box, const uint32_t (&words)[kWords]) {
     char* buffer = this->next();
 #pragma unroll
-    for (int n = 0; n < F::kStoreN; n += 16) {
+    for (int n = 0; n < kColumns; n += 16) {
       const uint32_t* of = words + n / 4;
       store_matrices<F::kIsTurned>(buffer + offset_in_box<F>(n), {of[0], of[1], of[2], of[3]});
     }
@@ -168,16 +169,16 @@ class Rounded {
   }
 
  private:
-  static constexpr int kWords = BoxWriter<F>::kWords;
+  static constexpr int kColumns = BoxWriter<F>::kColumns, kWords = BoxWriter<F>::kWords;
   static constexpr int kArrays = F::kIsGated ? 3 : F::kEpilogue == Epilogue::kActivate ? 2 : 1;
   static constexpr int kBoxesM = F::kResultM / (64 * kConsumerGroups);
-  static constexpr int kOfArray = kBoxesM * F::kResultN / F::kStoreN;
+  static constexpr int kOfArray = kBoxesM * F::kResultN / kColumns;
   static constexpr int kAtOnce = kArrays * kOfArray - kBoxes;
   static_assert(kAtOnce >= 0);
 
   // The first indices of box number i, from the first index of the results on.
   static __device__ int m_of(int i) { return i % kBoxesM * 64; }
-  static __device__ int n_of(int i) { return i % kOfArray / kBoxesM * F::kStoreN; }
+  static __device__ int n_of(int i) { return i % kOfArray / kBoxesM * kColumns; }
   static __device__ bool is_of_d(int i) { return i / kOfArray == kArrays - 1; }
   static __device__ const CUtensorMap& map(const GemmParams& p, int i) {
     return is_of_d(i) ? p.d : p.pre[i / kOfArray];
@@ -271,9 +272,9 @@ __device__ inline void store_activations_along_n(const GemmParams& p, BoxWriter<
     }
   }
 #pragma unroll
-  for (int row = 0; row < F::kTileN; row += F::kStoreN) {
+  for (int row = 0; row < F::kTileN; row += F::kStoreRows) {
     if (tile.n + row >= tile.end_n) break;
-    constexpr int kOfBox = F::kStoreN / 2;
+    constexpr int kOfBox = F::kStoreRows / 2;
     float x[2][kOfBox], weight[kOfBox / 2];
 #pragma unroll
     for (int j = 0; j < kOfBox / 4; ++j) {
@@ -360,7 +361,7 @@ class Derivative {
   // `take()` waits for the next stage, and returns it. `m` is the warp group's first row.
   template <int kSize, typename Take>
   __device__ void store(BoxBuffers<F>& boxes, const Plane& plane, int32_t m,
-                        const float (&d)[1][kSize], Take&& take) {
+                        const float (&d)[kSize], Take&& take) {
     const int group = threadIdx.x / kGroupThreads;
     for_activation<kIsGated>(p_.activation.function, [&](auto function) {
       float dots[2] = {};
@@ -375,7 +376,7 @@ class Derivative {
         if (exists) {
 #pragma unroll
           for (int column = 0; column < kBoxElements; column += 32) {
-            derive<decltype(function)::value>(gate, up, act, column, d[0], (n + column) / 2, dots);
+            derive<decltype(function)::value>(gate, up, act, column, d, (n + column) / 2, dots);
           }
         }
         boxes.request([&](StoreRequest<F>& request) {
@@ -476,7 +477,7 @@ class AddToTotals {
   static constexpr int kColumns = F::kStoreColumns;
   static constexpr int kBoxes = F::kTileM / kBoxElements;  // of the first 32 columns of a stage
   static_assert(kBoxes * F::kStoreBytes == F::kBytesA && F::kBytesA <= F::kBytesB);
-  static_assert(2 * kColumns == F::kStoreN);
+  static_assert(2 * kColumns == kBoxElements);
 
   static __device__ void load(const GemmParams& p, const Tile<F>& tile, const Plane& plane, int n,
                               const ReadStage& to, uint64_t* loaded) {
@@ -493,17 +494,17 @@ class AddToTotals {
 
   template <int kSize, typename Take>
   __device__ void store(BoxBuffers<F>& boxes, const Plane& plane, int32_t m,
-                        const float (&d)[1][kSize], Take&& take) {
+                        const float (&d)[kSize], Take&& take) {
     const int group = threadIdx.x / kGroupThreads;
 #pragma unroll
-    for (int n = 0; n < F::kTileN; n += F::kStoreN) {
+    for (int n = 0; n < F::kTileN; n += kBoxElements) {
       const ReadStage stage = take();
       boxes.wait();
       const int32_t columns = tile_.end_n - tile_.n - n;  // of the rest of the tile
       if (columns > 0) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          add(stage.box<F>(half * kBoxes + group) + warp_of_group() * 16 * 128, d[0],
+          add(stage.box<F>(half * kBoxes + group) + warp_of_group() * 16 * 128, d,
               (n + half * kColumns) / 2);
         }
       }

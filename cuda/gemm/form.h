@@ -70,7 +70,9 @@ struct Form {
   static constexpr bool kDerives =
       kEpilogue == Epilogue::kDerive || kEpilogue == Epilogue::kDeriveGated;
   static constexpr bool kAdds = kEpilogue == Epilogue::kAdd;
+  // After a tile's operands, the stages transport an array for the epilogue, 64 columns each.
   static constexpr bool kReads = kDerives || kAdds;
+  static constexpr int kReadStages = kReads ? kTileN / kBoxElements : 0;
   static constexpr int kResultM = kIsGated && kRows == Axis::kN ? kTileM / 2 : kTileM;
   static constexpr int kResultN = kIsGated && kRows == Axis::kM ? kTileN / 2 : kTileN;
   static constexpr int kBoxesA = kTileM / kBoxElements;
@@ -93,11 +95,8 @@ struct Form {
   // Results are stored in boxes. A box has results of one warp group: 64 indices of m.
   static constexpr int kStoreColumns = kAdds ? kBoxElements / 2 : kBoxElements;
   static constexpr int kStoreRows = kVaries ? kTileN / 3 : kIsTurned ? kTileN : 64;
-  static constexpr int kStoreN = kIsTurned ? kStoreRows : kBoxElements;  // of n, for 16-bit results
   // The bytes of a box. A box of float32 results of an FP8 product has half as many columns.
   static constexpr int kStoreBytes = kStoreColumns * kStoreRows * (kAdds ? 4 : 2);
-  // After a tile's operands, the stages transport an array for the epilogue, kStoreN of n each.
-  static constexpr int kReadStages = kReads ? kTileN / kStoreN : 0;
   static_assert(!kAdds || kRows == Axis::kK);
   static_assert(kBlocks == 1 || (kBlocks == 2 && kBoxesA % 2 == 0 && kBoxesB % 2 == 0));
   static_assert(!kVaries || (kRows == Axis::kN && kBlocks == 2));

@@ -257,8 +257,9 @@ template <typename T, typename F>
 __device__ inline void multiply_fp8_tiles(const Fp8Params& p, Fp8Shared<F>& shared, uint32_t rank) {
   constexpr int kWarpGroupM = F::kTileM / kConsumerGroups;
   const int warp = static_cast<int>(uniform(threadIdx.x / kWarpThreads));
-  const int first_m = warp / 4 * kWarpGroupM, warp_m = first_m + warp % 4 * 16;
-  WriterOf<T, F> writer(shared.results[warp / 4], shared.stores[warp / 4]);
+  const int group = warp / kWarpsOfGroup, first_m = group * kWarpGroupM;
+  const int warp_m = first_m + warp % kWarpsOfGroup * 16;
+  WriterOf<T, F> writer(shared.results[group], shared.stores[group]);
   const auto descriptor_of = [](const char* operand) {
     return uniform(operand_descriptor(operand, Major::kK));
   };

@@ -185,7 +185,7 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
       char* b = shared.b[stage.place];
       if (F::kReads && step >= products) {
         if constexpr (F::kReads) {
-          const int n = (step - products) * F::kStoreN;
+          const int n = (step - products) * kBoxElements;
           if (is_first_lane) Reader<T, F>::load(p, tile, plane_d, n, {a, b, nullptr}, loaded);
         }
       } else if (is_first_lane) {
@@ -369,7 +369,7 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
       rounded.begin(tile, plane, m);
     }
     if constexpr (F::kReads) {
-      before.store(writer, plane, m, d, [&] {
+      before.store(writer, plane, m, d[0], [&] {
         wait_for(&shared.loaded[stage.place], stage.parity);
         const ReadStage taken = {shared.a[stage.place], shared.b[stage.place],
                                  &shared.released[stage.place]};
