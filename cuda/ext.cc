@@ -185,9 +185,7 @@ NB_MODULE(_native, m) {
   m.attr("FP8_BLOCK") = kFp8Block;
   m.attr("PRODUCTS") =
       NumbersOf<GroupedProduct>({{"FORWARD", GroupedProduct::kForward},
-                                 {"FORWARD_FEW", GroupedProduct::kForwardFew},
                                  {"TRANSPOSED", GroupedProduct::kTransposed},
-                                 {"TRANSPOSED_FEW", GroupedProduct::kTransposedFew},
                                  {"WEIGHT_GRADIENT", GroupedProduct::kWeightGradient}});
   m.attr("ACTIVATIONS") = NumbersOf<Activation>({{"silu", Activation::kSilu},
                                                  {"gelu", Activation::kGelu},

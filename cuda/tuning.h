@@ -107,21 +107,16 @@ struct Sm90 {
     int m, n, blocks, stages;
   };
   static constexpr GemmTile kForward = {128, 256, 2, 4};
-  // The tile of kForwardFew and kTransposedFew, whose rows lie along n.
+  // The tile for few rows, which lie along n.
   static constexpr GemmTile kFew = {256, 144, 2, 4};
   static constexpr GemmTile kTransposed = {128, 256, 2, 4};
   static constexpr GemmTile kWeightGradient = {128, 256, 2, 4};
   static constexpr int kGemmBand = 8;
   // "Few tiles": with at most this number of tiles per block, clusters take tiles in turn.
   static constexpr int kGemmTilesInTurn = 8;
-  // Python chooses kForwardFew and kTransposedFew up to this capacity of a group: 256 rows and a
-  // capacity factor of 1.25. With 256 rows on average, they need 0.86 to 1.04 times the cycles of
-  // kForward and kTransposed in groups of random sizes, and 0.99 to 1.11 times in equal groups
-  // (H200, "Between few and many rows").
-  static constexpr int kGemmFewRows = 320;
-  // For FP8: 32 groups of 64 and 128 rows take 149 and 187 us with kForwardFew, and 150 and 160 us
-  // with kForward.
-  static constexpr int kFp8FewRows = 64;
+  // "Between few and many rows": a tile of kFew takes as long as this many more steps of the form
+  // for many rows, without and with an activation.
+  static constexpr int kFewMoreSteps = 5, kFewMoreStepsToActivate = 12;
 };
 
 // The numbers for MOE_A2A_ARCHITECTURE. With a struct Sm100 for 10.0 and newer:
@@ -150,8 +145,6 @@ constexpr std::pair<const char*, int> kLoweringTuning[] = {
     {"ROUTE_CHUNKS", Tuning::kRouteChunks},
     {"ROUTE_LEAST_TOKENS", Tuning::kRouteLeastTokens},
     {"ROUTE_MOST_TOKENS", Tuning::kRouteMostTokens},
-    {"GEMM_FEW_ROWS", Tuning::kGemmFewRows},
-    {"FP8_FEW_ROWS", Tuning::kFp8FewRows},
 };
 
 }  // namespace moe_a2a

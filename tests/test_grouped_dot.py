@@ -43,7 +43,6 @@ def read_table(target, results, arrays, num_sms, aliases=None, *, product):
         d = np.full(out.shape, np.nan, out.dtype)
         added = total and total[0].copy()
         is_gradient = product == lowered.WEIGHT_GRADIENT
-        transposed = lowered.TRANSPOSED, lowered.TRANSPOSED_FEW
         for start, size, weight in table.T.tolist():
             assert start >= 0 and size >= 0 and start + size <= a.shape[0]
             rows = slice(start, start + size)
@@ -58,7 +57,7 @@ def read_table(target, results, arrays, num_sms, aliases=None, *, product):
                 d[rows] = 0
             else:
                 w = b[weight].astype(np.float64)
-                d[rows] = x @ (w.T if product in transposed else w)
+                d[rows] = x @ (w.T if product == lowered.TRANSPOSED else w)
         return added if total else d
 
     assert target == lowered.TARGET and aliases == ({3: 0} if len(arrays) == 4 else None)
@@ -147,9 +146,10 @@ CASES = dict(
     odd_columns=(50, 20, 12, [20, 13]),
     adapters=(200, 200, 16, [50, 0, 70, 1, 40]),
 )
-# LARGE is no multiple of the kernel's tiles. For `many_groups`, the kernel reads its table in
-# several steps.
+# LARGE is no multiple of the kernel's tiles. For FEW_ROWS, the kernel uses its form for few rows,
+# with tiles of all extents. For `many_groups`, the kernel reads its table in several steps.
 LARGE = 1500, 264, 392, [700, 0, 129, 511]
+FEW_ROWS = 1500, 520, 392, [50, 0, 70, 1, 130, 140, 100, 115, 121, 700, *[1] * 20]
 if harness.ON_GPU:
     CASES |= dict(
         no_tail=(161, 64, 72, [50, 0, 70, 1, 40]),
@@ -157,6 +157,7 @@ if harness.ON_GPU:
         one_row_each=(9, 72, 64, [1] * 7),
         many_groups=(330, 64, 64, [(7 * i) % 16 for i in range(40)]),
         large=LARGE,
+        few_rows=FEW_ROWS,
     )
 
 
@@ -296,13 +297,14 @@ def test_without_jit_and_with_known_sizes(path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_sms", (1, 2, 7, 10_000))
-def test_any_number_of_multiprocessors(path, num_sms):
+@pytest.mark.parametrize("case", (LARGE, FEW_ROWS), ids=("many_rows", "few_rows"))
+def test_any_number_of_multiprocessors(path, case, num_sms):
     if path != "kernel":
         pytest.skip("other paths ignore num_sms")
-    rows, w, ct, *_ = arrays(*LARGE, "bfloat16")
+    rows, w, ct, *_ = arrays(*case, "bfloat16")
     everything = jax.jit(functools.partial(product_and_gradients, num_sms=num_sms))
-    found = everything(rows, w, ct, np.array(LARGE[-1]))
-    assert_product_and_gradients(found, rows, w, ct, LARGE[-1])
+    found = everything(rows, w, ct, np.array(case[-1]))
+    assert_product_and_gradients(found, rows, w, ct, case[-1])
 
 
 BATCH = 3

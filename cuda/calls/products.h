@@ -104,7 +104,8 @@ inline Problem DescribeGemm(const Array& rows, const Array& weights, const Array
   gemm->n = weights.dimensions[2];
   // Check this first, so that an unsupported dtype is reported as such.
   MOE_A2A_TRY(WhyNotGroupedGemm(name, gemm->num_rows, table.dimensions[1], gemm->k, gemm->n));
-  const int64_t columns = is_transposed(gemm->product) ? gemm->n : gemm->k;
+  const bool is_transposed = gemm->product == GroupedProduct::kTransposed;
+  const int64_t columns = is_transposed ? gemm->n : gemm->k;
   return FirstOf({Take(rows, "rows", rows.type, {gemm->num_rows, columns}, &gemm->a),
                   Take(weights, "weights", gemm->adds ? kFloat32 : rows.type,
                        {gemm->num_weights, gemm->k, gemm->n}, &gemm->b),
@@ -127,17 +128,17 @@ struct GroupedGemmCall : ProductCall<GroupedGemm, LoadGroupedGemm, LaunchGrouped
       return Concat("grouped_dot has no product ", product);
     }
     gemm->product = static_cast<GroupedProduct>(product);
-    const bool is_gradient = gemm->product == GroupedProduct::kWeightGradient;
+    const bool is_gradient = gemm->product == GroupedProduct::kWeightGradient,
+               is_transposed = gemm->product == GroupedProduct::kTransposed;
     MOE_A2A_TRY(CheckCounts(args, 3, 4, results, 2));
     const Array &a = args[0], &b = args[1], &d = results[0];
     gemm->adds = is_gradient && args.size() == 4;
     MOE_A2A_TRY(DescribeGemm(a, is_gradient ? d : b, args[2], results[1], gemm));
     gemm->d = d.data;
     if (!is_gradient) {
-      return FirstOf(
-          {TakeSpare(args.from(3), b, gemm),
-           CheckShape(d, "the result", a.type,
-                      {gemm->num_rows, is_transposed(gemm->product) ? gemm->k : gemm->n})});
+      return FirstOf({TakeSpare(args.from(3), b, gemm),
+                      CheckShape(d, "the result", a.type,
+                                 {gemm->num_rows, is_transposed ? gemm->k : gemm->n})});
     }
     void* total = d.data;
     if (gemm->adds) {
@@ -229,19 +230,10 @@ struct ActivatedGemmCall : ActivationCall<ActivatedGemm, LoadGroupedGemm, Launch
 // Multiplies rows [C, K] by weights [L, K, P], and applies an activation. Operands: rows, weights,
 // table, biases, router weights. Results: activations [C, I], pre-activations, counter.
 struct DotActCall : ActivatedGemmCall {
-  int64_t product;
-
   static constexpr const char* kTarget = "moe_a2a_dot_act";
 
-  bool Read(const AttributeReader& read) {
-    return read("product", &product) && ActivatedGemmCall::Read(read);
-  }
-
   Problem Describe(ArraySlice args, ArraySlice results, ActivatedGemm* gemm) const {
-    gemm->product = static_cast<GroupedProduct>(product);
-    if (gemm->product != GroupedProduct::kForward && gemm->product != GroupedProduct::kForwardFew) {
-      return Concat("an activation has no product ", product);
-    }
+    gemm->product = GroupedProduct::kForward;
     MOE_A2A_TRY(CheckCounts(args, 5, 6, results, 3));
     int64_t width;
     MOE_A2A_TRY(DescribeActivated(args, results[2], gemm, &width));
@@ -289,19 +281,11 @@ inline const DataType& WideType(const Array& array, ElementType* type) {
 
 // Operands: rows, weights [L, N, K], table, scales of rows, scales of weights. Results: d, counter.
 struct Fp8GemmCall : ProductCall<Fp8Gemm, LoadFp8Gemm, LaunchFp8Gemm> {
-  int64_t product;
-
   static constexpr const char* kTarget = "moe_a2a_fp8_gemm";
 
-  bool Read(const AttributeReader& read) {
-    return read("product", &product) && read("num_sms", &num_sms);
-  }
+  bool Read(const AttributeReader& read) { return read("num_sms", &num_sms); }
 
   Problem Describe(ArraySlice args, ArraySlice results, Fp8Gemm* gemm) const {
-    gemm->product = static_cast<Fp8Product>(product);
-    if (gemm->product != Fp8Product::kForward && gemm->product != Fp8Product::kForwardFew) {
-      return Concat("grouped_dot in FP8 has no product ", product);
-    }
     MOE_A2A_TRY(CheckCounts(args, 5, 6, results, 2));
     const Array &rows = args[0], &weights = args[1], &table = args[2], &d = results[0];
     MOE_A2A_TRY(CheckAxes(rows, weights, table));

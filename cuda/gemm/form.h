@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "gemm/activation.h"
+#include "layout.h"
 #include "tuning.h"
 
 namespace moe_a2a::gemm {
@@ -33,6 +34,9 @@ constexpr int kGemmThreads = kGroupThreads * (kConsumerGroups + 1);
 // run at the same time share rows and columns of operands.
 constexpr int kBand = Tuning::kGemmBand;
 
+// The rows of a tile of the form for many rows.
+constexpr int kBaseRows = 128;
+
 // Work::tile has 16 bits for a tile's index along one axis, and 15 bits for the other axis.
 constexpr int64_t kMaxTiles = 1 << 15;
 // The smallest extents of a tile, along the axis of the rows and along the other axes.
@@ -54,7 +58,7 @@ struct Form {
   static constexpr Axis kRows = kRows_;
   static constexpr Major kMajorA = kMajorA_, kMajorB = kMajorB_;
   static constexpr int kTileM = kTileM_, kTileN = kTileN_;
-  static constexpr int kBlocks = kBlocks_;  // of a cluster
+  static constexpr int kBlocks = kBlocks_;  // that share loads
   static constexpr int kStages = kStages_;
   static constexpr Epilogue kEpilogue = kEpilogue_;
   static constexpr bool kVaries = kVaries_;  // tiles have different numbers of rows (RowTiles)
@@ -104,6 +108,14 @@ struct Form {
   static_assert(kTileM % (64 * kConsumerGroups) == 0);
   static_assert(kResultM >= (kRows == Axis::kM ? kLeastTileRows : kLeastTileColumns) &&
                 kResultN >= (kRows == Axis::kN ? kLeastTileRows : kLeastTileColumns));
+  // If kVaries: the steps that this form saves for a group of `size` rows, times the rows of a
+  // step. In the form for many rows, the last tile has idle rows. In this form, a tile takes as
+  // long as some more steps.
+  MOE_A2A_HOST_DEVICE static int32_t gain(int32_t size, int32_t k) {
+    constexpr int kMoreSteps =
+        kEpilogue == Epilogue::kStore ? Tuning::kFewMoreSteps : Tuning::kFewMoreStepsToActivate;
+    return (-size & (kBaseRows - 1)) * (k / kTileK) - kMoreSteps * size;
+  }
   static_assert(kStages >= 2, "a warp may release a stage after it has waited for the next");
   static_assert(kBytesA + kBytesB < 1 << 20, "a phase of an mbarrier counts up to 2^20 - 1 bytes");
 };
@@ -169,6 +181,12 @@ struct GemmParams {
   int32_t num_groups;
   int32_t first_spare;
   int32_t* next_tile;  // 0 before the launch; null: clusters take tiles in turn
+};
+
+// The parameters of a kernel: those of each of its forms.
+template <typename Params, typename... Forms>
+struct ParamsOf {
+  Params of[sizeof...(Forms)];
 };
 
 }  // namespace moe_a2a::gemm

@@ -22,7 +22,7 @@
 // Scales: a lane reads scales from global memory into registers, some steps ahead. It receives the
 // scales of other lanes through shared memory (rows along m) or by shuffles (rows along n).
 //
-// Launch: kGemmThreads threads, clusters of kBlocks blocks. `next_tile` is null or points to a 0.
+// Launch: as in gemm/grouped_gemm.cuh.
 #pragma once
 
 #include "gemm/fp8_gemm.h"
@@ -40,6 +40,12 @@ struct Fp8Form : Form<kRows_, Major::kK, Major::kK, kTileM_, kTileN_, kBlocks_, 
   static constexpr bool kWholeTurns = kWholeTurns_;  // the steps of k are a multiple of kStages
   static constexpr int kParts = kTileM_ / (64 * kConsumerGroups);
   static constexpr int kPartSize = kTileN_ / 2;  // registers of a part
+  // As Form::gain(). Loads of weights limit both forms, so this form may have 1/8 more tiles of
+  // rows.
+  MOE_A2A_HOST_DEVICE static int32_t gain(int32_t size, int32_t) {
+    const int32_t many = (size + kBaseRows - 1) / kBaseRows, few = (size + kTileN_ - 1) / kTileN_;
+    return 9 * many - 8 * few;
+  }
   static_assert(kFp8Block == kBoxElements * 2);
   // A warp group's results need the scales of at most two blocks of weights.
   static_assert(kTileM_ == (kIsTurned ? kFp8Block : 64) * kConsumerGroups);
@@ -277,7 +283,7 @@ __device__ inline void multiply_fp8_tiles(const Fp8Params& p, Fp8Shared<F>& shar
     return work;
   };
   const auto give = [&](int place) {
-    if (lane_index() < F::kBlocks) arrive_at(&shared.released[place], lane_index());
+    if (lane_index() < F::kBlocks) arrive_at_block<F>(&shared.released[place], lane_index());
   };
   Work work = take_work();
   while (!work.is_end()) {
@@ -383,12 +389,20 @@ __device__ inline void multiply_fp8_tiles(const Fp8Params& p, Fp8Shared<F>& shar
 }
 
 template <typename T, typename F>
-__global__ void __launch_bounds__(kGemmThreads, 1) fp8_gemm(const __grid_constant__ Fp8Params p) {
-  MOE_A2A_DYNAMIC_SHARED(1024, char, memory);
+__device__ inline void run_fp8_form(const Fp8Params& p, char* memory) {
   auto& shared = *reinterpret_cast<Fp8Shared<F>*>(memory);
   static_assert(sizeof(shared) <= Tuning::kMaxSharedBytes);
   const uint32_t rank = F::kBlocks == 1 ? 0 : cluster_rank();
   run_block<T, F>(p, shared, rank, [&] { multiply_fp8_tiles<T, F>(p, shared, rank); });
+}
+
+// Computes a product in the form F, or in the form Few if it is faster.
+template <typename T, typename F, typename Few>
+__global__ void __launch_bounds__(kGemmThreads, 1)
+    fp8_gemm(const __grid_constant__ ParamsOf<Fp8Params, F, Few> p) {
+  MOE_A2A_DYNAMIC_SHARED(1024, char, memory);
+  if (has_few_rows<Few>(p.of[0])) return run_fp8_form<T, Few>(p.of[1], memory);
+  run_fp8_form<T, F>(p.of[0], memory);
 }
 
 }  // namespace moe_a2a::gemm

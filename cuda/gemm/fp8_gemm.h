@@ -13,13 +13,8 @@ namespace moe_a2a {
 // A scale is for this many numbers of a row, or for a block of weights with this side.
 constexpr int kFp8Block = 128;
 
-enum class Fp8Product : int32_t {
-  kForward,     // rows [C, K] by weights [L, N, K], d: [C, N]
-  kForwardFew,  // the product of kForward for groups of few rows
-};
-
+// Multiplies rows [C, K] by weights [L, N, K]. The result d is [C, N].
 struct Fp8Gemm {
-  Fp8Product product;
   ElementType type;             // of d: kBFloat16 or kFloat32
   const void *rows, *matrices;  // float8_e4m3fn, K contiguous; K is a multiple of kFp8Block
   const float* row_scales;      // row c and block i of K: at c * row_stride + i * block_stride

@@ -7,29 +7,31 @@ namespace {
 
 using gemm::Epilogue;
 
-// Calls body(product, epilogue, Type<element>, Type<form>) for every kernel.
+// Calls body(product, epilogue, Type<element>, Types<forms...>) for every kernel.
 template <typename Body>
 void each_kernel(Body&& body) {
-  const auto of = [&](GroupedProduct product, auto epilogues, auto form_of) {
+  const auto of = [&](GroupedProduct product, auto epilogues, auto forms_of) {
     for_each(Types<__nv_bfloat16, __half>{}, [&](auto element) {
       for_each(epilogues, [&](auto epilogue) {
-        body(product, decltype(epilogue)::value, element, form_of(epilogue));
+        body(product, decltype(epilogue)::value, element, forms_of(epilogue));
       });
     });
   };
   constexpr Constants<Epilogue::kStore, Epilogue::kAdd> kGradient;
   constexpr Constants<Epilogue::kStore, Epilogue::kActivate, Epilogue::kActivateGated> kForward;
-  constexpr Constants<Epilogue::kStore, Epilogue::kDerive, Epilogue::kDeriveGated> kTransposed;
-  of(GroupedProduct::kForward, kForward,
-     [](auto e) { return Type<gemm::Forward<decltype(e)::value>>{}; });
-  of(GroupedProduct::kForwardFew, kForward,
-     [](auto e) { return Type<gemm::ForwardFew<decltype(e)::value>>{}; });
-  of(GroupedProduct::kTransposed, kTransposed,
-     [](auto e) { return Type<gemm::Transposed<decltype(e)::value>>{}; });
-  of(GroupedProduct::kTransposedFew, Constants<Epilogue::kStore>{},
-     [](auto e) { return Type<gemm::TransposedFew<decltype(e)::value>>{}; });
+  constexpr Constants<Epilogue::kDerive, Epilogue::kDeriveGated> kDerivative;
+  of(GroupedProduct::kForward, kForward, [](auto e) {
+    constexpr Epilogue kEpilogue = decltype(e)::value;
+    return Types<gemm::Forward<kEpilogue>, gemm::ForwardFew<kEpilogue>>{};
+  });
+  of(GroupedProduct::kTransposed, Constants<Epilogue::kStore>{}, [](auto e) {
+    constexpr Epilogue kEpilogue = decltype(e)::value;
+    return Types<gemm::Transposed<kEpilogue>, gemm::TransposedFew<kEpilogue>>{};
+  });
+  of(GroupedProduct::kTransposed, kDerivative,
+     [](auto e) { return Types<gemm::Transposed<decltype(e)::value>>{}; });
   of(GroupedProduct::kWeightGradient, kGradient,
-     [](auto e) { return Type<gemm::WeightGradient<decltype(e)::value>>{}; });
+     [](auto e) { return Types<gemm::WeightGradient<decltype(e)::value>>{}; });
 }
 
 Epilogue EpilogueOf(const GroupedGemm& gemm) {
@@ -45,13 +47,9 @@ Epilogue EpilogueOf(const GroupedGemm& gemm) {
 
 cudaError_t LoadGroupedGemm() {
   cudaError_t error = cudaSuccess;
-  each_kernel([&](GroupedProduct, Epilogue, auto element, auto form) {
+  each_kernel([&](GroupedProduct, Epilogue, auto element, auto forms) {
     using T = typename decltype(element)::type;
-    using F = typename decltype(form)::type;
-    if (error != cudaSuccess) return;
-    error =
-        cudaFuncSetAttribute(gemm::grouped_gemm<T, F>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             sizeof(gemm::GemmShared<F>));
+    if (error == cudaSuccess) error = gemm::Load<T>(forms);
   });
   return error;
 }
@@ -62,11 +60,10 @@ Problem LaunchGroupedGemm(const GroupedGemm& gemm, cudaStream_t stream) {
   if (is_empty || gemm.num_groups == 0) return "";
   Problem problem = "grouped_dot has no kernel for this product and element type";
   const Epilogue wanted = EpilogueOf(gemm);
-  each_kernel([&](GroupedProduct product, Epilogue epilogue, auto element, auto form) {
+  each_kernel([&](GroupedProduct product, Epilogue epilogue, auto element, auto forms) {
     using T = typename decltype(element)::type;
-    using F = typename decltype(form)::type;
     if (gemm.product != product || wanted != epilogue || gemm.type != Element<T>::kType) return;
-    problem = gemm::Launch<T, F>(gemm, stream);
+    problem = gemm::Launch<T>(gemm, stream, forms);
   });
   return problem;
 }

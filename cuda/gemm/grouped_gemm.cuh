@@ -11,9 +11,12 @@
 // and b into kStages stages, and two warps store results. The two other warp groups are consumers.
 // Each of them multiplies half of a tile along m, and writes results to shared memory, from where
 // one of the storing warps stores them (gemm/store_queue.cuh). Many results are written while the
-// next tile's products run. A cluster's first block takes tiles, from a counter or in turn, and
+// next tile's products run. The first of kBlocks blocks takes tiles, from a counter or in turn, and
 // tells the other one. Any number of blocks completes the work. With a counter, blocks that start
 // late take fewer tiles.
+//
+// Forms: a kernel may have a form for many rows in a group and one for few rows. Each block adds up
+// the sizes of all groups and chooses the faster form, so all blocks choose the same form.
 //
 // For an epilogue that reads an array, such as pre-activations, the loader fills kReadStages stages
 // after a tile's operands. A block uses all these stages, even for fewer columns. Consumers
@@ -24,7 +27,8 @@
 // warps release it for the consumers, when the stores have read it. No cluster waits for another
 // cluster.
 //
-// Launch: kGemmThreads threads, clusters of kBlocks blocks. `next_tile` is null or points to a 0.
+// Launch: kGemmThreads threads, clusters of as many blocks as share loads in any of the kernel's
+// forms. `next_tile` is null or points to a 0.
 #pragma once
 
 #include "gemm/epilogue.cuh"
@@ -42,11 +46,15 @@ struct alignas(1024) GemmShared {
   char b[F::kStages][F::kBytesB];
   StoreBuffers<F> results[kConsumerGroups];
   uint64_t loaded[F::kStages], released[F::kStages];
-  // work_read: all warps of this block (in a cluster's first block: of both blocks) have read it.
+  // work_read: all warps of this block (in the first of two blocks: of both) have read it.
   uint64_t work_sent[kWorkEntries], work_read[kWorkEntries];
   Work work[kWorkEntries];
   StoreQueue<F> stores[kConsumerGroups];
 };
+
+// The bytes of shared memory of a kernel of these forms.
+template <typename... Forms>
+constexpr size_t kSharedBytes = std::max({sizeof(GemmShared<Forms>)...});
 
 template <Major kMajor>
 __device__ inline Box box_of(const Plane& plane, int32_t mn, int32_t k) {
@@ -102,6 +110,17 @@ using Before = std::conditional_t<
     F::kReads, Reader<T, F>,
     std::conditional_t<F::kEpilogue == Epilogue::kStore, Nothing, RowWeights<F>>>;
 
+// Arrives at a barrier of one of the blocks that share loads. Forms of one such block may run in
+// hardware clusters of two blocks.
+template <typename F>
+__device__ inline void arrive_at_block(uint64_t* barrier, uint32_t block) {
+  if constexpr (F::kBlocks == 1) {
+    arrive(barrier);
+  } else {
+    arrive_at(barrier, block);
+  }
+}
+
 // Takes tiles, and tells them to all warps of the cluster. One warp of each block does only this,
 // so that the next tile is known before the loader needs it.
 //
@@ -129,7 +148,7 @@ __device__ inline void take_tiles(const GemmParams& p, GemmShared<F>& shared, ui
       if (lane_index() < F::kBlocks) {
         const int4 words = {work.start, work.size, work.weight, static_cast<int>(work.tile)};
         send(reinterpret_cast<int4*>(&shared.work[entry.place]), &shared.work_sent[entry.place],
-             lane_index(), words);
+             kIsCluster ? lane_index() : cluster_rank(), words);
       }
       if (work.is_end()) return;
       entry.advance();
@@ -151,7 +170,7 @@ __device__ inline Work receive_work(GemmShared<F>& shared, uint32_t rank,
                                     Cursor<kWorkEntries>& entry) {
   wait_for<(F::kBlocks > 1)>(&shared.work_sent[entry.place], entry.parity);
   const Work work = read_work(shared.work[entry.place]);
-  if (lane_index() == 0) arrive_at(&shared.work_read[entry.place], rank);
+  if (lane_index() == 0) arrive_at_block<F>(&shared.work_read[entry.place], rank);
   entry.advance();
   return work;
 }
@@ -429,14 +448,40 @@ __device__ inline void run_block(const GemmParams& p, GemmShared<F>& shared, uin
   sync_cluster();
 }
 
+// Returns true if the form Few is faster for all groups together. All threads of a block call it.
+template <typename Few>
+__device__ inline bool has_few_rows(const GemmParams& p) {
+  bool is_faster = false;
+  if (threadIdx.x < kWarpThreads) {  // one warp, because many reads of the same memory are slow
+    int32_t gain = 0;
+    for (int group = lane_index(); group < p.num_groups; group += kWarpThreads) {
+      prefetch(p.starts + group);  // Walk reads it soon
+      const int32_t size = p.sizes[group], weight = p.weights[group];
+      gain += weight < 0 ? 0 : Few::gain(size, p.k);
+    }
+    is_faster = __reduce_add_sync(kAllLanes, gain) > 0;
+  }
+  return __syncthreads_or(is_faster);
+}
+
 template <typename T, typename F>
-__global__ void __launch_bounds__(kGemmThreads, 1)
-    grouped_gemm(const __grid_constant__ GemmParams p) {
-  MOE_A2A_DYNAMIC_SHARED(1024, char, memory);
+__device__ inline void run_form(const GemmParams& p, char* memory) {
   auto& shared = *reinterpret_cast<GemmShared<F>*>(memory);
-  static_assert(sizeof(shared) <= Tuning::kMaxSharedBytes);
   const uint32_t rank = F::kBlocks == 1 ? 0 : cluster_rank();
   run_block<T, F>(p, shared, rank, [&] { multiply_tiles<T, F>(p, shared, rank); });
+}
+
+// Computes a product in the first form, or in the second form if it is faster.
+template <typename T, typename F, typename... Few>
+__global__ void __launch_bounds__(kGemmThreads, 1)
+    grouped_gemm(const __grid_constant__ ParamsOf<GemmParams, F, Few...> p) {
+  static_assert(kSharedBytes<F, Few...> <= Tuning::kMaxSharedBytes);
+  MOE_A2A_DYNAMIC_SHARED(1024, char, memory);
+  if constexpr (sizeof...(Few) > 0) {
+    static_assert(sizeof...(Few) == 1 && ((Few::kBlocks == F::kBlocks) && ...));
+    if (has_few_rows<Few...>(p.of[0])) return run_form<T, Few...>(p.of[1], memory);
+  }
+  run_form<T, F>(p.of[0], memory);
 }
 
 }  // namespace moe_a2a::gemm

@@ -18,21 +18,15 @@ constexpr const char* kGemmCapability = "9.0";
 
 enum class GroupedProduct : int32_t {
   kForward,         // a: rows [C, K], b: weights [L, K, N], d: [C, N]
-  kForwardFew,      // the product of kForward for groups of few rows
   kTransposed,      // a: rows [C, N], b: weights [L, K, N], d: [C, K]
-  kTransposedFew,   // the product of kTransposed for groups of few rows
   kWeightGradient,  // a: rows [C, K], b: rows [C, N], d: [L, K, N]
 };
-
-constexpr bool is_transposed(GroupedProduct product) {
-  return product == GroupedProduct::kTransposed || product == GroupedProduct::kTransposedFew;
-}
 
 // The additional operands and results of a product with an activation. P is I. For a gated
 // activation, P is 2 I, and the gate columns come first.
 //
-// kForward and kForwardFew compute d [C, I] = row_weights * function(a b + bias), with weights
-// [L, K, P]. kTransposed has weights [L, I, N] and g = a b^T. It computes d [C, I] = row_weights *
+// kForward computes d [C, I] = row_weights * function(a b + bias), with weights [L, K, P].
+// kTransposed has weights [L, I, N] and g = a b^T. It computes d [C, I] = row_weights *
 // function(pre), and d_pre [C, P], the gradient of pre. partial_dots [ceil(I / kDotColumns), C] are
 // the dots of g and function(pre) over kDotColumns columns each.
 struct ActivatedProduct {

@@ -44,6 +44,10 @@ __device__ inline void arrive(uint64_t* barrier) {
                : "memory");
 }
 
+__device__ inline void prefetch(const void* data) {
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(data));
+}
+
 // Arrives at `barrier` of block `rank`, with block scope. This scope is enough, because the reads
 // of the memory that is overwritten next are complete. Cluster scope needs a fence of all global
 // memory, which takes as long as a step of products.

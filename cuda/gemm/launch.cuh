@@ -1,7 +1,8 @@
-// Launches one form of a kernel.
+// Launches a kernel of one or two forms.
 #pragma once
 
 #include <algorithm>
+#include <initializer_list>
 #include <utility>
 
 #include "gemm/grouped_gemm.cuh"
@@ -29,13 +30,11 @@ Problem MakeParams(const GroupedGemm& gemm, GemmParams* p) {
   TensorMap a, b, d;
   switch (gemm.product) {
     case GroupedProduct::kForward:
-    case GroupedProduct::kForwardFew:
       a = rows_of(gemm.a, k), b = weights_of(gemm.b, gemm.num_weights),
       d = rows_of(gemm.d, results);
       p->m = 0, p->n = results, p->k = k;
       break;
     case GroupedProduct::kTransposed:
-    case GroupedProduct::kTransposedFew:
       a = rows_of(gemm.a, n), b = weights_of(gemm.b, gemm.num_weights), d = rows_of(gemm.d, k);
       p->m = 0, p->n = k, p->k = n;
       break;
@@ -79,40 +78,60 @@ Problem MakeParams(const GroupedGemm& gemm, GemmParams* p) {
   return {};
 }
 
-// Launches a kernel. Copies the groups from `gemm` to `params`.
-template <typename F, typename Shared, typename Params, typename Gemm>
-Problem LaunchForm(void (*kernel)(Params), Params params, const Gemm& gemm, cudaStream_t stream) {
-  params.starts = gemm.starts;
-  params.sizes = gemm.sizes;
-  params.weights = gemm.weights;
-  params.num_groups = gemm.num_groups;
-  params.first_spare = static_cast<int32_t>(gemm.num_weights);
-  // With few rows and few tiles, a counter costs more time than it saves.
-  const int64_t columns_of_tiles = ceil_div(params.m, F::kResultM),
+// Prepares a launch: copies the groups to the parameters of each form, and sets the counter of
+// tiles to 0. F is the first form.
+template <typename F, typename Gemm>
+Problem SetGroups(const Gemm& gemm, std::initializer_list<GemmParams*> forms, cudaStream_t stream) {
+  // With few tiles, a counter costs more time than it saves.
+  const int32_t columns = F::kIsTurned ? (*forms.begin())->m : (*forms.begin())->n;
+  const int64_t columns_of_tiles = ceil_div(columns, F::kIsTurned ? F::kResultM : F::kResultN),
                 rows_of_tiles = std::max<int64_t>(gemm.num_groups, gemm.num_rows / RowTiles::kBase);
-  if (F::kRows != Axis::kN ||
-      rows_of_tiles * columns_of_tiles > int64_t{Tuning::kGemmTilesInTurn} * gemm.num_sms) {
-    params.next_tile = gemm.counter;
-    MOE_A2A_TRY(ProblemOf(cudaMemsetAsync(params.next_tile, 0, sizeof(int32_t), stream)));
+  const bool is_in_turn =
+      F::kRows != Axis::kK &&
+      rows_of_tiles * columns_of_tiles <= int64_t{Tuning::kGemmTilesInTurn} * gemm.num_sms;
+  for (GemmParams* params : forms) {
+    params->starts = gemm.starts;
+    params->sizes = gemm.sizes;
+    params->weights = gemm.weights;
+    params->num_groups = gemm.num_groups;
+    params->first_spare = static_cast<int32_t>(gemm.num_weights);
+    params->next_tile = is_in_turn ? nullptr : gemm.counter;
   }
+  if (is_in_turn) return {};
+  return ProblemOf(cudaMemsetAsync(gemm.counter, 0, sizeof(int32_t), stream));
+}
+
+template <typename Params>
+Problem LaunchKernel(void (*kernel)(Params), const Params& params, unsigned blocks, size_t bytes,
+                     int num_sms, cudaStream_t stream) {
   cudaLaunchAttribute cluster = {};
   cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {F::kBlocks, 1, 1};
+  cluster.val.clusterDim = {blocks, 1, 1};
   cudaLaunchConfig_t config = {};
-  config.gridDim = std::max(1, gemm.num_sms / F::kBlocks) * F::kBlocks;
+  config.gridDim = std::max(1u, num_sms / blocks) * blocks;
   config.blockDim = kGemmThreads;
-  config.dynamicSmemBytes = sizeof(Shared);
+  config.dynamicSmemBytes = bytes;
   config.stream = stream;
   config.attrs = &cluster;
   config.numAttrs = 1;
   return ProblemOf(cudaLaunchKernelEx(&config, kernel, params));
 }
 
-template <typename T, typename F>
-Problem Launch(const GroupedGemm& gemm, cudaStream_t stream) {
-  GemmParams params = {};
-  MOE_A2A_TRY(MakeParams<F>(gemm, &params));
-  return LaunchForm<F, GemmShared<F>>(grouped_gemm<T, F>, params, gemm, stream);
+template <typename T, typename... Forms>
+cudaError_t Load(Types<Forms...>) {
+  return cudaFuncSetAttribute(grouped_gemm<T, Forms...>,
+                              cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes<Forms...>);
+}
+
+template <typename T, typename F, typename... Few>
+Problem Launch(const GroupedGemm& gemm, cudaStream_t stream, Types<F, Few...>) {
+  ParamsOf<GemmParams, F, Few...> params = {};
+  GemmParams* const last = &params.of[sizeof...(Few)];
+  MOE_A2A_TRY(MakeParams<F>(gemm, params.of));
+  if constexpr (sizeof...(Few) > 0) MOE_A2A_TRY(MakeParams<Few...>(gemm, last));
+  MOE_A2A_TRY(SetGroups<F>(gemm, {params.of, last}, stream));
+  return LaunchKernel(grouped_gemm<T, F, Few...>, params, F::kBlocks, kSharedBytes<F, Few...>,
+                      gemm.num_sms, stream);
 }
 
 }  // namespace moe_a2a::gemm

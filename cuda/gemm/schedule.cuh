@@ -35,7 +35,7 @@ __device__ inline bool shares_a(const Work& work) {
 // group therefore has pairs of tiles of kBase rows, and then up to four tiles for the remaining
 // rows. These last tiles have equal extents. with_extent() lists the possible extents.
 struct RowTiles {
-  static constexpr int kBase = 128, kMost = Tuning::kFew.n;
+  static constexpr int kBase = kBaseRows, kMost = Tuning::kFew.n;
   int32_t full;  // tiles of kBase rows
   int32_t last;  // tiles of `extent` rows
   int32_t extent;

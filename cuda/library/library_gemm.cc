@@ -35,7 +35,7 @@ struct Description {
 Problem Describe(const CublasLt& library, const GroupedGemm& gemm, int num_sms,
                  const int32_t* dimensions, Description* made) {
   const bool is_gradient = gemm.product == GroupedProduct::kWeightGradient,
-             transposes = is_transposed(gemm.product);
+             transposes = gemm.product == GroupedProduct::kTransposed;
   MOE_A2A_TRY(
       Check("MatmulDescInit", library.init_description(&made->call, sizeof(made->call),
                                                        CublasLt::kComputeFloat, CublasLt::kFloat)));
@@ -64,7 +64,7 @@ Problem Describe(const CublasLt& library, const GroupedGemm& gemm, int num_sms,
 Problem Find(const CublasLt& library, void* handle, const Description& product,
              const GroupedGemm& gemm, int64_t rows, CublasLt::Algorithm* algorithm) {
   int64_t first = gemm.n, second = rows, reduction = gemm.k;
-  if (is_transposed(gemm.product)) std::swap(first, reduction);
+  if (gemm.product == GroupedProduct::kTransposed) std::swap(first, reduction);
   if (gemm.product == GroupedProduct::kWeightGradient) std::swap(second, reduction);
   CublasLt::Object preference;
   MOE_A2A_TRY(
@@ -108,7 +108,7 @@ Problem LaunchLibraryGemm(const LibraryGemm& gemm, int num_sms, cudaStream_t str
     return "this process has no cuBLASLt with grouped products. Lower the program again";
   }
   const bool is_gradient = gemm.product == GroupedProduct::kWeightGradient,
-             transposes = is_transposed(gemm.product);
+             transposes = gemm.product == GroupedProduct::kTransposed;
   const auto data = [](const void* array) { return static_cast<char*>(const_cast<void*>(array)); };
   const auto rows = [&](const void* array, int64_t columns) -> GroupedArray {
     return {data(array), columns * kElementBytes, -1};

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from ..group import native
 from ..grouped import lowering as grouped
-from ..grouped.lowering import FORWARD, FORWARD_FEW, call, flat, sizes_of, table
+from ..grouped.lowering import call, flat, sizes_of, table
 from ..grouped.reference import arrays_of
 from .activations import KINDS, FusedActivation
 
@@ -83,14 +83,12 @@ def _product(
         bias2 = biases[0] if len(biases) == 1 else jnp.concatenate(biases)
     groups = table(sizes, rows.shape[:-2], num_rows, *leads, has_tail=False)
     rows2 = flat(rows, 2)
-    few = num_rows <= grouped.FEW_ROWS * sizes.shape[-1]
     results = [(rows2.shape[0], columns), (rows2.shape[0], width) if keep else (0,)]
     h, pre = call(
         "moe_a2a_dot_act",
         [jax.ShapeDtypeStruct(shape, rows.dtype) for shape in results],
         (rows2, w3, groups, bias2, weights.reshape(-1), *spare),
         None,
-        product=FORWARD_FEW if few else FORWARD,
         **attributes,
     )
     found = [h, pre] if keep else [h]

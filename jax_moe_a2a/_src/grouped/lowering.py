@@ -22,9 +22,7 @@ from .reference import groups_of, sum_lead
 
 TARGET = "moe_a2a_grouped_gemm"
 # The values of GroupedProduct in cuda/gemm/grouped_gemm.h (tests/test_layout.py compares them).
-FORWARD, FORWARD_FEW, TRANSPOSED, TRANSPOSED_FEW, WEIGHT_GRADIENT = range(5)
-# If groups have at most this many rows on average, tiles of few rows are faster.
-FEW_ROWS = native.tuning("GEMM_FEW_ROWS")
+FORWARD, TRANSPOSED, WEIGHT_GRADIENT = range(3)
 # A tile of a weight gradient has TILE_ROWS rows, and twice as many columns.
 TILE_ROWS = 128
 CAPABILITY = "9.0"  # kGemmCapability in cuda/gemm/grouped_gemm.h
@@ -171,13 +169,12 @@ def kernel_dot(
 ) -> jax.Array:
     """Compute ``grouped_dot_p`` with the kernel or with cuBLASLt."""
     num_rows, columns = rows.shape[-2], w.shape[-2 if transposed else -1]
-    few = num_rows <= FEW_ROWS * sizes.shape[-1]
-    forms = (TRANSPOSED, TRANSPOSED_FEW) if transposed else (FORWARD, FORWARD_FEW)
+    product = TRANSPOSED if transposed else FORWARD
     leads = [x.shape[:-2] for x in (w, *spare)]
     groups = table(sizes, rows.shape[:-2], num_rows, *leads, has_tail=tail == "zero")
     rows2, *ws = flat(rows, 2), *(flat(x, 3) for x in (w, *spare))
     out = jax.ShapeDtypeStruct((rows2.shape[0], columns), dtype)
-    result = _gemm(out, (rows2, ws[0], groups, *ws[1:]), num_sms, forms[few], by_library)
+    result = _gemm(out, (rows2, ws[0], groups, *ws[1:]), num_sms, product, by_library)
     return result.reshape(*rows.shape[:-1], columns)
 
 

@@ -24,7 +24,6 @@ from .. import compat, scopes
 from ..ad import is_zero, zero_tangent
 from ..checks import Tail, as_array, short
 from ..formats.formats import BlockwiseFp8, Quantized
-from ..group import native
 from . import lowering as lowered
 from . import reference
 from .primitives import bind, bind_dot, register, rows_like
@@ -41,8 +40,6 @@ from .weights import (
 
 RESULT_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
 TARGET = "moe_a2a_fp8_gemm"
-# If groups have at most this many rows on average, tiles of few rows are faster.
-FEW_ROWS = native.tuning("FP8_FEW_ROWS")
 NO_GRADIENT = (
     "an array in FP8 has no gradient, and no product of grouped_dot passes a gradient through it. "
     "Differentiate a layer with ma.quantize_experts(w, trainable=True) of float weights w; or "
@@ -237,19 +234,17 @@ def _kernel(
     num_sms: int | None,
 ) -> jax.Array:
     num_rows, columns = values.shape[-2], w_values.shape[-2]
-    few = num_rows <= FEW_ROWS * sizes.shape[-1]
     # ``vmap`` may map only values or only scales. The kernel reads both at the same index.
     pairs = _pairs(w_values, w_scales, *spare)
     leads, flat_values, flat_scales = zip(*(lowered.aligned(*pair, 3) for pair in pairs))
     groups = lowered.table(sizes, values.shape[:-2], num_rows, *leads, has_tail=tail == "zero")
     rows2 = lowered.flat(values, 2)
     out = jax.ShapeDtypeStruct((rows2.shape[0], columns), dtype)
-    product = lowered.FORWARD_FEW if few else lowered.FORWARD
     # The kernel reads one array of scales. Scales are small, so the concatenation is fast.
     scales3 = jnp.concatenate(flat_scales) if spare else flat_scales[0]
     w3, *spare3 = flat_values
     operands = rows2, w3, groups, lowered.flat(scales, 2), scales3, *spare3
-    (result,) = lowered.call(TARGET, [out], operands, num_sms, product=product)
+    (result,) = lowered.call(TARGET, [out], operands, num_sms)
     return result.reshape(*values.shape[:-1], columns)
 
 
