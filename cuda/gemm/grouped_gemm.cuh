@@ -13,7 +13,8 @@
 // one of the storing warps stores them (gemm/store_queue.cuh). Many results are written while the
 // next tile's products run. The first of kBlocks blocks takes tiles, from a counter or in turn, and
 // tells the other one. Any number of blocks completes the work. With a counter, blocks that start
-// late take fewer tiles.
+// late take fewer tiles. A tile is taken only when the loader soon needs it, because a slow block
+// must not hold tiles that other blocks could start earlier.
 //
 // Forms: a kernel may have a form for many rows in a group and one for few rows. Each block adds up
 // the sizes of all groups and chooses the faster form, so all blocks choose the same form.
@@ -38,6 +39,7 @@
 namespace moe_a2a::gemm {
 
 constexpr int kWorkEntries = 2;
+constexpr int kStepsAhead = Tuning::kGemmStepsAhead;
 static_assert(sizeof(Work) == sizeof(int4), "an entry of work is sent in one store");
 
 template <typename F>
@@ -48,6 +50,7 @@ struct alignas(1024) GemmShared {
   uint64_t loaded[F::kStages], released[F::kStages];
   // work_read: all warps of this block (in the first of two blocks: of both) have read it.
   uint64_t work_sent[kWorkEntries], work_read[kWorkEntries];
+  uint64_t tile_wanted;  // the loader soon needs one more tile
   Work work[kWorkEntries];
   StoreQueue<F> stores[kConsumerGroups];
 };
@@ -140,7 +143,12 @@ __device__ inline void take_tiles(const GemmParams& p, GemmShared<F>& shared, ui
       return __shfl_sync(kAllLanes, taken, 0);
     };
     int position = blockIdx.x / F::kBlocks;
-    while (true) {
+    Cursor<1> wanted;
+    for (bool is_first = true;; is_first = false) {
+      if (!is_first) {
+        wait_for(&shared.tile_wanted, wanted.parity);
+        wanted.advance();
+      }
       if (p.next_tile != nullptr) position = take();
       const Work work = walk.at(position);
       position += gridDim.x / F::kBlocks;
@@ -197,7 +205,12 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
     const int products = tile.steps(), steps = products + F::kReadStages;
     // A group without weights has one step, past the end of k, where the hardware loads zeros.
     const int32_t first_k = F::kRows != Axis::kK && work.weight < 0 ? p.k : 0;
+    const auto want_tile = [&] {
+      if (is_first_lane && rank == 0) arrive(&shared.tile_wanted);
+    };
+    if (steps < kStepsAhead) want_tile();
     for (int step = 0; step < steps; ++step) {
+      if (step == steps - kStepsAhead) want_tile();
       wait_for(&shared.released[stage.place], stage.parity ^ 1);
       uint64_t* loaded = &shared.loaded[stage.place];
       char* a = shared.a[stage.place];
@@ -419,6 +432,7 @@ __device__ inline void run_block(const GemmParams& p, GemmShared<F>& shared, uin
       init_barrier(&shared.loaded[i], 1);
       init_barrier(&shared.released[i], kConsumerWarps * F::kBlocks);
     }
+    init_barrier(&shared.tile_wanted, 1);
     for (int i = 0; i < kWorkEntries; ++i) {
       init_barrier(&shared.work_sent[i], 1);
       // One arrival for each consumer, for the loader, and for the second block.
