@@ -119,6 +119,9 @@ struct Sm90 {
   // "Between few and many rows": a tile of kFew takes as long as this many more steps of the form
   // for many rows, without and with an activation.
   static constexpr int kFewMoreSteps = 5, kFewMoreStepsToActivate = 12;
+  // The same: if arrays have at most this number of rows for each group, launches do not choose,
+  // but always use the form for few rows.
+  static constexpr int kFewRowsOfGroup = 64;
 };
 
 // The numbers for MOE_A2A_ARCHITECTURE. With a struct Sm100 for 10.0 and newer:

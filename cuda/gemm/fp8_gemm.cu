@@ -5,10 +5,10 @@
 
 namespace moe_a2a {
 namespace gemm {
-namespace {
 
 template <typename F>
-Problem MakeFp8Params(const Fp8Gemm& gemm, int bytes, Fp8Params* p) {
+Problem MakeParams(const Fp8Gemm& gemm, Fp8Params* p) {
+  const int bytes = element_bytes(gemm.type);
   constexpr int kRowsOfBox = F::kIsTurned ? F::kRowsOfBoxB : kBoxElements;
   constexpr int kColumnsOfBox = F::kIsTurned ? kBoxElements : F::kRowsOfBoxB;
   const TensorMap rows = {1, gemm.rows, gemm.k, true, 0, 0, kFp8Block, kRowsOfBox};
@@ -33,39 +33,22 @@ Problem MakeFp8Params(const Fp8Gemm& gemm, int bytes, Fp8Params* p) {
   return {};
 }
 
-template <bool kWholeTurns>
-using Fp8Many = Fp8Form<Axis::kM, 128, 192, 2, 4, kWholeTurns>;
-using Fp8Few = Fp8Form<Axis::kN, 256, 64, 1, 4>;
-
-template <typename T, typename F>
-struct Fp8Kernel {
-  static constexpr auto kKernel = fp8_gemm<T, F, Fp8Few>;
-  static constexpr size_t kBytes = std::max(sizeof(Fp8Shared<F>), sizeof(Fp8Shared<Fp8Few>));
-
-  static cudaError_t Load() {
-    return cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  }
-  static Problem Launch(const Fp8Gemm& gemm, cudaStream_t stream) {
-    ParamsOf<Fp8Params, F, Fp8Few> params = {};
-    auto& [many, few] = params.of;
-    MOE_A2A_TRY(MakeFp8Params<F>(gemm, Element<T>::kBytes, &many));
-    MOE_A2A_TRY(MakeFp8Params<Fp8Few>(gemm, Element<T>::kBytes, &few));
-    MOE_A2A_TRY(SetGroups<Fp8Few>(gemm, {&few, &many}, stream));
-    return LaunchKernel(kKernel, params, F::kBlocks, kBytes, gemm.num_sms, stream);
-  }
-};
-
-}  // namespace
 }  // namespace gemm
 
 namespace {
 
-// Calls body(Type<type of results>, Type<form for many rows>) for every kernel.
+constexpr int kStages = 4;
+template <bool kWholeTurns>
+using Many = gemm::Fp8Form<gemm::Axis::kM, 128, 192, 2, kStages, kWholeTurns>;
+using Few = gemm::Fp8Form<gemm::Axis::kN, 256, 64, 1, kStages>;
+
+// Calls body(Type<type of results>, Constant<kWholeTurns>, Types<forms...>) for every kernel.
 template <typename Body>
 void each_fp8_kernel(Body&& body) {
   for_each(Types<__nv_bfloat16, float>{}, [&](auto element) {
-    for_each(Types<gemm::Fp8Many<true>, gemm::Fp8Many<false>>{},
-             [&](auto form) { body(element, form); });
+    for_each(Constants<true, false>{}, [&](auto whole_turns) {
+      body(element, whole_turns, Types<Many<decltype(whole_turns)::value>, Few>{});
+    });
   });
 }
 
@@ -73,9 +56,9 @@ void each_fp8_kernel(Body&& body) {
 
 cudaError_t LoadFp8Gemm() {
   cudaError_t error = cudaSuccess;
-  each_fp8_kernel([&](auto element, auto form) {
-    using Kernel = gemm::Fp8Kernel<typename decltype(element)::type, typename decltype(form)::type>;
-    if (error == cudaSuccess) error = Kernel::Load();
+  each_fp8_kernel([&](auto element, auto, auto forms) {
+    using Kernels = gemm::Fp8Kernels<typename decltype(element)::type>;
+    if (error == cudaSuccess) error = gemm::Load<Kernels>(forms);
   });
   return error;
 }
@@ -83,14 +66,11 @@ cudaError_t LoadFp8Gemm() {
 Problem LaunchFp8Gemm(const Fp8Gemm& gemm, cudaStream_t stream) {
   if (gemm.num_rows == 0 || gemm.num_groups == 0) return "";
   Problem problem = "the FP8 kernel has no such element type";
-  bool is_launched = false;
-  each_fp8_kernel([&](auto element, auto form) {
+  const bool has_whole_turns = gemm.k % (kFp8Block * kStages) == 0;
+  each_fp8_kernel([&](auto element, auto whole_turns, auto forms) {
     using T = typename decltype(element)::type;
-    using F = typename decltype(form)::type;
-    if (is_launched || gemm.type != Element<T>::kType) return;
-    if (F::kWholeTurns && gemm.k % (F::kStepK * F::kStages) != 0) return;
-    is_launched = true;
-    problem = gemm::Fp8Kernel<T, F>::Launch(gemm, stream);
+    if (gemm.type != Element<T>::kType || has_whole_turns != whole_turns.value) return;
+    problem = gemm::Launch<gemm::Fp8Kernels<T>>(gemm, stream, forms);
   });
   return problem;
 }

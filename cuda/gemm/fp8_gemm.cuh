@@ -388,21 +388,18 @@ __device__ inline void multiply_fp8_tiles(const Fp8Params& p, Fp8Shared<F>& shar
   writer.end();
 }
 
-template <typename T, typename F>
-__device__ inline void run_fp8_form(const Fp8Params& p, char* memory) {
-  auto& shared = *reinterpret_cast<Fp8Shared<F>*>(memory);
-  static_assert(sizeof(shared) <= Tuning::kMaxSharedBytes);
-  const uint32_t rank = F::kBlocks == 1 ? 0 : cluster_rank();
-  run_block<T, F>(p, shared, rank, [&] { multiply_fp8_tiles<T, F>(p, shared, rank); });
-}
+// The kernels of FP8 products with results of type T.
+template <typename T>
+struct Fp8Kernels {
+  using Params = Fp8Params;
+  using Result = T;
+  template <typename F>
+  using Shared = Fp8Shared<F>;
 
-// Computes a product in the form F, or in the form Few if it is faster.
-template <typename T, typename F, typename Few>
-__global__ void __launch_bounds__(kGemmThreads, 1)
-    fp8_gemm(const __grid_constant__ ParamsOf<Fp8Params, F, Few> p) {
-  MOE_A2A_DYNAMIC_SHARED(1024, char, memory);
-  if (has_few_rows<Few>(p.of[0])) return run_fp8_form<T, Few>(p.of[1], memory);
-  run_fp8_form<T, F>(p.of[0], memory);
-}
+  template <typename F>
+  static __device__ void multiply(const Params& p, Shared<F>& shared, uint32_t rank) {
+    multiply_fp8_tiles<T, F>(p, shared, rank);
+  }
+};
 
 }  // namespace moe_a2a::gemm

@@ -49,7 +49,7 @@ cudaError_t LoadGroupedGemm() {
   cudaError_t error = cudaSuccess;
   each_kernel([&](GroupedProduct, Epilogue, auto element, auto forms) {
     using T = typename decltype(element)::type;
-    if (error == cudaSuccess) error = gemm::Load<T>(forms);
+    if (error == cudaSuccess) error = gemm::Load<gemm::GroupedKernels<T>>(forms);
   });
   return error;
 }
@@ -63,7 +63,7 @@ Problem LaunchGroupedGemm(const GroupedGemm& gemm, cudaStream_t stream) {
   each_kernel([&](GroupedProduct product, Epilogue epilogue, auto element, auto forms) {
     using T = typename decltype(element)::type;
     if (gemm.product != product || wanted != epilogue || gemm.type != Element<T>::kType) return;
-    problem = gemm::Launch<T>(gemm, stream, forms);
+    problem = gemm::Launch<gemm::GroupedKernels<T>>(gemm, stream, forms);
   });
   return problem;
 }

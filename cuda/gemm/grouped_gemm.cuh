@@ -16,8 +16,9 @@
 // late take fewer tiles. A tile is taken only when the loader soon needs it, because a slow block
 // must not hold tiles that other blocks could start earlier.
 //
-// Forms: a kernel may have a form for many rows in a group and one for few rows. Each block adds up
-// the sizes of all groups and chooses the faster form, so all blocks choose the same form.
+// Forms: a kernel has one form, or a form for many rows in a group and one for few rows. Then each
+// block adds up the sizes of all groups and chooses the faster form, so all blocks choose the same
+// form.
 //
 // For an epilogue that reads an array, such as pre-activations, the loader fills kReadStages stages
 // after a tile's operands. A block uses all these stages, even for fewer columns. Consumers
@@ -54,10 +55,6 @@ struct alignas(1024) GemmShared {
   Work work[kWorkEntries];
   StoreQueue<F> stores[kConsumerGroups];
 };
-
-// The bytes of shared memory of a kernel of these forms.
-template <typename... Forms>
-constexpr size_t kSharedBytes = std::max({sizeof(GemmShared<Forms>)...});
 
 template <Major kMajor>
 __device__ inline Box box_of(const Plane& plane, int32_t mn, int32_t k) {
@@ -478,24 +475,43 @@ __device__ inline bool has_few_rows(const GemmParams& p) {
   return __syncthreads_or(is_faster);
 }
 
-template <typename T, typename F>
-__device__ inline void run_form(const GemmParams& p, char* memory) {
-  auto& shared = *reinterpret_cast<GemmShared<F>*>(memory);
+// The kernels of grouped_dot for elements T. Results have type T, too.
+template <typename T>
+struct GroupedKernels {
+  using Params = GemmParams;
+  using Result = T;
+  template <typename F>
+  using Shared = GemmShared<F>;
+
+  template <typename F>
+  static __device__ void multiply(const Params& p, Shared<F>& shared, uint32_t rank) {
+    multiply_tiles<T, F>(p, shared, rank);
+  }
+};
+
+// The bytes of shared memory of a kernel of these forms.
+template <typename Kernels, typename... Forms>
+constexpr size_t kSharedBytes = std::max({sizeof(typename Kernels::template Shared<Forms>)...});
+
+template <typename Kernels, typename F>
+__device__ inline void run_form(const typename Kernels::Params& p, char* memory) {
+  auto& shared = *reinterpret_cast<typename Kernels::template Shared<F>*>(memory);
   const uint32_t rank = F::kBlocks == 1 ? 0 : cluster_rank();
-  run_block<T, F>(p, shared, rank, [&] { multiply_tiles<T, F>(p, shared, rank); });
+  run_block<typename Kernels::Result, F>(p, shared, rank,
+                                         [&] { Kernels::template multiply<F>(p, shared, rank); });
 }
 
 // Computes a product in the first form, or in the second form if it is faster.
-template <typename T, typename F, typename... Few>
+template <typename Kernels, typename F, typename... Few>
 __global__ void __launch_bounds__(kGemmThreads, 1)
-    grouped_gemm(const __grid_constant__ ParamsOf<GemmParams, F, Few...> p) {
-  static_assert(kSharedBytes<F, Few...> <= Tuning::kMaxSharedBytes);
+    grouped_gemm(const __grid_constant__ ParamsOf<typename Kernels::Params, F, Few...> p) {
+  static_assert(kSharedBytes<Kernels, F, Few...> <= Tuning::kMaxSharedBytes);
   MOE_A2A_DYNAMIC_SHARED(1024, char, memory);
   if constexpr (sizeof...(Few) > 0) {
-    static_assert(sizeof...(Few) == 1 && ((Few::kBlocks == F::kBlocks) && ...));
-    if (has_few_rows<Few...>(p.of[0])) return run_form<T, Few...>(p.of[1], memory);
+    static_assert(sizeof...(Few) == 1);
+    if (has_few_rows<Few...>(p.of[0])) return run_form<Kernels, Few...>(p.of[1], memory);
   }
-  run_form<T, F>(p.of[0], memory);
+  run_form<Kernels, F>(p.of[0], memory);
 }
 
 }  // namespace moe_a2a::gemm

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <initializer_list>
 #include <utility>
 
 #include "gemm/grouped_gemm.cuh"
@@ -78,60 +77,65 @@ Problem MakeParams(const GroupedGemm& gemm, GemmParams* p) {
   return {};
 }
 
-// Prepares a launch: copies the groups to the parameters of each form, and sets the counter of
-// tiles to 0. F is the first form.
+// Returns true if clusters take tiles in turn. With few tiles, a counter costs more time than it
+// saves.
 template <typename F, typename Gemm>
-Problem SetGroups(const Gemm& gemm, std::initializer_list<GemmParams*> forms, cudaStream_t stream) {
-  // With few tiles, a counter costs more time than it saves.
-  const int32_t columns = F::kIsTurned ? (*forms.begin())->m : (*forms.begin())->n;
-  const int64_t columns_of_tiles = ceil_div(columns, F::kIsTurned ? F::kResultM : F::kResultN),
-                rows_of_tiles = std::max<int64_t>(gemm.num_groups, gemm.num_rows / RowTiles::kBase);
-  const bool is_in_turn =
-      F::kRows != Axis::kK &&
-      rows_of_tiles * columns_of_tiles <= int64_t{Tuning::kGemmTilesInTurn} * gemm.num_sms;
-  for (GemmParams* params : forms) {
-    params->starts = gemm.starts;
-    params->sizes = gemm.sizes;
-    params->weights = gemm.weights;
-    params->num_groups = gemm.num_groups;
-    params->first_spare = static_cast<int32_t>(gemm.num_weights);
-    params->next_tile = is_in_turn ? nullptr : gemm.counter;
-  }
-  if (is_in_turn) return {};
-  return ProblemOf(cudaMemsetAsync(gemm.counter, 0, sizeof(int32_t), stream));
+bool TakesInTurn(const Gemm& gemm, const GemmParams& p) {
+  const int64_t columns = F::kIsTurned ? ceil_div(p.m, F::kResultM) : ceil_div(p.n, F::kResultN);
+  const int64_t rows = std::max<int64_t>(gemm.num_groups, gemm.num_rows / kBaseRows);
+  return F::kRows != Axis::kK && rows * columns <= int64_t{Tuning::kGemmTilesInTurn} * gemm.num_sms;
 }
 
-template <typename Params>
-Problem LaunchKernel(void (*kernel)(Params), const Params& params, unsigned blocks, size_t bytes,
-                     int num_sms, cudaStream_t stream) {
+template <typename Gemm>
+void SetGroups(const Gemm& gemm, int32_t* next_tile, GemmParams* p) {
+  p->starts = gemm.starts;
+  p->sizes = gemm.sizes;
+  p->weights = gemm.weights;
+  p->num_groups = gemm.num_groups;
+  p->first_spare = static_cast<int32_t>(gemm.num_weights);
+  p->next_tile = next_tile;
+}
+
+// Prepares all kernels that Launch() may launch with these forms.
+template <typename Kernels, typename F, typename... Few>
+cudaError_t Load(Types<F, Few...>) {
+  if constexpr (sizeof...(Few) > 0) {
+    if (const cudaError_t error = Load<Kernels>(Types<Few...>{}); error != cudaSuccess)
+      return error;
+  }
+  return cudaFuncSetAttribute(grouped_gemm<Kernels, F, Few...>,
+                              cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              kSharedBytes<Kernels, F, Few...>);
+}
+
+// Launches the kernel of F, or of F and its form for few rows.
+template <typename Kernels, typename Gemm, typename F, typename... Few>
+Problem Launch(const Gemm& gemm, cudaStream_t stream, Types<F, Few...>) {
+  if constexpr (sizeof...(Few) > 0) {
+    // The groups have few rows on average, so the kernel need not choose.
+    if (gemm.num_rows <= int64_t{Tuning::kFewRowsOfGroup} * gemm.num_groups) {
+      return Launch<Kernels>(gemm, stream, Types<Few...>{});
+    }
+  }
+  ParamsOf<typename Kernels::Params, F, Few...> params = {};
+  MOE_A2A_TRY(MakeParams<F>(gemm, &params.of[0]));
+  if constexpr (sizeof...(Few) > 0) MOE_A2A_TRY(MakeParams<Few...>(gemm, &params.of[1]));
+  const bool is_in_turn = TakesInTurn<F>(gemm, params.of[0]);
+  for (GemmParams& p : params.of) SetGroups(gemm, is_in_turn ? nullptr : gemm.counter, &p);
+  if (!is_in_turn) {
+    MOE_A2A_TRY(ProblemOf(cudaMemsetAsync(gemm.counter, 0, sizeof(int32_t), stream)));
+  }
   cudaLaunchAttribute cluster = {};
   cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {blocks, 1, 1};
+  cluster.val.clusterDim = {F::kBlocks, 1, 1};
   cudaLaunchConfig_t config = {};
-  config.gridDim = std::max(1u, num_sms / blocks) * blocks;
+  config.gridDim = std::max(1, gemm.num_sms / F::kBlocks) * F::kBlocks;
   config.blockDim = kGemmThreads;
-  config.dynamicSmemBytes = bytes;
+  config.dynamicSmemBytes = kSharedBytes<Kernels, F, Few...>;
   config.stream = stream;
   config.attrs = &cluster;
   config.numAttrs = 1;
-  return ProblemOf(cudaLaunchKernelEx(&config, kernel, params));
-}
-
-template <typename T, typename... Forms>
-cudaError_t Load(Types<Forms...>) {
-  return cudaFuncSetAttribute(grouped_gemm<T, Forms...>,
-                              cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes<Forms...>);
-}
-
-template <typename T, typename F, typename... Few>
-Problem Launch(const GroupedGemm& gemm, cudaStream_t stream, Types<F, Few...>) {
-  ParamsOf<GemmParams, F, Few...> params = {};
-  GemmParams* const last = &params.of[sizeof...(Few)];
-  MOE_A2A_TRY(MakeParams<F>(gemm, params.of));
-  if constexpr (sizeof...(Few) > 0) MOE_A2A_TRY(MakeParams<Few...>(gemm, last));
-  MOE_A2A_TRY(SetGroups<F>(gemm, {params.of, last}, stream));
-  return LaunchKernel(grouped_gemm<T, F, Few...>, params, F::kBlocks, kSharedBytes<F, Few...>,
-                      gemm.num_sms, stream);
+  return ProblemOf(cudaLaunchKernelEx(&config, grouped_gemm<Kernels, F, Few...>, params));
 }
 
 }  // namespace moe_a2a::gemm

@@ -32,17 +32,17 @@ __device__ inline bool shares_a(const Work& work) {
 // The tiles of a group's rows with F::kVaries.
 //
 // Loads limit the speed of a tile of few rows, and an odd tile shares fewer loads than a pair. A
-// group therefore has pairs of tiles of kBase rows, and then up to four tiles for the remaining
+// group therefore has pairs of tiles of kBaseRows rows, and then up to four tiles for the remaining
 // rows. These last tiles have equal extents. with_extent() lists the possible extents.
 struct RowTiles {
-  static constexpr int kBase = kBaseRows, kMost = Tuning::kFew.n;
-  int32_t full;  // tiles of kBase rows
+  static constexpr int kMost = Tuning::kFew.n;
+  int32_t full;  // tiles of kBaseRows rows
   int32_t last;  // tiles of `extent` rows
   int32_t extent;
 
   __device__ explicit RowTiles(int32_t size) {
-    full = max(0, size / (2 * kBase) - 1) * 2;
-    const int32_t rest = size - full * kBase;  // less than 4 * kBase
+    full = max(0, size / (2 * kBaseRows) - 1) * 2;
+    const int32_t rest = size - full * kBaseRows;  // less than 4 * kBaseRows
     last = (rest + kMost - 1) / kMost;
     const int32_t rows = last == 0 ? 0 : (rest + last - 1) / last;
     const int step = rows <= 96 ? 32 : rows <= 112 ? 16 : 8;
@@ -71,9 +71,9 @@ struct Tile {
     if constexpr (F::kVaries) {
       const RowTiles tiles(work.size);
       const bool is_last = n_tile >= tiles.full;
-      n = is_last ? tiles.full * RowTiles::kBase + (n_tile - tiles.full) * tiles.extent
-                  : n_tile * RowTiles::kBase;
-      extent = is_last ? tiles.extent : RowTiles::kBase;
+      n = is_last ? tiles.full * kBaseRows + (n_tile - tiles.full) * tiles.extent
+                  : n_tile * kBaseRows;
+      extent = is_last ? tiles.extent : kBaseRows;
       end_n = min(end_n, n + extent);
     } else {
       n = n_tile * F::kResultN;
