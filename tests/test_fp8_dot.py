@@ -41,6 +41,7 @@ CASES = dict(
     odd_columns=(9, 128, 12, [4, 3]),
 )
 # These sizes are near multiples of the kernel's tiles (128 rows by 192 columns, 64 by 256).
+FEW_ROWS = [63, 64, 1, 0, 65, 17, 64, 2, 48, 5]
 HOSTILE = dict(
     one_row=(1, 128, 8, [1]),
     all_empty=(70, 256, 136, [0, 0, 0]),
@@ -48,7 +49,8 @@ HOSTILE = dict(
     one_row_each=(40, 384, 264, [1] * 37),
     edges=(970, 256, 200, [127, 1, 128, 129, 63, 64, 65, 0, 191, 193]),
     many_groups=(800, 256, 136, [7 * i % 23 for i in range(70)]),
-    few_rows=(340, 256, 200, [63, 64, 1, 0, 65, 17, 64, 2, 48, 5]),
+    few_rows=(700, 256, 200, FEW_ROWS),
+    only_few_rows=(340, 256, 200, FEW_ROWS),  # the kernel does not choose a form
     one_group=(300, 1152, 392, [300]),
     all_but_one_row=(530, 128, 1160, [0, 1, 0, 520]),
     whole_turns=(500, 1024, 264, [129, 0, 255, 91]),  # K is a multiple of 512
@@ -206,7 +208,7 @@ def test_exact_sums_of_hostile_groups(path, case, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_sms", (1, 2, 7, 10_000))
-@pytest.mark.parametrize("case", ("edges", "few_rows"))
+@pytest.mark.parametrize("case", ("edges", "few_rows", "only_few_rows"))
 def test_any_number_of_multiprocessors(path, case, num_sms):
     rows, w = draw_exact(*HOSTILE[case])
     sizes = HOSTILE[case][-1]

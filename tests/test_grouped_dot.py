@@ -146,10 +146,12 @@ CASES = dict(
     odd_columns=(50, 20, 12, [20, 13]),
     adapters=(200, 200, 16, [50, 0, 70, 1, 40]),
 )
-# LARGE is no multiple of the kernel's tiles. For FEW_ROWS, the kernel uses its form for few rows,
-# with tiles of all extents. For `many_groups`, the kernel reads its table in several steps.
+# LARGE is no multiple of the kernel's tiles. For FEW_ROWS, the kernel chooses its form for few
+# rows, with tiles of all extents. For ONLY_FEW_ROWS, it has no other form, because the array is
+# smaller. For `many_groups`, the kernel reads its table in several steps.
 LARGE = 1500, 264, 392, [700, 0, 129, 511]
-FEW_ROWS = 1500, 520, 392, [50, 0, 70, 1, 130, 140, 100, 115, 121, 700, *[1] * 20]
+FEW_ROWS = 2000, 520, 392, [50, 0, 70, 1, 130, 140, 100, 115, 121, 700, *[1] * 20]
+ONLY_FEW_ROWS = 1500, *FEW_ROWS[1:]
 if harness.ON_GPU:
     CASES |= dict(
         no_tail=(161, 64, 72, [50, 0, 70, 1, 40]),
@@ -158,6 +160,7 @@ if harness.ON_GPU:
         many_groups=(330, 64, 64, [(7 * i) % 16 for i in range(40)]),
         large=LARGE,
         few_rows=FEW_ROWS,
+        only_few_rows=ONLY_FEW_ROWS,
     )
 
 
@@ -297,7 +300,9 @@ def test_without_jit_and_with_known_sizes(path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_sms", (1, 2, 7, 10_000))
-@pytest.mark.parametrize("case", (LARGE, FEW_ROWS), ids=("many_rows", "few_rows"))
+@pytest.mark.parametrize(
+    "case", (LARGE, FEW_ROWS, ONLY_FEW_ROWS), ids=("many_rows", "few_rows", "only_few_rows")
+)
 def test_any_number_of_multiprocessors(path, case, num_sms):
     if path != "kernel":
         pytest.skip("other paths ignore num_sms")
