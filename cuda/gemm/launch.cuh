@@ -78,12 +78,14 @@ Problem MakeParams(const GroupedGemm& gemm, GemmParams* p) {
 }
 
 // Returns true if clusters take tiles in turn. With few tiles, a counter costs more time than it
-// saves.
+// saves. There are at most as many rows of tiles as rows.
 template <typename F, typename Gemm>
 bool TakesInTurn(const Gemm& gemm, const GemmParams& p) {
   const int64_t columns = F::kIsTurned ? ceil_div(p.m, F::kResultM) : ceil_div(p.n, F::kResultN);
   const int64_t rows = std::max<int64_t>(gemm.num_groups, gemm.num_rows / kBaseRows);
-  return F::kRows != Axis::kK && rows * columns <= int64_t{Tuning::kGemmTilesInTurn} * gemm.num_sms;
+  return F::kRows != Axis::kK &&
+         (gemm.num_rows * columns <= gemm.num_sms ||
+          rows * columns <= int64_t{Tuning::kGemmTilesInTurn} * gemm.num_sms);
 }
 
 template <typename Gemm>
