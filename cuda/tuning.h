@@ -115,14 +115,11 @@ struct Sm90 {
   // "Between two tiles": a block takes its next tile this number of steps before it loads the tile.
   static constexpr int kGemmStepsAhead = 8;
   // "Few tiles": with at most this number of tiles per block, clusters take tiles in turn. The
-  // number of tiles is estimated for groups that all have rows.
+  // number of tiles is estimated for groups that all have rows (TakesInTurn in gemm/launch.cuh).
   static constexpr int kGemmTilesInTurn = 8;
   // "Between few and many rows": a tile of kFew takes as long as this many more steps of the form
   // for many rows, without and with an activation.
   static constexpr int kFewMoreSteps = 5, kFewMoreStepsToActivate = 12;
-  // The same: if arrays have at most this number of rows for each group, launches do not choose,
-  // but always use the form for few rows.
-  static constexpr int kFewRowsOfGroup = 64;
 };
 
 // The numbers for MOE_A2A_ARCHITECTURE. With a struct Sm100 for 10.0 and newer:

@@ -40,17 +40,22 @@ CASES = dict(
     no_groups=(6, 128, 8, []),
     odd_columns=(9, 128, 12, [4, 3]),
 )
+# Arrays with at most 32 rows for each group have a kernel of only the form for few rows. (With a
+# tail of zeros, the tail is a group.) Of two forms, the kernel chooses this one for FEW_ROWS.
+FEW_ROWS = [63, 64, 1, 0, 65, 17, 64, 2, 48, 5, *[1] * 6]
+MANY_GROUPS = [7 * i % 23 for i in range(70)]
 # These sizes are near multiples of the kernel's tiles (128 rows by 192 columns, 64 by 256).
-FEW_ROWS = [63, 64, 1, 0, 65, 17, 64, 2, 48, 5]
 HOSTILE = dict(
     one_row=(1, 128, 8, [1]),
     all_empty=(70, 256, 136, [0, 0, 0]),
     empty_ends=(90, 128, 128, [0, 0, 60, 20, 0]),
     one_row_each=(40, 384, 264, [1] * 37),
     edges=(970, 256, 200, [127, 1, 128, 129, 63, 64, 65, 0, 191, 193]),
-    many_groups=(800, 256, 136, [7 * i % 23 for i in range(70)]),
+    many_groups=(800, 256, 136, MANY_GROUPS),
+    many_groups_of_two_forms=(2400, 256, 136, MANY_GROUPS),
     few_rows=(700, 256, 200, FEW_ROWS),
-    only_few_rows=(340, 256, 200, FEW_ROWS),  # the kernel does not choose a form
+    few_rows_of_whole_turns=(700, 512, 200, FEW_ROWS),
+    only_few_rows=(340, 256, 200, FEW_ROWS),
     one_group=(300, 1152, 392, [300]),
     all_but_one_row=(530, 128, 1160, [0, 1, 0, 520]),
     whole_turns=(500, 1024, 264, [129, 0, 255, 91]),  # K is a multiple of 512
@@ -208,7 +213,7 @@ def test_exact_sums_of_hostile_groups(path, case, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_sms", (1, 2, 7, 10_000))
-@pytest.mark.parametrize("case", ("edges", "few_rows", "only_few_rows"))
+@pytest.mark.parametrize("case", ("edges", "few_rows", "only_few_rows", "many_groups"))
 def test_any_number_of_multiprocessors(path, case, num_sms):
     rows, w = draw_exact(*HOSTILE[case])
     sizes = HOSTILE[case][-1]

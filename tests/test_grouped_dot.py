@@ -138,7 +138,7 @@ def outer64(x, y, sizes):
 CASES = dict(
     tail=(200, 64, 136, [50, 0, 70, 1, 40]),
     empty_ends=(90, 128, 128, [0, 0, 60, 20, 0]),
-    all_empty=(40, 64, 64, [0, 0, 0]),
+    all_empty=(300, 64, 64, [0, 0, 0]),
     tiles=(700, 256, 128, [130, 0, 257, 1, 200]),
     no_rows=(0, 64, 64, [0, 0]),
     no_groups=(16, 64, 64, []),
@@ -147,10 +147,11 @@ CASES = dict(
     adapters=(200, 200, 16, [50, 0, 70, 1, 40]),
 )
 # LARGE is no multiple of the kernel's tiles. For FEW_ROWS, the kernel chooses its form for few
-# rows, with tiles of all extents. For ONLY_FEW_ROWS, it has no other form, because the array is
-# smaller. For `many_groups`, the kernel reads its table in several steps.
+# rows, with tiles of all extents. Arrays with at most 72 rows for each group, such as
+# ONLY_FEW_ROWS, have a kernel of only this form. (With a tail of zeros, the tail is a group.) For
+# `many_groups`, the kernel reads its table in several steps.
 LARGE = 1500, 264, 392, [700, 0, 129, 511]
-FEW_ROWS = 2000, 520, 392, [50, 0, 70, 1, 130, 140, 100, 115, 121, 700, *[1] * 20]
+FEW_ROWS = 2400, 520, 392, [50, 0, 70, 1, 130, 140, 100, 115, 121, 700, *[1] * 20]
 ONLY_FEW_ROWS = 1500, *FEW_ROWS[1:]
 if harness.ON_GPU:
     CASES |= dict(
@@ -158,6 +159,7 @@ if harness.ON_GPU:
         one_group=(100, 64, 64, [100]),
         one_row_each=(9, 72, 64, [1] * 7),
         many_groups=(330, 64, 64, [(7 * i) % 16 for i in range(40)]),
+        many_groups_of_two_forms=(3100, 64, 64, [(7 * i) % 16 for i in range(40)]),
         large=LARGE,
         few_rows=FEW_ROWS,
         only_few_rows=ONLY_FEW_ROWS,

@@ -35,8 +35,8 @@ constexpr int kGemmThreads = kGroupThreads * (kConsumerGroups + 1);
 constexpr int kBand = Tuning::kGemmBand;
 
 // The rows of a tile of a form for many rows.
-constexpr int kBaseRows = Tuning::kForward.m;
-static_assert(kBaseRows == Tuning::kTransposed.m);
+constexpr int kBaseRows = 128;
+static_assert(kBaseRows == Tuning::kForward.m && kBaseRows == Tuning::kTransposed.m);
 
 // Work::tile has 16 bits for a tile's index along one axis, and 15 bits for the other axis.
 constexpr int64_t kMaxTiles = 1 << 15;

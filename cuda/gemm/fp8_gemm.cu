@@ -37,10 +37,10 @@ Problem MakeParams(const Fp8Gemm& gemm, Fp8Params* p) {
 
 namespace {
 
-constexpr int kStages = 4;
+constexpr int kFp8Stages = 4;
 template <bool kWholeTurns>
-using Many = gemm::Fp8Form<gemm::Axis::kM, 128, 192, 2, kStages, kWholeTurns>;
-using Few = gemm::Fp8Form<gemm::Axis::kN, 256, 64, 1, kStages>;
+using Many = gemm::Fp8Form<gemm::Axis::kM, gemm::kBaseRows, 192, 2, kFp8Stages, kWholeTurns>;
+using Few = gemm::Fp8Form<gemm::Axis::kN, 256, 64, 1, kFp8Stages>;
 
 // Calls body(Type<type of results>, Constant<kWholeTurns>, Types<forms...>) for every kernel.
 template <typename Body>
@@ -66,7 +66,7 @@ cudaError_t LoadFp8Gemm() {
 Problem LaunchFp8Gemm(const Fp8Gemm& gemm, cudaStream_t stream) {
   if (gemm.num_rows == 0 || gemm.num_groups == 0) return "";
   Problem problem = "the FP8 kernel has no such element type";
-  const bool has_whole_turns = gemm.k % (kFp8Block * kStages) == 0;
+  const bool has_whole_turns = gemm.k % (kFp8Block * kFp8Stages) == 0;
   each_fp8_kernel([&](auto element, auto whole_turns, auto forms) {
     using T = typename decltype(element)::type;
     if (gemm.type != Element<T>::kType || has_whole_turns != whole_turns.value) return;

@@ -16,9 +16,9 @@
 // late take fewer tiles. A tile is taken only when the loader soon needs it, because a slow block
 // must not hold tiles that other blocks could start earlier.
 //
-// Forms: a kernel has one form, or a form for many rows in a group and one for few rows. Then each
-// block adds up the sizes of all groups and chooses the faster form, so all blocks choose the same
-// form.
+// Forms: a kernel has one form, or a form for many rows in a group and one for few rows. In a
+// kernel of two forms, each block adds up the sizes of all groups and chooses the faster form, so
+// all blocks choose the same form. gemm/launch.cuh chooses the kernel.
 //
 // For an epilogue that reads an array, such as pre-activations, the loader fills kReadStages stages
 // after a tile's operands. A block uses all these stages, even for fewer columns. Consumers
@@ -29,8 +29,8 @@
 // warps release it for the consumers, when the stores have read it. No cluster waits for another
 // cluster.
 //
-// Launch: kGemmThreads threads, clusters of as many blocks as share loads in any of the kernel's
-// forms. `next_tile` is null or points to a 0.
+// Launch: kGemmThreads threads, clusters of as many blocks as share loads in the first form.
+// `next_tile` is null or points to a 0.
 #pragma once
 
 #include "gemm/epilogue.cuh"
@@ -508,7 +508,7 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
   static_assert(kSharedBytes<Kernels, F, Few...> <= Tuning::kMaxSharedBytes);
   MOE_A2A_DYNAMIC_SHARED(1024, char, memory);
   if constexpr (sizeof...(Few) > 0) {
-    static_assert(sizeof...(Few) == 1);
+    static_assert(sizeof...(Few) == 1 && ((Few::kBlocks <= F::kBlocks) && ...));
     if (has_few_rows<Few...>(p.of[0])) return run_form<Kernels, Few...>(p.of[1], memory);
   }
   run_form<Kernels, F>(p.of[0], memory);

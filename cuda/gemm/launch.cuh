@@ -78,13 +78,13 @@ Problem MakeParams(const GroupedGemm& gemm, GemmParams* p) {
 }
 
 // Returns true if clusters take tiles in turn. With few tiles, a counter costs more time than it
-// saves. There are at most as many rows of tiles as rows.
+// saves. It saves none if there are so few rows that no cluster gets work twice.
 template <typename F, typename Gemm>
 bool TakesInTurn(const Gemm& gemm, const GemmParams& p) {
   const int64_t columns = F::kIsTurned ? ceil_div(p.m, F::kResultM) : ceil_div(p.n, F::kResultN);
   const int64_t rows = std::max<int64_t>(gemm.num_groups, gemm.num_rows / kBaseRows);
   return F::kRows != Axis::kK &&
-         (gemm.num_rows * columns <= gemm.num_sms ||
+         (gemm.num_rows * ceil_div(columns, F::kBlocks) <= gemm.num_sms / F::kBlocks ||
           rows * columns <= int64_t{Tuning::kGemmTilesInTurn} * gemm.num_sms);
 }
 
@@ -114,15 +114,18 @@ cudaError_t Load(Types<F, Few...>) {
 template <typename Kernels, typename Gemm, typename F, typename... Few>
 Problem Launch(const Gemm& gemm, cudaStream_t stream, Types<F, Few...>) {
   if constexpr (sizeof...(Few) > 0) {
-    // The groups have few rows on average, so the kernel need not choose.
-    if (gemm.num_rows <= int64_t{Tuning::kFewRowsOfGroup} * gemm.num_groups) {
+    // If groups have at most half a tile of rows on average, the kernel need not choose.
+    if (((2 * gemm.num_rows <= int64_t{Few::kTileN} * gemm.num_groups) && ...)) {
       return Launch<Kernels>(gemm, stream, Types<Few...>{});
     }
   }
   ParamsOf<typename Kernels::Params, F, Few...> params = {};
   MOE_A2A_TRY(MakeParams<F>(gemm, &params.of[0]));
-  if constexpr (sizeof...(Few) > 0) MOE_A2A_TRY(MakeParams<Few...>(gemm, &params.of[1]));
-  const bool is_in_turn = TakesInTurn<F>(gemm, params.of[0]);
+  bool is_in_turn = TakesInTurn<F>(gemm, params.of[0]);
+  if constexpr (sizeof...(Few) > 0) {
+    MOE_A2A_TRY(MakeParams<Few...>(gemm, &params.of[1]));
+    is_in_turn = TakesInTurn<Few...>(gemm, params.of[1]);
+  }
   for (GemmParams& p : params.of) SetGroups(gemm, is_in_turn ? nullptr : gemm.counter, &p);
   if (!is_in_turn) {
     MOE_A2A_TRY(ProblemOf(cudaMemsetAsync(gemm.counter, 0, sizeof(int32_t), stream)));
