@@ -10,16 +10,18 @@ Some settings have few rows, as in decoding. In the first and the last group, th
 plain products within a tolerance. With --models, the experts are the fused experts of `ma.moe_mlp`
 without biases, and the six products of experts are also timed separately. FP8 experts quantize rows
 and weights. Times of FP8 products do not include quantization. cuBLASLt is timed if JAX's library,
-or the library at --cublas-lt, has grouped products. Samples of all methods are taken in turns.
+or the library at --cublas-lt, has grouped products. Samples of all methods are taken in turns,
+with --models also those of all products, experts and sizes of groups.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import ctypes
 import functools
 import itertools
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -159,9 +161,10 @@ class Work(NamedTuple):
     """operation's name -> operands in FP8."""
 
 
-def normal(seed: int, *shape: int) -> Any:
+@functools.cache
+def normal(seed: int, *shape: int, scale: float = 1) -> Any:
     key = jax.random.key(seed, impl="unsafe_rbg")
-    return jax.random.normal(key, shape, jnp.bfloat16)
+    return jax.random.normal(key, shape, jnp.bfloat16) * scale
 
 
 def one_product(setting: Setting) -> Work:
@@ -203,8 +206,8 @@ def experts(setting: Setting) -> Work:
     sizes = sizes_of(setting)
     rows = normal(0, setting.rows, setting.k)
     # Pre-activations are near 1, where SwiGLU is not linear.
-    w_in = normal(2, setting.groups, setting.k, 2, setting.n // 2) * setting.k**-0.5
-    w_out = normal(3, setting.groups, setting.n // 2, setting.k) * setting.n**-0.5
+    w_in = normal(2, setting.groups, setting.k, 2, setting.n // 2, scale=setting.k**-0.5)
+    w_out = normal(3, setting.groups, setting.n // 2, setting.k, scale=setting.n**-0.5)
     known = jnp.asarray(sizes)
     compare = jax.jit(functools.partial(of_rank.errors, fullest=int(sizes.max())))
 
@@ -224,32 +227,26 @@ def experts(setting: Setting) -> Work:
     return Work((rows, w_in, w_out, known), operation, error, of_op, (w_in, w_out))
 
 
-def measure(run: runs.Run, setting: Setting) -> None:
+class Program(NamedTuple):
+    row: dict[str, Any]
+    """The record's row without times."""
+    flops: int
+    weight_bytes: int
+    compiling: concurrent.futures.Future
+    args: tuple[Any, ...]
+    error: Callable[[Any], float]
+
+
+def start(run: runs.Run, setting: Setting) -> list[Program]:
+    """Start to compile the programs of a setting."""
     runs.say(f"{setting.name}, {setting.sizes}, {setting.rows} rows")
     work = (experts if is_of_experts(setting) else one_product)(setting)
-    made = products()
-    weight_bytes = sum(w.nbytes for w in work.weights)
+    started, made = [], products()
     for op, flops in work.flops.items():
-        methods = [name for name, ops in setting.methods.items() if op in ops and name in made]
-        calls, args = {}, {}
-        for method in methods:
-            call, args[method] = work.operation(made[method], op), work.args
+        for method in (name for name, ops in setting.methods.items() if op in ops and name in made):
+            call, args = work.operation(made[method], op), work.args
             if method == FP8 and work.in_fp8:
-                call, args[method] = ma.grouped_dot, work.in_fp8(op)
-            calls[method] = jax.jit(call).lower(*args[method])
-        compiling = {method: run.compile(lowered) for method, lowered in calls.items()}
-        run.wait()
-        samplers = {}
-        for method, job in compiling.items():
-            what = f"{setting.name}, {setting.sizes}, {setting.rows} rows, {op} by {method}"
-            with run.attempt(what):
-                call = job.result()
-                error = work.error(op, call(*args[method]))
-                if not error < (FP8_TOLERANCE if method == FP8 else TOLERANCE):
-                    raise AssertionError(f"the result is wrong by {error:.1e} of it")
-                samplers[method] = timing.sampler(call, args[method], 1, run.sample_seconds)
-        for method, us in timing.take_turns(samplers, run.samples).items():
-            times = {name: round(value, 1) for name, value in timing.Timing.of(us).row().items()}
+                call, args = ma.grouped_dot, work.in_fp8(op)
             row = dict(
                 sweep=run.record["sweeps"][0],
                 method=method,
@@ -260,11 +257,35 @@ def measure(run: runs.Run, setting: Setting) -> None:
                 groups=setting.groups,
                 k=setting.k,
                 n=setting.n,
-                **times,
-                tflops=round(flops / statistics.median(us) * 1e-6, 1),
-                weight_gb_per_s=round(weight_bytes / statistics.median(us) * 1e-3, 1),
             )
-            run.add(row)
+            compiling = run.compile(jax.jit(call).lower(*args))
+            weight_bytes = sum(w.nbytes for w in work.weights)
+            error = functools.partial(work.error, op)
+            started.append(Program(row, flops, weight_bytes, compiling, args, error))
+    return started
+
+
+def measure(run: runs.Run, settings: Iterable[Setting]) -> None:
+    """Time the programs of all these settings in turns."""
+    programs: list[Program] = []
+    for setting in settings:
+        with run.attempt(f"{setting.name}, {setting.sizes}, {setting.rows} rows"):
+            programs += start(run, setting)
+    run.wait()
+    samplers = {}
+    for i, (row, _, _, compiling, args, error) in enumerate(programs):
+        with run.attempt("{shape}, {sizes}, {rows} rows, {op} by {method}".format(**row)):
+            call = compiling.result()
+            found = error(call(*args))
+            if not found < (FP8_TOLERANCE if row["method"] == FP8 else TOLERANCE):
+                raise AssertionError(f"the result is wrong by {found:.1e} of it")
+            samplers[i] = timing.sampler(call, args, 1, run.sample_seconds)
+    for i, us in timing.take_turns(samplers, run.samples).items():
+        median = statistics.median(us)
+        times = {name: round(value, 1) for name, value in timing.Timing.of(us).row().items()}
+        tflops = round(programs[i].flops / median * 1e-6, 1)
+        of_weights = round(programs[i].weight_bytes / median * 1e-3, 1)
+        run.add(programs[i].row | times | dict(tflops=tflops, weight_gb_per_s=of_weights))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -280,12 +301,15 @@ def main(argv: list[str] | None = None) -> int:
     num_gpus = runs.set_platform(args.ranks)
     sweep = "models" if args.models else "products"
     run = runs.open_run(args, num_gpus, [sweep], "products", SAMPLES)
-    settings = SETTINGS if num_gpus else FIRST_OF_EACH
+    batches = [[setting] for setting in (SETTINGS if num_gpus else FIRST_OF_EACH)]
     if args.models:
-        each = itertools.product(args.rows, args.models, args.sizes)
-        settings = [one for rows, name, sizes in each for one in of_model(name, rows, sizes)]
-    settings = settings if num_gpus else [tiny(setting) for setting in settings]
-    likely = settings[0]
+        batches = [
+            [one for sizes in args.sizes for one in of_model(name, rows, sizes)]
+            for rows, name in itertools.product(args.rows, args.models)
+        ]
+    if not num_gpus:
+        batches = [[tiny(setting) for setting in batch] for batch in batches]
+    likely = batches[0][0]
     (product,) = ma.explain(
         ma.grouped_dot,
         jax.ShapeDtypeStruct((likely.rows, likely.k), jnp.bfloat16),
@@ -294,10 +318,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     why = run.record["why_no_kernel"] = product.why
     runs.say(f"no kernel: {why}" if why else "the kernel runs")
-    for setting in settings:
-        with run.attempt(f"{setting.name}, {setting.rows} rows"):
+    for batch in batches:
+        with run.attempt(f"{batch[0].name}, {batch[0].rows} rows"):
             run.check_time()
-            measure(run, setting)
+            measure(run, batch)
+        normal.cache_clear()  # frees memory
     return runs.finish(run.record, run.path, not args.no_plot)
 
 
