@@ -241,6 +241,7 @@ def start(run: runs.Run, setting: Setting) -> list[Program]:
     """Start to compile the programs of a setting."""
     runs.say(f"{setting.name}, {setting.sizes}, {setting.rows} rows")
     work = (experts if is_of_experts(setting) else one_product)(setting)
+    weight_bytes = sum(w.nbytes for w in work.weights)
     started, made = [], products()
     for op, flops in work.flops.items():
         for method in (name for name, ops in setting.methods.items() if op in ops and name in made):
@@ -259,7 +260,6 @@ def start(run: runs.Run, setting: Setting) -> list[Program]:
                 n=setting.n,
             )
             compiling = run.compile(jax.jit(call).lower(*args))
-            weight_bytes = sum(w.nbytes for w in work.weights)
             error = functools.partial(work.error, op)
             started.append(Program(row, flops, weight_bytes, compiling, args, error))
     return started

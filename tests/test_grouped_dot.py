@@ -153,13 +153,14 @@ CASES = dict(
 LARGE = 1500, 264, 392, [700, 0, 129, 511]
 FEW_ROWS = 2400, 520, 392, [50, 0, 70, 1, 130, 140, 100, 115, 121, 700, *[1] * 20]
 ONLY_FEW_ROWS = 1500, *FEW_ROWS[1:]
+MANY_GROUPS = [7 * i % 16 for i in range(40)]
 if harness.ON_GPU:
     CASES |= dict(
         no_tail=(161, 64, 72, [50, 0, 70, 1, 40]),
         one_group=(100, 64, 64, [100]),
         one_row_each=(9, 72, 64, [1] * 7),
-        many_groups=(330, 64, 64, [(7 * i) % 16 for i in range(40)]),
-        many_groups_of_two_forms=(3100, 64, 64, [(7 * i) % 16 for i in range(40)]),
+        many_groups=(330, 64, 64, MANY_GROUPS),
+        many_groups_of_two_forms=(3100, 64, 64, MANY_GROUPS),
         large=LARGE,
         few_rows=FEW_ROWS,
         only_few_rows=ONLY_FEW_ROWS,
