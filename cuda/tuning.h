@@ -116,6 +116,7 @@ struct Sm90 {
   static constexpr int kGemmStepsAhead = 8;
   // "Few tiles": with at most this number of tiles per block, clusters take tiles in turn. The
   // number of tiles is estimated for groups that all have rows (TakesInTurn in gemm/launch.cuh).
+  // Weight gradients always use a counter.
   static constexpr int kGemmTilesInTurn = 8;
   // "Between few and many rows": a tile of kFew takes as long as this many more steps of the form
   // for many rows, without and with an activation.

@@ -287,12 +287,14 @@ def test_sizes_that_do_not_fit_are_cut(path):
         assert_product_and_gradients(found, rows, w, ct, fitting)
 
 
-def test_groups_of_any_sizes_do_not_overlap():
-    for sizes in ([3, -2, 4], [-5, 3, 3], [6, 2**31 - 1, 1], [0, 0, 0]):
-        starts, sizes = map(np.asarray, reference.groups_of(jnp.array(sizes, jnp.int32), 8))
-        assert (sizes >= 0).all()
-        np.testing.assert_array_equal(starts, np.append(0, np.cumsum(sizes)[:-1]))
-        assert sizes.sum() <= 8
+@pytest.mark.parametrize("num_rows", (8, 1_000_000))  # the sum of 2,200 groups overflows
+def test_groups_of_any_sizes_do_not_overlap(num_rows):
+    for sizes in ([3, -2, 4], [-5, 3, 3], [6, 2**31 - 1, 1], [0, 0, 0], [1_000_000] * 2200):
+        found = reference.groups_of(jnp.array(sizes, jnp.int32), num_rows)
+        starts, found = map(np.asarray, found)
+        assert (found >= 0).all()
+        np.testing.assert_array_equal(starts, np.append(0, np.cumsum(found)[:-1]))
+        assert found.sum() == min(np.maximum(sizes, 0, dtype=np.int64).sum(), num_rows)
 
 
 def test_without_jit_and_with_known_sizes(path):

@@ -17,9 +17,10 @@ enum class Axis { kM, kN, kK };
 // The contiguous axis of an operand: k, or its other axis, m or n.
 enum class Major { kK, kMN };
 
-// In shared memory, an operand's tile has boxes of up to 64 rows. A row has 64 elements (128 bytes,
-// swizzled). In a K-major box, elements are along k, and rows along m or n. In an MN-major box,
-// elements are along m or n, and rows along k. The next box has the next 64 of m or n.
+// In shared memory, an operand's tile has boxes of kBoxElements or fewer rows (operand b:
+// kRowsOfBoxB). A row has 64 elements (128 bytes, swizzled). In a K-major box, elements are along
+// k, and rows along m or n. In an MN-major box, elements are along m or n, and rows along k. The
+// next box has the next 64 of m or n.
 constexpr int kBoxElements = 64;
 constexpr int kTileK = 64;
 constexpr int kBoxBytes = kBoxElements * kTileK * 2;
@@ -33,6 +34,7 @@ constexpr int kGemmThreads = kGroupThreads * (kConsumerGroups + 1);
 // A band is this number of rows of tiles. Clusters take tiles band by band, so that tiles that
 // run at the same time share rows and columns of operands.
 constexpr int kBand = Tuning::kGemmBand;
+static_assert(kBand >= 1);
 
 // The rows of a tile of a form for many rows.
 constexpr int kBaseRows = 128;
@@ -40,8 +42,9 @@ static_assert(kBaseRows == Tuning::kForward.m && kBaseRows == Tuning::kTranspose
 
 // Work::tile has 16 bits for a tile's index along one axis, and 15 bits for the other axis.
 constexpr int64_t kMaxTiles = 1 << 15;
-// The smallest extents of a tile, along the axis of the rows and along the other axes.
-constexpr int kLeastTileRows = 32, kLeastTileColumns = 128;
+// A group of r rows has at most r / kLeastTileRows + 1 tiles of rows. kLeastTileColumns is the
+// smallest extent of a tile along the other axes.
+constexpr int kLeastTileRows = 64, kLeastTileColumns = 128;
 
 // An epilogue processes the results of a product and stores them (gemm/epilogue.cuh).
 enum class Epilogue : int32_t {
@@ -81,7 +84,8 @@ struct Form {
   static constexpr int kResultM = kIsGated && kRows == Axis::kN ? kTileM / 2 : kTileM;
   static constexpr int kResultN = kIsGated && kRows == Axis::kM ? kTileN / 2 : kTileN;
   static constexpr int kBoxesA = kTileM / kBoxElements;
-  // Boxes of operand b have up to 64 rows. Instead of 3, 5, ... boxes, there are two larger boxes.
+  // Operand b has boxes of up to 64 rows, or two larger boxes if 3, 5, ... would be needed, because
+  // each of two blocks loads half of the boxes.
   static constexpr int kRowsOfBoxB = kTileN < kBoxElements ? kTileN
                                      : kTileN / kBoxElements % 2 == 0 || kTileN == kBoxElements
                                          ? kBoxElements
@@ -109,9 +113,9 @@ struct Form {
   static_assert(kTileM % (64 * kConsumerGroups) == 0);
   static_assert(kResultM >= (kRows == Axis::kM ? kLeastTileRows : kLeastTileColumns) &&
                 kResultN >= (kRows == Axis::kN ? kLeastTileRows : kLeastTileColumns));
-  // If kVaries: the steps that this form saves for a group of `size` rows, times the rows of a
-  // step. In the form for many rows, the last tile has idle rows. In this form, a tile takes as
-  // long as some more steps.
+  // If kVaries: an estimate of the time that this form saves for a group, in steps of the form for
+  // many rows times rows. That form also multiplies the idle rows of its last tile. A tile of this
+  // form takes kMoreSteps steps longer.
   MOE_A2A_HOST_DEVICE static int32_t gain(int32_t size, int32_t k) {
     constexpr int kMoreSteps =
         kEpilogue == Epilogue::kStore ? Tuning::kFewMoreSteps : Tuning::kFewMoreStepsToActivate;

@@ -40,8 +40,8 @@ struct Fp8Form : Form<kRows_, Major::kK, Major::kK, kTileM_, kTileN_, kBlocks_, 
   static constexpr bool kWholeTurns = kWholeTurns_;  // the steps of k are a multiple of kStages
   static constexpr int kParts = kTileM_ / (64 * kConsumerGroups);
   static constexpr int kPartSize = kTileN_ / 2;  // registers of a part
-  // As Form::gain(). Loads of weights limit both forms, so this form may have 1/8 more tiles of
-  // rows.
+  // As in Form::gain(), only the sign of the sum over groups matters. Loads of weights limit both
+  // forms, so this form may have 1/8 more tiles of rows.
   MOE_A2A_HOST_DEVICE static int32_t gain(int32_t size, int32_t) {
     const int32_t many = (size + kBaseRows - 1) / kBaseRows, few = (size + kTileN_ - 1) / kTileN_;
     return 9 * many - 8 * few;
@@ -55,7 +55,8 @@ struct Fp8Form : Form<kRows_, Major::kK, Major::kK, kTileM_, kTileN_, kBlocks_, 
 
 struct Fp8Params : GemmParams {
   const float *row_scales, *matrix_scales;
-  // The strides of row_scales (Fp8Gemm), which has fewer than 2^32 scales.
+  // The strides of row_scales (Fp8Gemm). There are fewer than 2^32 scales, because 2^32 scales
+  // would need 512 GiB of rows.
   uint32_t row_stride, block_stride;
 };
 

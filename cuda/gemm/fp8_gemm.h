@@ -25,7 +25,7 @@ struct Fp8Gemm {
   const int32_t *starts, *sizes, *weights;  // as in GroupedGemm
   int32_t num_groups;
   int32_t* counter;  // device memory, which the launch may overwrite
-  int num_sms;       // the most blocks to launch
+  int num_sms;       // the most blocks to launch, but at least one cluster
   // More matrices [num_spare, N, K], or null. Matrix indices count `matrices` and then these.
   const void* spare = nullptr;
   int64_t num_spare = 0;

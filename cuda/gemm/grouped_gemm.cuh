@@ -17,8 +17,8 @@
 // must not hold tiles that other blocks could start earlier.
 //
 // Forms: a kernel has one form, or a form for many rows in a group and one for few rows. In a
-// kernel of two forms, each block adds up the sizes of all groups and chooses the faster form, so
-// all blocks choose the same form. gemm/launch.cuh chooses the kernel.
+// kernel of two forms, each block adds up the gains of the form for few rows over all groups, so all
+// blocks choose the same form. gemm/launch.cuh chooses the kernel.
 //
 // For an epilogue that reads an array, such as pre-activations, the loader fills kReadStages stages
 // after a tile's operands. A block uses all these stages, even for fewer columns. Consumers
@@ -29,8 +29,8 @@
 // warps release it for the consumers, when the stores have read it. No cluster waits for another
 // cluster.
 //
-// Launch: kGemmThreads threads, clusters of as many blocks as share loads in the first form.
-// `next_tile` is null or points to a 0.
+// Launch: kGemmThreads threads, clusters of kBlocks blocks of the first form. A second form of one
+// block ignores the cluster. `next_tile` is null or points to a 0.
 #pragma once
 
 #include "gemm/epilogue.cuh"
@@ -184,6 +184,8 @@ __device__ inline Work receive_work(GemmShared<F>& shared, uint32_t rank,
 template <typename T, typename F>
 __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, uint32_t rank) {
   constexpr bool kIsCluster = F::kBlocks > 1;
+  static_assert(kStepsAhead >= 1 && kStepsAhead > F::kReadStages - F::kStages,
+                "a consumer keeps its last stage until it knows the next tile");
   const bool is_first_lane = lane_index() == 0;
   Cursor<kWorkEntries> entry;
   Cursor<F::kStages> stage;

@@ -52,7 +52,7 @@ struct GroupedGemm {
   const int32_t *starts, *sizes, *weights;
   int32_t num_groups;
   int32_t* counter;   // device memory, which the launch may overwrite
-  int num_sms;        // the most blocks to launch
+  int num_sms;        // the most blocks to launch, but at least one cluster
   bool adds = false;  // kWeightGradient: adds the products to d, in float32
   const ActivatedProduct* activated = nullptr;
   // More matrices [num_spare, K, N], or null. Indices count b and then these.

@@ -78,7 +78,8 @@ Problem MakeParams(const GroupedGemm& gemm, GemmParams* p) {
 }
 
 // Returns true if clusters take tiles in turn. With few tiles, a counter costs more time than it
-// saves. It saves none if there are so few rows that no cluster gets work twice.
+// saves. It saves none if each cluster gets work at most once: a group has at most as many tiles of
+// rows as rows.
 template <typename F, typename Gemm>
 bool TakesInTurn(const Gemm& gemm, const GemmParams& p) {
   const int64_t columns = F::kIsTurned ? ceil_div(p.m, F::kResultM) : ceil_div(p.n, F::kResultN);
@@ -124,6 +125,7 @@ Problem Launch(const Gemm& gemm, cudaStream_t stream, Types<F, Few...>) {
   bool is_in_turn = TakesInTurn<F>(gemm, params.of[0]);
   if constexpr (sizeof...(Few) > 0) {
     MOE_A2A_TRY(MakeParams<Few...>(gemm, &params.of[1]));
+    // The form for few rows decides, because it has at least as many tiles.
     is_in_turn = TakesInTurn<Few...>(gemm, params.of[1]);
   }
   for (GemmParams& p : params.of) SetGroups(gemm, is_in_turn ? nullptr : gemm.counter, &p);

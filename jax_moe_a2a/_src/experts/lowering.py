@@ -114,7 +114,7 @@ def act_dot_grad(operands: Any, *, activation: FusedActivation) -> list[jax.Arra
         ],
         (ct2, w3, groups, pre2, weights.reshape(-1), *spare),
         None,
-        aliases={3: 0},  # each warp reads its elements before it writes
+        aliases={3: 0},  # a tile of pre is in shared memory before its gradient is stored
         **activation.attributes,
     )
     # ``+`` fixes the order of the terms, which XLA could change in ``sum``.

@@ -24,7 +24,11 @@ def groups_of(sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
     sizes.
     """
     sizes = jnp.clip(sizes, 0, num_rows)
-    ends = jnp.clip(jnp.cumsum(sizes, axis=-1, dtype=jnp.int32), 0, num_rows)
+    if sizes.shape[-1] * num_rows < 2**31:
+        ends = jnp.minimum(jnp.cumsum(sizes, axis=-1, dtype=jnp.int32), num_rows)
+    else:  # a plain sum could overflow
+        add = lambda a, b: jnp.minimum(a, num_rows - b) + b
+        ends = lax.associative_scan(add, sizes.astype(jnp.int32), axis=-1)
     starts = jnp.concatenate([jnp.zeros_like(ends[..., :1]), ends[..., :-1]], axis=-1)
     return starts, jnp.maximum(ends - starts, 0)
 
