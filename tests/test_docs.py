@@ -133,6 +133,9 @@ def run_section(document, section, *, with_gpu):
                 pytest.importorskip("orbax.checkpoint")
             if with_gpu or snippet.mark != "gpu":
                 run(snippet, namespace)
+    for name in ("tune", "step", "balanced_step", "placed_step"):
+        if hasattr(namespace.get(name), "_cache_size"):
+            assert namespace[name]._cache_size() == 1, f"{name} compiles again"
 
 
 def sections(wanted):

@@ -94,6 +94,17 @@ def test_a_layer_and_its_gradient_run_kernels_on_hopper(kernel):
     assert kernels(*backward) <= paths_of(found) and not any(call.why for call in found)
 
 
+@pytest.mark.parametrize("device", ("9.0", "10.0", "cpu"))
+def test_a_program_over_explicit_axes_is_explained(device):
+    def loss(params, x):
+        return ma.moe(x, **params, axes=AXIS)[0].astype("float32").sum()
+
+    with jax.set_mesh(harness.mesh_over(jax.sharding.AxisType.Explicit, **{AXIS: RANKS})):
+        config = ma.MoEConfig(HIDDEN, HIDDEN, EXPERTS, ma.TopK(TOP_K), dtype="bfloat16")
+        params = ma.init_moe(jax.random.key(0), config, AXIS)
+        assert ma.explain(jax.grad(loss), params, X, device=device).calls
+
+
 @needs_kernels
 def test_other_gpus_run_the_exchange_and_not_the_products(kernel):
     found = ma.explain(layer, *ARGS, device="10.0")

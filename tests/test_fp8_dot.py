@@ -422,8 +422,26 @@ def test_weights_know_their_shape_in_each_state(shape):
 
 
 def test_weights_to_train_are_floats():
-    with pytest.raises(TypeError, match="w must be bfloat16.* with trainable.*; got a Quantized. "):
-        ma.quantize_experts(ma.Quantized(TRAINED.transposed, TRAINED.scales), trainable=True)
+    frozen = ma.quantize_experts(TRAINED.source)
+    for given in (ma.Quantized(TRAINED.transposed, TRAINED.scales), frozen):
+        message = f"w must be bfloat16.* to be trained.*; got a {type(given).__name__}. "
+        with pytest.raises(TypeError, match=message):
+            ma.quantize_experts(given, trainable=True)
+    with pytest.raises(TypeError, match="got a QuantizedExperts.*with_lora"):
+        ma.Experts(frozen, frozen, activation=jax.nn.gelu).in_fp8()
+
+
+@pytest.mark.parametrize("transposed", (False, True))
+@pytest.mark.parametrize("shape", ((2, 128, 256), (2, 256, 2, 200)))
+def test_quantized_weights_are_not_quantized_again(shape, transposed):
+    w = normal(0, shape)
+    quantize = functools.partial(ma.quantize_experts, transposed=transposed)
+    once = quantize(w)
+    for given in (once, ma.quantize_experts(w), ma.QuantizedExperts(source=w)):
+        again = quantize(given)
+        for found, expected in zip(jax.tree.leaves(again), jax.tree.leaves(once), strict=True):
+            found, expected = (np.asarray(x).view(np.uint8) for x in (found, expected))
+            np.testing.assert_array_equal(found, expected)
 
 
 def test_quantization_counts_as_the_identity_for_derivatives():

@@ -17,8 +17,8 @@
 // must not hold tiles that other blocks could start earlier.
 //
 // Forms: a kernel has one form, or a form for many rows in a group and one for few rows. In a
-// kernel of two forms, each block adds up the gains of the form for few rows over all groups, so all
-// blocks choose the same form. gemm/launch.cuh chooses the kernel.
+// kernel of two forms, each block adds up the gains of the form for few rows over all groups, so
+// all blocks choose the same form. gemm/launch.cuh chooses the kernel.
 //
 // For an epilogue that reads an array, such as pre-activations, the loader fills kReadStages stages
 // after a tile's operands. A block uses all these stages, even for fewer columns. Consumers

@@ -84,7 +84,9 @@ def without_dead_code(program: Any) -> Any:
 def traced_in(fn: Callable[..., Any], avals: Sequence[Any], axes: Any) -> Any:
     """Trace ``fn`` with mesh axes in scope. Return its jaxpr, where no type varies over them."""
     types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
-    with varying_unchecked(), core.extend_axis_env_nd(list(axes.items())):
+    # Over Explicit axes of the mesh in scope, JAX could not infer shardings in ``fn``.
+    no_mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+    with no_mesh, varying_unchecked(), core.extend_axis_env_nd(list(axes.items())):
         return without_dead_code(jax.make_jaxpr(fn)(*types))
 
 

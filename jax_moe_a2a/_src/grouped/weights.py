@@ -89,18 +89,31 @@ class QArrayLike(Protocol):
     scale: Any
 
 
+def floats_to_train(w: Any) -> Any:
+    """Return float weights: ``w``, or its ``source``. Raise a TypeError if there are none."""
+    source = w.source if isinstance(w, QuantizedExperts) else w
+    if source is None or as_quantized(source) is not None:
+        raise TypeError(
+            "w must be bfloat16, float16 or float32 to be trained, because quantized weights have "
+            f"no gradient; got a {type(w).__name__}. Pass the weights that were quantized, or "
+            "train adapters: experts.with_lora(...)"
+        )
+    return source
+
+
 def quantize_weights(
-    w: ArrayLike | Quantized | QArrayLike, *, transposed: bool, trainable: bool
+    w: ArrayLike | Quantized | QArrayLike | QuantizedExperts, *, transposed: bool, trainable: bool
 ) -> QuantizedExperts:
     """Return the result of ``quantize_experts`` for one array of weights."""
     check_bool("transposed", transposed)
     check_bool("trainable", trainable)
+    if trainable or isinstance(w, QuantizedExperts) and w.source is not None:
+        w = floats_to_train(w)
+    if isinstance(w, QuantizedExperts):
+        if w.transposed is None and transposed:
+            w = dataclasses.replace(w, transposed=jnp.moveaxis(w.values, -1, 1))
+        return w
     given = as_quantized(w)
-    if trainable and given is not None:
-        raise TypeError(
-            "w must be bfloat16, float16 or float32 with trainable, because quantized weights have "
-            f"no gradient; got a {type(w).__name__}. Pass the weights that were quantized"
-        )
     if given is None:
         array = as_array(w)
         if array.dtype not in map(jnp.dtype, ("bfloat16", "float16", "float32")):

@@ -24,6 +24,7 @@ from ..grouped.weights import (
     QuantizedExperts,
     as_quantized,
     decode_experts,
+    floats_to_train,
     quantize_weights,
 )
 from .lora import LoRA, check_lora, draw_lora, merge, spec_of
@@ -121,8 +122,12 @@ class Experts:
         again instead. The derivative of quantization is defined as the identity, so the weights
         have gradients. To quantize once for several micro-batches, call ``quantize_experts(experts,
         trainable=True)`` instead. Both return ``padded`` experts.
+
+        Raises:
+          TypeError: if the weights are already in FP8.
         """
-        return self.padded().map_weights(lambda w: QuantizedExperts(source=w))
+        floats = self.map_weights(floats_to_train).padded()
+        return floats.map_weights(lambda w: QuantizedExperts(source=w))
 
     def padded(self, *, outputs: bool = True) -> Experts:
         """Return the experts with zeros appended, so that H and I are multiples of 128.
@@ -189,7 +194,7 @@ class Experts:
 
 
 def quantize_experts(
-    w: Experts | ArrayLike | Quantized | QArrayLike,
+    w: Experts | ArrayLike | Quantized | QArrayLike | QuantizedExperts,
     *,
     transposed: bool = False,
     trainable: bool = False,
@@ -211,6 +216,7 @@ def quantize_experts(
         ``scale`` like a ``QArray`` of qwix, is already quantized, and its values and scales do not
         change. Its values are float8_e4m3fn, shaped like an array of weights. Its scales are
         float32 [L, K / 128, N / 128 rounded up], or [L, K / 128, 2, I / 128 rounded up].
+        ``QuantizedExperts`` without a ``source`` do not change, either.
       transposed: True to also return the values as [L, K, N], for the gradient of rows.
       trainable: True to return transposed values, and ``w`` as ``source``, which gets gradients.
 
@@ -228,7 +234,9 @@ def quantize_experts(
     quantize = partial(quantize_weights, transposed=transposed, trainable=trainable)
     if not isinstance(w, Experts):
         return quantize(w)
-    if all(as_quantized(each) is None for each in (w.w_in, w.w_out)):
+    if not any(
+        isinstance(each, QuantizedExperts) or as_quantized(each) for each in (w.w_in, w.w_out)
+    ):
         w = w.padded(outputs=transposed or trainable)
     return w.map_weights(quantize)
 
