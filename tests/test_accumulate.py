@@ -279,5 +279,9 @@ def test_what_accumulate_grads_refuses():
         add(params, params)
     with pytest.raises(ValueError, match=r"totals\['w'\] must be float32\[3\].*got float32\[4\]"):
         add(dict(w=jnp.zeros(4)), params)
+    with pytest.raises(ValueError, match=r"Call add\(totals, params, \*args\)"):
+        add(params, dict(w=jnp.zeros(3)))
+    with pytest.raises(TypeError, match="must return a scalar; got a tuple. Pass has_aux=True"):
+        ma.accumulate_grads(lambda params: (params["w"].sum(), 1))(dict(w=jnp.zeros(3)), params)
     with pytest.raises(TypeError, match=r"params\['w'\] must be floats; got int32"):
         add(dict(w=jnp.zeros(3)), dict(w=jnp.arange(3)))

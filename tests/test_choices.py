@@ -270,7 +270,7 @@ def test_ids_of_no_expert_compute_nothing():
     bad = np.array([2**32, 2**40 + 1, -7, EXPERTS, -1])
     ids = np.where(POSITIONS < 5, np.resize(bad, LEAD), 1)[..., None]
     with jax.set_mesh(mesh_of(ep=1)):
-        for router in (ma.RouterChoices(ids, None), TOPK.replay(ids)):
+        for router in (ma.RouterChoices(ids), TOPK.replay(ids)):
             y, stats = quickly(lambda router=router: ma.moe(X, router, OWN, axes="ep"))()
             assert stats.num_invalid == 4 and not y[0].any() and y[1:].all()
 

@@ -58,7 +58,7 @@ def recipes(request, monkeypatch):
     monkeypatch.setattr(
         jax,
         "make_mesh",
-        lambda shape, names, **options: make_mesh(
+        lambda shape, names, *_, **options: make_mesh(
             shape, names, (request.param,) * len(names), **options
         ),
     )

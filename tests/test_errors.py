@@ -142,8 +142,11 @@ def addend(add, *value):
 ROUTED = functools.partial(ma.route, **route_args())
 # Each value is a list of (call, its arguments, patterns in the error message).
 REFUSED = {
-    "ids of floats": ids_of(array((TOKENS, TOP_K)), "num_tokens, top_k", r"float32\[6,\s*3\]"),
+    "ids of floats": ids_of(
+        array((TOKENS, TOP_K)), "num_tokens, top_k", r"float32\[6,\s*3\]", r"astype\(jnp.int32\)"
+    ),
     "ids of one axis": ids_of(array((TOKENS,), "int32"), "num_tokens, top_k", r"int32\[6\]"),
+    "a routing map": ids_of(array((TOKENS, EXPERTS), "bool"), r"choices_of in docs/coming_from.md"),
     "ids of no array": [
         (lambda x, ids=ids: ROUTED(ids), (X,), ("topk_ids",))
         for ids in (None, "ids", {"ids": 1}, object())
@@ -171,7 +174,10 @@ REFUSED = {
         (lambda ids, x=x: ma.dispatch(x, ids, **route_args()), (IDS,), (r"\bx\b",))
         for x in ({}, None, ())
     ],
-    "wide weights": weights_of_choices(array((TOKENS, TOP_K + 1)), r"\[6,\s*4\]|\(6, 4\)"),
+    "wide weights": weights_of_choices(array((TOKENS, TOP_K + 2)), r"\[6,\s*5\]|\(6, 5\)"),
+    "weights of all experts": weights_of_choices(
+        array((TOKENS, EXPERTS)), r"jnp.take_along_axis\(probs, topk_ids, axis=1\)"
+    ),
     "weights of integers": weights_of_choices(array((TOKENS, TOP_K), "int32"), "int32"),
     "integers on the wire": wire("int32"),
     "no dtype on the wire": wire("no_dtype"),
@@ -184,7 +190,9 @@ REFUSED = {
     "a scalar as rows": rows(array(()), r"\[\]|\(\)|scalar"),
     "rows of integers": rows(array((CAPACITY, HIDDEN), "int32"), "int32"),
     "too many row weights": weights_of_rows(array((CAPACITY + 1,)), "11"),
-    "weights of choices for rows": weights_of_rows(WEIGHTS, r"\[6,\s*3\]|\(6, 3\)"),
+    "weights of choices for rows": weights_of_rows(
+        WEIGHTS, r"\[6,\s*3\]|\(6, 3\)", "to dispatch as topk_weights"
+    ),
     "row weights of integers": weights_of_rows(array((CAPACITY,), "int32"), "int32"),
     "a word as row weights": [(combine(weights="mine"), (Y,), ("weights", "mine"))],
     "weights for a tree": [
@@ -254,6 +262,20 @@ REFUSED = {
             ma.grouped_dot,
             (Y, array((EXPERTS, HIDDEN, 3), "bfloat16"), array((2,), "int32")),
             ("experts of this rank only: split it with in_specs",),
+        )
+    ],
+    "weights of PyTorch in a product": [
+        (
+            ma.grouped_dot,
+            (Y, array((2, 3, HIDDEN), "bfloat16"), array((2,), "int32")),
+            (r"w.transpose\(0, 2, 1\)",),
+        )
+    ],
+    "weights of PyTorch": [
+        (
+            functools.partial(mlp, w_in=(2, 6, HIDDEN), w_out=(2, HIDDEN, 3)),
+            (X, IDS),
+            (r"jnp.moveaxis\(experts.w_in.reshape\(2, 2, 3, 5\), -1, -3\)",),
         )
     ],
     "gate and up side by side": [

@@ -431,6 +431,11 @@ def test_weights_to_train_are_floats():
         ma.Experts(frozen, frozen, activation=jax.nn.gelu).in_fp8()
 
 
+def test_a_shared_expert_needs_an_axis_of_experts():
+    with pytest.raises(ValueError, match=r"shared.replace\(w_in=shared.w_in\[None\]"):
+        ma.quantize_experts(ma.Experts(normal(0, (128, 2, 256)), normal(1, (256, 128))))
+
+
 @pytest.mark.parametrize("transposed", (False, True))
 @pytest.mark.parametrize("shape", ((2, 128, 256), (2, 256, 2, 200)))
 def test_quantized_weights_are_not_quantized_again(shape, transposed):

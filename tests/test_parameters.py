@@ -48,6 +48,8 @@ def test_a_config_says_the_shapes_and_dtypes_of_parameters():
     assert params["shared"].output_gate.shape == (128,) and params["experts"].weigh_input
     with pytest.raises(ValueError, match="shared_gate must be False without .*shared_hidden"):
         drawn(shared_gate=True)
+    with pytest.raises(TypeError, match=r"choose must be .*; got 2. Pass ma.TopK\(2\)"):
+        ma.MoEConfig(128, 128, 2, 2)
     assert set(drawn()) == {"router", "experts"} and drawn()["experts"].b_in is None
 
 

@@ -147,8 +147,10 @@ def check_dispatch(
     options = check_options(options, leaves, route_options.has_levels)
     choice_arrays = []
     if topk_weights is not None:
-        shape = (num_tokens, top_k)
-        choice_arrays = [check_weights("topk_weights", topk_weights, "[num_tokens, top_k]", shape)]
+        shape, of_experts = (num_tokens, top_k), (num_tokens, route_options.num_experts)
+        remedy = ". Take the chosen ones: jnp.take_along_axis(probs, topk_ids, axis=1)"
+        given = "topk_weights", topk_weights, "[num_tokens, top_k]"
+        choice_arrays = [check_weights(*given, shape, {of_experts: remedy})]
     return DispatchArguments(source, leaves, treedef, choice_arrays, options)
 
 
@@ -215,7 +217,12 @@ def check_combine(
             f"y must be one array if weights apply; got {treedef}. Pass weights=None, or call "
             "combine once for each array"
         )
-    weights = check_weights("weights", weights, "[capacity]", (routing.capacity,))
+    shape, of_choices = (routing.capacity,), (routing.num_tokens, routing.top_k)
+    remedy = (
+        ". Pass router weights [T, K] to dispatch as topk_weights, because combine needs one "
+        "weight for each row"
+    )
+    weights = check_weights("weights", weights, "[capacity]", shape, {of_choices: remedy})
     return CombineArguments(routing, leaves, treedef, weights, options, addends)
 
 
@@ -278,14 +285,19 @@ def _check_leaf(name: str, leaf: Any, axis: str, size: int, remedy: str) -> jax.
     return leaf
 
 
-def check_weights(name: str, weights: ArrayLike, axes: str, shape: tuple[int, ...]) -> jax.Array:
-    """Check the weights. Return them as float64 if they are float64, otherwise as float32."""
+def check_weights(
+    name: str, weights: ArrayLike, axes: str, shape: tuple[int, ...], remedies: dict[Any, str]
+) -> jax.Array:
+    """Check the weights. Return them as float64 if they are float64, otherwise as float32. For a
+    wrong shape among ``remedies``, the error ends with the remedy of this shape."""
     array = jnp.asarray(weights)
     message = f"{name} must be a float array {axes}={list(shape)}; got {short(array)}"
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(message)
     if array.shape != shape:
-        raise ValueError(message + merge_axes(name, array, len(shape)))
+        raise ValueError(
+            message + (remedies.get(array.shape) or merge_axes(name, array, len(shape)))
+        )
     return array if array.dtype == jnp.float64 else array.astype(jnp.float32)
 
 

@@ -58,6 +58,7 @@ def grouped_dot(
         This saves the time to write zeros. Use it if all functions that read the result ignore
         these rows, as ``combine`` and ``grouped_dot`` do.
       num_sms: the largest number of multiprocessors (SMs) that the kernel may use, or None for all.
+        With 1, most products use 2, because the kernel never divides a cluster of two blocks.
         Other work can then run on the other SMs. Other implementations ignore ``num_sms``.
       preferred_element_type: dtype of the product of quantized arrays: bfloat16 or float32. None
           means bfloat16. It must be None for arrays that are not quantized.
@@ -123,9 +124,11 @@ def _check_arrays(rows: Any, w: Any) -> None:
     if len(rows.shape) != 2:
         raise ValueError(f"rows must have the shape [C, K]; got {short(rows)}")
     if len(w.shape) != 3 or w.shape[1] != rows.shape[1]:
+        is_turned = len(w.shape) == 3 and w.shape[-1] == rows.shape[1]
         raise ValueError(
             f"w must have the shape [L, {rows.shape[1]}, N], because rows are {short(rows)}; "
             f"got {short(w)}"
+            f"{'. Weights of PyTorch are [L, N, K]: w.transpose(0, 2, 1)' if is_turned else ''}"
         )
 
 

@@ -95,8 +95,8 @@ def floats_to_train(w: Any) -> Any:
     if source is None or as_quantized(source) is not None:
         raise TypeError(
             "w must be bfloat16, float16 or float32 to be trained, because quantized weights have "
-            f"no gradient; got a {type(w).__name__}. Pass the weights that were quantized, or "
-            "train adapters: experts.with_lora(...)"
+            f"no gradient; got a {type(w).__name__}. Call in_fp8() or quantize_experts(..., "
+            "trainable=True) on the float weights, or train adapters: experts.with_lora(...)"
         )
     return source
 

@@ -67,6 +67,10 @@ def accumulate_grads(loss: Callable[..., Any], *, has_aux: bool = False) -> Call
             tied = [_tied(*each, str(i)) for i, each in enumerate(zip(leaves, zeros, strict=True))]
             out = loss(tree.unflatten(tied), *args, **kwargs)
             value, aux = out if has_aux else (out, None)
+            if not jax.tree_util.all_leaves([value]):
+                remedy = ". Pass has_aux=True" if isinstance(out, tuple) and not has_aux else ""
+                got = type(value).__name__
+                raise TypeError(f"loss must return a scalar; got a {got}{remedy}")
             is_totals = lambda x: isinstance(x, Totals)
             found = [x for x in jax.tree.leaves(aux, is_leaf=is_totals) if is_totals(x)]
             aux = jax.tree.map(lambda x: None if is_totals(x) else x, aux, is_leaf=is_totals)
@@ -106,8 +110,10 @@ def _check(path: Any, param: Any, total: Any) -> None:
     if not jnp.issubdtype(param.dtype, jnp.floating):
         raise TypeError(f"params{name} must be floats; got {short(param)}")
     if (total.shape, total.dtype) != (param.shape, dtype):
+        is_swapped = (param.shape, param.dtype) == (total.shape, accumulation_dtype(total.dtype))
+        start = "Start with jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)"
+        remedy = "Call add(totals, params, *args)" if is_swapped else start
         raise ValueError(
             f"totals{name} must be {dtype}{list(param.shape)}, because params{name} is "
-            f"{short(param)}; got {short(total)}. Start with "
-            "jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)"
+            f"{short(param)}; got {short(total)}. {remedy}"
         )

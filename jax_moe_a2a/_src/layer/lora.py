@@ -86,6 +86,7 @@ def check_lora(name: str, lora: Any, w: Any, num_lead: int, x: Any) -> LoRA:
             raise (TypeError if is_shape else ValueError)(
                 f"{name}.{part} must be {x.dtype}{list(shape)} with r={rank}, because x has this "
                 f"dtype and its weights have the shape {list(w.shape)}; got {short(array)}"
+                f"{'. Cast the adapters, or pass dtype= to with_lora' if is_shape else ''}"
             )
     return lora.replace(**jax.tree.map(jnp.asarray, parts))
 

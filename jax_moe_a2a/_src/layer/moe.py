@@ -605,9 +605,11 @@ def _check_scope(axes: Axes) -> _Scope:
     for argument, names in given.items():
         for axis in names:
             if axis not in types:
+                is_clear = axes == Axes(axis) and len(types) == 1
+                remedy = f". Pass axes={mesh.axis_names[0]!r}" if is_clear else ""
                 raise ValueError(
                     f"{argument} of axes must name axes of the mesh, which has {mesh.axis_names}; "
-                    f"got {axis!r}"
+                    f"got {axis!r}{remedy}"
                 )
             if types[axis] is AxisType.Manual:
                 raise ValueError(
@@ -698,8 +700,14 @@ def _check_experts(
 def _check_mask(mask: object, x: jax.Array) -> jax.Array:
     found, sizes = as_array(mask), x.shape[:-1]
     if found.dtype != jnp.bool_ or found.shape != sizes:
+        remedy = ""
+        if found.dtype != jnp.bool_:
+            remedy = ". Cast it: mask.astype(bool)"
+        elif found.ndim and found.shape == sizes[: found.ndim]:
+            index = ", None" * (len(sizes) - found.ndim)
+            remedy = f". Broadcast it: jnp.broadcast_to(mask[...{index}], {sizes})"
         raise (TypeError if found.dtype != jnp.bool_ else ValueError)(
-            f"mask must hold a boolean for each token, {list(sizes)}; got {short(found)}"
+            f"mask must hold a boolean for each token, {list(sizes)}; got {short(found)}{remedy}"
         )
     return jnp.asarray(found)
 
@@ -717,7 +725,8 @@ def _check_router_input(value: object, x: jax.Array) -> jax.Array:
 
 def _check_outputs(outputs: object, router: RouterLike) -> None:
     if not isinstance(outputs, tuple) or any(name not in OUTPUTS for name in outputs):
-        raise ValueError(f"outputs must be a tuple of the names {OUTPUTS}; got {outputs!r}")
+        remedy = f". Write outputs=({outputs!r},)" if isinstance(outputs, str) else ""
+        raise ValueError(f"outputs must be a tuple of the names {OUTPUTS}; got {outputs!r}{remedy}")
     if "logits" in outputs and isinstance(router, RouterChoices):
         raise ValueError(
             f'outputs must not have "logits" if router is RouterChoices; got {outputs}. Pass a '

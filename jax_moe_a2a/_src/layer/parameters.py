@@ -19,6 +19,7 @@ from ..grouped.weights import QuantizedExperts
 from ..routing.checks import axes_of
 from .axes import AxesLike, as_axes
 from .router import Choose, Router
+from .top_k import TopK
 from .weights import Activation, Experts, Names, check_type, specs_of
 
 
@@ -130,6 +131,9 @@ class MoEConfig:
             object.__setattr__(self, name, check_int(name, getattr(self, name), least=1))
         for name in ("bias", "shared_gate", "weigh_input"):
             check_bool(name, getattr(self, name))
+        if not isinstance(self.choose, TopK) and not callable(self.choose):
+            remedy = f". Pass ma.TopK({self.choose})" if isinstance(self.choose, int) else ""
+            raise TypeError(f"choose must be a TopK or a function; got {self.choose!r}{remedy}")
         if self.shared_gate and self.shared_hidden is None:
             raise ValueError(
                 "shared_gate must be False without a shared expert; got True. Pass shared_hidden"

@@ -237,6 +237,12 @@ def quantize_experts(
     if not any(
         isinstance(each, QuantizedExperts) or as_quantized(each) for each in (w.w_in, w.w_out)
     ):
+        if len(w.w_out.shape) == 2:
+            raise ValueError(
+                f"experts.w_out must have the shape [E, I, H]; got {short(w.w_out)}. Give a shared "
+                "expert an axis E: shared.replace(w_in=shared.w_in[None], "
+                "w_out=shared.w_out[None])"
+            )
         w = w.padded(outputs=transposed or trainable)
     return w.map_weights(quantize)
 
@@ -354,10 +360,15 @@ def check_weights(
     gated_shape, plain_shape = (*lead, inputs, 2, width), (*lead, inputs, width)
     if w_in.shape not in (gated_shape, plain_shape):
         size = f"{lead[0]} experts and " if lead else ""
+        remedy, half = "", w_in.shape[len(lead)] // 2 if len(w_in.shape) > len(lead) else 0
+        if w_in.shape == (*lead, 2 * half, hidden) and half in w_out.shape:  # as in PyTorch
+            split = ", ".join(map(str, (*lead, 2, half, hidden)))
+            remedy = f". Transpose it: jnp.moveaxis({name}.w_in.reshape({split}), -1, -3)"
         raise ValueError(
             f"{name}.w_in must have the shape [{first}H, 2, I], or [{first}H, I] without a gate, "
             f"for {size}H={inputs}, because x is {short(x)}"
             f"{f' and FP8 needs multiples of {BLOCK}' * (inputs > hidden)}; got {_short(w_in)}"
+            f"{remedy}"
         )
     is_gated = w_in.shape == gated_shape
     if w_out.shape not in ((*lead, width, hidden), (*lead, width, inputs)):

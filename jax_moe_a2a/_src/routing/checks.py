@@ -104,10 +104,14 @@ def as_int32(ids: jax.Array | np.ndarray, num_experts: int) -> jax.Array:
 def check_ids(name: str, value: ArrayLike) -> jax.Array | np.ndarray:
     """Return the argument ``name`` as an array [T, K] of any integer dtype."""
     ids = as_array(value)
-    if ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise (ValueError if jnp.issubdtype(ids.dtype, jnp.integer) else TypeError)(
-            f"{name} must be an integer array [num_tokens, top_k]; got {short(ids)}"
-            f"{merge_axes(name, ids, 2)}"
+    is_integer, remedy = jnp.issubdtype(ids.dtype, jnp.integer), merge_axes(name, ids, 2)
+    if ids.dtype == np.bool_:
+        remedy = ". Convert a routing map with choices_of in docs/coming_from.md"
+    elif jnp.issubdtype(ids.dtype, jnp.floating):
+        remedy = f". Cast it: {name}.astype(jnp.int32)"
+    if ids.ndim != 2 or not is_integer:
+        raise (ValueError if is_integer else TypeError)(
+            f"{name} must be an integer array [num_tokens, top_k]; got {short(ids)}{remedy}"
         )
     if not all(isinstance(size, int) for size in ids.shape):
         raise ValueError(

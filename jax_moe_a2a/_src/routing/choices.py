@@ -14,7 +14,7 @@ class RouterChoices(NamedTuple):
 
     ids: Any
     """[..., K] integers: the experts of each token. -1 means no expert, as in masked tokens."""
-    weights: Any
+    weights: Any = None
     """[..., K] floats: the router weight of each choice, or None for an unweighted sum."""
     scores: Any = None
     """[..., E] floats: the scores of all experts, for ``load_balancing_loss``; or None. ``TopK``
