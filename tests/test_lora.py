@@ -254,7 +254,8 @@ def test_adapters_of_zeros_change_no_bit_of_a_layer_in_fp8():
         (
             lambda lora: lora.replace(b=lora.b.astype(np.float16)),
             TypeError,
-            r"lora_in.b must be float32\[2, 3, 2, 4\] .*; got float16.* dtype= to with_lora",
+            r"lora_in.b must be float32\[2, 3, 2, 4\] with r=3, .*; got float16"
+            r".* dtype= to with_lora",
         ),
     ],
     ids=("type", "scale", "a", "b", "dtype"),

@@ -434,11 +434,15 @@ def test_a_shared_expert_computes_in_float64_in_a_layer_of_float64():
         (dict(mask=np.ones((2, 3))), r"mask must hold a boolean.*mask.astype\(bool\)"),
         (
             dict(mask=np.ones(2, bool)),
-            r"mask .*\[2, 3\].*jnp.broadcast_to\(mask\[..., None\], \(2, 3\)\)",
+            r"mask must hold a boolean for each token, \[2, 3\]"
+            r".*jnp.broadcast_to\(mask\[..., None\], \(2, 3\)\)",
         ),
         (routed(choose=ma.TopK(5)), "k of TopK must be at most"),
         (dict(replicated="yes"), "replicated must be a bool"),
-        (dict(axes="expert"), r"axes must name axes of .* has \('ep',\).*Pass axes='ep'"),
+        (
+            dict(axes="expert"),
+            r"experts of axes must name axes of the mesh, which has \('ep',\).*Pass axes='ep'",
+        ),
         (dict(axes=ma.Axes("ep", data="data")), "data of axes must name axes of the mesh"),
         (dict(axes=ma.Axes("ep", tensor="ep")), "must be different axes; got 'ep' twice"),
         (dict(axes=1), "axes must be a Group, the name"),
@@ -450,7 +454,7 @@ def test_a_shared_expert_computes_in_float64_in_a_layer_of_float64():
         (changed(output_gate=KERNEL[:, 0]), r"experts.output_gate must be None except .*\[8\]"),
         (
             dict(outputs="logits"),
-            r"tuple of the names .*; got 'logits'. Write outputs=\('logits',\)",
+            r"outputs must be a tuple of the names .*; got 'logits'. Write outputs=\('logits',\)",
         ),
         (
             dict(outputs=("logits",), router=ma.RouterChoices(IDS, None)),

@@ -49,9 +49,9 @@ NO_GRADIENT = (
 grouped_dot_fp8_p = compat.Primitive("moe_a2a_grouped_dot_fp8")
 
 
-def is_quantized(rows: object, w: object) -> bool:
-    """Return True if rows or weights are quantized, so that their product must be in FP8."""
-    return any(isinstance(x, QuantizedExperts) or as_quantized(x) is not None for x in (rows, w))
+def is_quantized(*arrays: object) -> bool:
+    """Return True if one of these rows or weights is quantized, so its products must be in FP8."""
+    return any(isinstance(x, QuantizedExperts) or as_quantized(x) is not None for x in arrays)
 
 
 def check_operands(rows: Any, w: object) -> tuple[Quantized, QuantizedExperts]:

@@ -17,12 +17,11 @@ from ..ad import accumulation_dtype, fixed
 from ..checks import as_array, check_static, short
 from ..experts.activations import gated
 from ..formats.formats import Quantized
-from ..grouped.quantized import RESULT_DTYPES, check_experts, without_gradient
+from ..grouped.quantized import RESULT_DTYPES, check_experts, is_quantized, without_gradient
 from ..grouped.weights import (
     BLOCK,
     QArrayLike,
     QuantizedExperts,
-    as_quantized,
     decode_experts,
     floats_to_train,
     quantize_weights,
@@ -234,9 +233,7 @@ def quantize_experts(
     quantize = partial(quantize_weights, transposed=transposed, trainable=trainable)
     if not isinstance(w, Experts):
         return quantize(w)
-    if not any(
-        isinstance(each, QuantizedExperts) or as_quantized(each) for each in (w.w_in, w.w_out)
-    ):
+    if not is_quantized(w.w_in, w.w_out):
         if len(w.w_out.shape) == 2:
             raise ValueError(
                 f"experts.w_out must have the shape [E, I, H]; got {short(w.w_out)}. Give a shared "
